@@ -1,0 +1,94 @@
+"""What all commands share: flags in, help that explains, and errors of one clear line."""
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from absl import app, flags, logging
+
+from refusion_jax.errors import UserError
+
+
+def run(main: Callable[[], None], settings: dict[str, str] | None = None) -> None:
+    """Parses the flags and runs a command; bad flags and UserError end in one line on stderr and exit code 2.
+
+    Args:
+      main: the command; reads its flags from absl.flags.
+      settings: the keys of `--config`, "config.a.b" -> what --help says of it; empty where a command has no --config.
+    """
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        if {"--help", "-h"} & set(argv):
+            print(_help(settings or {}))
+            sys.exit(0)
+        try:
+            check_config_flags(argv[1:], settings or {})
+            rest = flags.FLAGS(argv)[1:]
+        except (flags.Error, UserError) as error:
+            _fail(error)
+        if rest:
+            _fail(UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag"))
+        return argv[:1]
+
+    def guarded(_: Sequence[str]) -> None:
+        try:
+            main()
+        except UserError as error:
+            _fail(error)
+
+    logging.set_verbosity(logging.WARNING)
+    app.run(guarded, flags_parser=parse)
+
+
+def check_config_flags(argv: Sequence[str], settings: dict[str, str]) -> None:
+    """Refuses a --config file that is not there and keys that do not exist, which ml_collections does not name.
+
+    Raises:
+      UserError: with what is there instead.
+    """
+    for argument in argv:
+        name, _, value = argument.lstrip("-").partition("=")
+        if name == "config" and value and not Path(value.split(":")[0]).is_file():
+            near = sorted(str(path) for path in Path("configs").glob("*.py"))
+            raise UserError(f"--config={value}: no such file; here are {', '.join(near) or 'no configs/*.py'}")
+        if name.startswith("config.") and settings and name not in settings:
+            close = difflib.get_close_matches(name, settings, n=1)
+            hint = f"did you mean --{close[0]}?" if close else "--help lists them all"
+            raise UserError(f"--{name} is no config key; {hint}")
+
+
+def declared_settings(owner: Callable) -> dict[str, tuple[str, str]]:
+    """Settings that a function or class declares one a line, `name = default  # meaning`: name -> (default, meaning).
+
+    The declaration is the one place where a setting's default and its meaning are written down.
+    """
+    declaration = r"^    (?:c\.)?([a-z_0-9.]+)(?:: \w+)? = (.+?)  # (.+)$"
+    found = re.findall(declaration, inspect.getsource(owner), re.MULTILINE)
+    return {name: (default, meaning) for name, default, meaning in found}
+
+
+def _help(settings: dict[str, str]) -> str:
+    """The command's own story, its flags, and its config keys."""
+    story = sys.modules["__main__"].__doc__.strip()
+    own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    listed = {f.name: f"{f.help}{'' if f.default in (None, '') else f' (default: {f.default})'}" for f in own}
+    sections = [story, _listing("Flags:", listed)]
+    if settings:
+        sections.append(_listing("Config keys, and their values unless the config file sets others:", settings))
+    return "\n\n".join(sections)
+
+
+def _listing(title: str, entries: dict[str, str]) -> str:
+    return "\n".join([title, *(f"  --{name}\n      {text}" for name, text in entries.items())])
+
+
+def _fail(error: Exception) -> None:
+    """One line on stderr; of a config file that raises, the flag and the exception, not the traceback between."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if any(line.startswith("Traceback") for line in lines):
+        lines = [lines[0], lines[-1]]
+    print("error:", " ".join(lines), file=sys.stderr)
+    sys.exit(2)
