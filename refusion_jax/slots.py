@@ -1,0 +1,148 @@
+"""The paper's idea in one file: cut a response into slots, mask some of them, move the finished ones to the front.
+
+Everything here is pure jnp with static shapes and runs inside the jitted step, on packed rows: slot size, mask ratio
+and permutation are drawn per document (ReFusion, arXiv 2512.13586, section 3; where paper and code differ, the code).
+
+A document of one prompt token `p` and six response tokens, slot size 2, of whose slots (ab)(cd)(ef) the middle one is
+masked and the clean ones were drawn in the order (ef)(ab), becomes
+
+    text         p  a  b  c  d  e  f
+    inputs       p  e  f  a  b  M  M     prompt, clean slots in random order, masked slots in text order
+    positions    0  5  6  1  2  3  4     every token keeps its place in the text
+    labels       .  f  .  b  .  c  d     clean: the next token of the same slot; masked: the token itself
+
+Axes: B rows, T row length.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Packed rows of text: several documents a row, each one a prompt (may be empty) and then a response."""
+
+    tokens: jax.Array  # [B, T] int32
+    segment_ids: jax.Array  # [B, T] int32: 1, 2, ... by document, contiguous; 0 is padding, at the end
+    is_response: jax.Array  # [B, T] bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """The random draws of the corruption, one value a token: equal over a document, or over a slot."""
+
+    slot_size: jax.Array  # [B, T] int32, per document
+    mask_probability: jax.Array  # [B, T] float32, per document
+    is_masked: jax.Array  # [B, T] bool, per slot
+    rank: jax.Array  # [B, T] uint32, per slot: clean slots of a document are ordered by it
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Corrupted:
+    """Corrupted rows in physical order, ready for a causal model."""
+
+    inputs: jax.Array  # [B, T] int32
+    positions: jax.Array  # [B, T] int32, in the text of the document
+    segment_ids: jax.Array  # [B, T] int32
+    labels: jax.Array  # [B, T] int32, meaningful where clean_label or masked_label
+    clean_label: jax.Array  # [B, T] bool: a clean token that predicts the next one of its slot
+    masked_label: jax.Array  # [B, T] bool: a mask token that predicts its own
+    mask_probability: jax.Array  # [B, T] float32, of the token's document
+    response_length: jax.Array  # [B, T] int32, of the token's document
+
+
+def row_index(x: jax.Array) -> jax.Array:
+    """[B, T] int32: each token's place in its row."""
+    return jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+
+def text_positions(segment_ids: jax.Array) -> jax.Array:
+    """[B, T] int32: each token's place in its document, from 0."""
+    index = row_index(segment_ids)
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+def slot_starts(rows: Rows, slot_size: jax.Array) -> jax.Array:
+    """[B, T] int32: where in the row each token's slot begins; prompt and padding tokens are slots of one."""
+    index = row_index(rows.tokens)
+    offset = text_positions(rows.segment_ids * 2 + rows.is_response)  # place in the prompt, or in the response
+    return jnp.where(rows.is_response, index - offset % slot_size, index)
+
+
+def draw_noise(keys: jax.Array, rows: Rows, sizes: tuple[int, ...], eps: float) -> Noise:
+    """Draws slot size, mask ratio, masked slots and the order of the clean ones.
+
+    k ~ U(sizes) and t ~ U(0, 1) per document, p = (1 - eps) t + eps; each slot is masked with probability p; clean
+    slots come in a uniformly random order (ReFusion, section 3.2).
+
+    Args:
+      keys: [B] PRNG keys, one a row: a row's noise depends on nothing else.
+      rows: the packed rows.
+      sizes: slot sizes to draw from.
+      eps: the least mask probability.
+    """
+    T = rows.tokens.shape[-1]
+    document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
+
+    def draw(key):
+        size_key, t_key, mask_key, rank_key = jax.random.split(key, 4)
+        return (
+            jax.random.choice(size_key, jnp.asarray(sizes, jnp.int32), (T,)),
+            (1 - eps) * jax.random.uniform(t_key, (T,)) + eps,
+            jax.random.uniform(mask_key, (T,)),
+            jax.random.bits(rank_key, (T,)),
+        )
+
+    # One draw for every index of the row; a document or slot uses the one at its first token.
+    size, p, u, rank = jax.vmap(draw)(keys)
+    size, p = (jnp.take_along_axis(x, document, axis=1) for x in (size, p))
+    starts = slot_starts(rows, size)
+    u, rank = (jnp.take_along_axis(x, starts, axis=1) for x in (u, rank))
+    return Noise(size, p, rows.is_response & (u < p), rank)
+
+
+def corrupt(rows: Rows, noise: Noise, mask_id: int) -> Corrupted:
+    """Masks and permutes: prompt, clean slots by rank, masked slots in text order, document by document.
+
+    One stable sort by (document, class, rank) and gathers along it: no token is lost or doubled.
+    """
+    index = row_index(rows.tokens)
+    positions = text_positions(rows.segment_ids)
+    starts = slot_starts(rows, noise.slot_size)
+    same_slot_next = jnp.pad(starts[:, 1:] == starts[:, :-1], ((0, 0), (0, 1)))
+    next_token = jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))
+
+    document = index - positions  # index of the document's first token
+    kind = rows.is_response.astype(jnp.int32) + noise.is_masked  # 0 prompt or padding, 1 clean, 2 masked
+    rank = jnp.where(kind == 1, noise.rank, 0)
+    *_, order = jax.lax.sort((3 * document + kind, rank, index), dimension=1, num_keys=2, is_stable=True)
+
+    def permute(x):
+        return jnp.take_along_axis(x, order, axis=1)
+
+    return Corrupted(
+        inputs=permute(jnp.where(noise.is_masked, mask_id, rows.tokens)),
+        positions=permute(positions),
+        segment_ids=rows.segment_ids,  # a document stays where it is, so per-document values do, too
+        labels=permute(jnp.where(noise.is_masked, rows.tokens, next_token)),
+        clean_label=permute(rows.is_response & ~noise.is_masked & same_slot_next),
+        masked_label=permute(noise.is_masked),
+        mask_probability=noise.mask_probability,
+        response_length=_per_document_sum(rows.is_response, rows.segment_ids),
+    )
+
+
+def _per_document_sum(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """[B, T] int32: for every token the sum of x over its document."""
+    T = x.shape[-1]
+
+    def one_row(x, ids):
+        return jax.ops.segment_sum(x.astype(jnp.int32), ids, num_segments=T + 1)[ids]
+
+    return jax.vmap(one_row)(x, segment_ids)

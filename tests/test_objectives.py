@@ -1,0 +1,110 @@
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pytest
+from conftest import MASK, forward, tiny_model
+from flax import nnx
+from test_slots import packed
+
+from refusion_jax import slots
+from refusion_jax.objectives import Batch, hybrid_batch, loss_terms, make_objective, next_token_batch
+
+
+def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> slots.Rows:
+    """Packed rows with tokens a tiny model knows."""
+    stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *(packed(row, row_length) for row in rows))
+    return slots.Rows(stacked.tokens % 24 + 5, stacked.segment_ids, stacked.is_response)
+
+
+def objective(name: str):
+    config = {"objective": name, "slots": {"sizes": (2, 3, 4), "eps": 1e-3, "mdm_weight": 1.0}}
+    return make_objective(ml_collections.ConfigDict(config), MASK)
+
+
+def prepare(rows: slots.Rows, seed: int = 0, name: str = "refusion") -> Batch:
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows.tokens.shape[0]))
+    return objective(name).prepare(rows, keys)
+
+
+def test_hybrid_loss_is_the_formula_of_the_paper():
+    """Against loops over documents and tokens, as the paper writes it."""
+    rows = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)])
+    noise = slots.draw_noise(jax.random.split(jax.random.key(4), 2), rows, (2, 3, 4), 1e-3)
+    c = slots.corrupt(rows, noise, MASK)
+    logits = forward(tiny_model(), c.inputs, c.positions, c.segment_ids)
+    terms = loss_terms(logits, hybrid_batch(c))
+
+    log_p = np.array(jax.nn.log_softmax(logits))
+    clean, masked, documents = [], 0.0, 0
+    for row in range(2):
+        for segment in set(np.array(rows.segment_ids[row])) - {0}:
+            documents += 1
+            inside = np.flatnonzero(np.array(rows.segment_ids[row]) == segment)
+            response = int(np.sum(rows.is_response[row, inside]))
+            p = float(noise.mask_probability[row, inside[0]])
+            for i in inside:
+                ce = -log_p[row, i, c.labels[row, i]]
+                if c.clean_label[row, i]:
+                    clean.append(ce)
+                elif c.masked_label[row, i]:
+                    masked += ce / (p * response)
+    assert documents == 5
+    assert clean
+    assert masked
+    np.testing.assert_allclose(terms["ar"], np.mean(clean), rtol=1e-5)
+    np.testing.assert_allclose(terms["mdm"], masked / documents, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [True, False], ids=["no clean label", "no masked label"])
+def test_a_missing_kind_of_label_is_zero_and_leaves_the_gradient_finite(masked):
+    rows = rows_of([(2, 7), (0, 5)])
+    noise = slots.draw_noise(jax.random.split(jax.random.key(0), 1), rows, (2, 3, 4), 1e-3)
+    noise = slots.Noise(noise.slot_size, noise.mask_probability, rows.is_response & masked, noise.rank)
+    assert_finite(hybrid_batch(slots.corrupt(rows, noise, MASK)), zero="ar" if masked else "mdm")
+
+
+def test_a_batch_of_padding_is_zero_and_leaves_the_gradient_finite():
+    assert_finite(prepare(rows_of([])), zero="ar", also_zero="mdm")
+
+
+def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
+    graph, params = nnx.split(tiny_model())
+
+    def loss(params):
+        terms = loss_terms(nnx.merge(graph, params)(batch.inputs, batch.positions, batch.segment_ids), batch)
+        return sum(terms.values()), terms
+
+    (_, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    for name, term in terms.items():
+        assert (term == 0) == (name in (zero, also_zero))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves((terms, grads)))
+
+
+def test_next_token_labels_are_the_responses_of_the_same_document():
+    rows = rows_of([(2, 3), (0, 3), (1, 1)], row_length=12)
+    batch = next_token_batch(rows)
+    #                      prompt  response   text    p r   padding
+    labelled = np.array([[0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0]], bool)
+    np.testing.assert_array_equal(batch.weights["ar"] > 0, labelled)
+    assert float(batch.weights["ar"].sum()) == pytest.approx(1)
+    np.testing.assert_array_equal(batch.labels[labelled], jnp.roll(rows.tokens, -1, axis=1)[labelled])
+    np.testing.assert_array_equal(batch.inputs, rows.tokens)
+
+
+def test_the_ar_objective_ignores_the_noise():
+    rows = rows_of([(2, 7), (0, 5)])
+    a, b = prepare(rows, 0, "ar"), prepare(rows, 1, "ar")
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_weights_are_counted_over_the_whole_batch_not_over_rows():
+    """A second row makes twice the documents and more clean labels: the first row's weights shrink accordingly."""
+    both = prepare(rows_of([(0, 20)], [(0, 4)]), seed=2)
+    alone = prepare(rows_of([(0, 20)]), seed=2)
+    np.testing.assert_array_equal(both.inputs[0], alone.inputs[0])
+    np.testing.assert_allclose(both.weights["mdm"][0], alone.weights["mdm"][0] / 2, rtol=1e-6)
+    clean = both.weights["ar"] > 0
+    assert clean[0].any()
+    assert clean[1].any()
+    np.testing.assert_allclose(both.weights["ar"][clean], 1 / clean.sum(), rtol=1e-6)
