@@ -1,0 +1,137 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import forward, tiny_config, tiny_model
+from flax import nnx
+
+from refusion_jax.model.attention import attention, packed_causal_mask
+from refusion_jax.model.transformer import KeyValues, Transformer, linear, logical_axes, rope_rotation, rotate
+
+TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
+POSITIONS = jnp.array([[0, 3, 1, 2, 0, 2, 1, 3, 0, 1]])  # physical order is not text order
+SEGMENTS = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
+
+
+def test_a_token_influences_only_logits_physically_behind_it_in_its_own_document():
+    model = tiny_model()
+    before = forward(model, TOKENS, POSITIONS, SEGMENTS)[0]
+    for changed in range(TOKENS.shape[1]):
+        after = forward(model, TOKENS.at[0, changed].set(20), POSITIONS, SEGMENTS)[0]
+        moved = np.abs(after - before).max(axis=1) > 1e-6
+        may = [SEGMENTS[0, i] == SEGMENTS[0, changed] and i >= changed for i in range(TOKENS.shape[1])]
+        assert moved.tolist() == may, f"token {changed}"
+
+
+def test_no_gradient_flows_against_the_order():
+    """The same by gradient: exact zeros, where a perturbation could hide below a tolerance."""
+    graph, params = nnx.split(tiny_model())
+    params = nnx.to_pure_dict(params)
+
+    def logits_of(embeddings):  # every token has an id of its own, so that each one's influence is seen apart
+        model = nnx.merge(graph, params | {"embed_tokens": embeddings})
+        return model(jnp.arange(10)[None], POSITIONS, SEGMENTS)[0].sum(axis=1)
+
+    influence = jnp.abs(jax.jacrev(logits_of)(params["embed_tokens"])).sum(axis=2)[:, :10] > 0  # [logit, token]
+    same = SEGMENTS[0][:, None] == SEGMENTS[0][None]
+    np.testing.assert_array_equal(influence, same & jnp.tril(jnp.ones((10, 10), bool)))
+
+
+def test_only_relative_positions_matter():
+    model = tiny_model()
+    a = forward(model, TOKENS, POSITIONS, SEGMENTS)
+    b = forward(model, TOKENS, POSITIONS + 17, SEGMENTS)
+    np.testing.assert_allclose(a, b, atol=2e-5)  # rounding of larger angles in float32
+    assert np.abs(a - forward(model, TOKENS, POSITIONS * 2, SEGMENTS)).max() > 1e-3
+
+
+def test_extending_a_cache_equals_one_forward():
+    model = tiny_model()
+    tokens, positions = TOKENS[:, :8], jnp.array([[0, 1, 2, 3, 7, 6, 5, 4]])
+    whole = model(tokens, positions, jnp.ones_like(tokens))
+    none = jnp.zeros((2, 1, 0, 2, 8))
+    causal = jnp.tril(jnp.ones((1, 8, 8), bool))
+    first, kept = model.extend(tokens[:, :5], positions[:, :5], KeyValues(none, none), causal[:, :5, :5])
+    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], kept, causal[:, 5:])
+    np.testing.assert_allclose(whole, jnp.concatenate([first, second], axis=1), atol=1e-5)
+
+
+def test_attention_equals_a_plain_loop():
+    q, k, v = (np.array(jax.random.normal(jax.random.key(i), (2, 5, n, 8))) for i, n in enumerate((6, 3, 3)))
+    mask = np.random.default_rng(0).random((2, 5, 5)) < 0.6
+    mask |= np.eye(5, dtype=bool)
+    got = attention(*map(jnp.asarray, (q, k, v, mask)))
+    for b, t, n in np.ndindex(2, 5, 6):
+        keys, values = k[b, mask[b, t], n // 2], v[b, mask[b, t], n // 2]
+        weights = np.exp(keys @ q[b, t, n] / np.sqrt(8))
+        np.testing.assert_allclose(got[b, t, n], weights @ values / weights.sum(), atol=1e-5)
+
+
+def test_attention_of_a_query_that_sees_nothing_is_finite_with_finite_gradients():
+    q = jnp.ones((1, 2, 2, 4))
+    mask = jnp.array([[[True, False], [False, False]]])
+    value, grads = jax.value_and_grad(lambda q, k, v: attention(q, k, v, mask).sum(), argnums=(0, 1, 2))(q, q, q)
+    assert all(np.isfinite(x).all() for x in (value, *grads))
+
+
+def test_packed_causal_mask_is_the_matrix_in_its_docstring():
+    rows = [line.split() for line in packed_causal_mask.__doc__.splitlines() if set(line.split()) <= {"1", "."}]
+    drawn = [[cell == "1" for cell in row] for row in rows if row]
+    assert packed_causal_mask(jnp.array([[1, 1, 2, 2, 2]]))[0].tolist() == drawn
+
+
+def test_rotation_is_half_split():
+    rotation = rope_rotation(jnp.array([[3]]), head_dim=4, theta=100.0)
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    (a, b, c, d), (f0, f1) = x.ravel(), (3.0, 3.0 / 10)
+    expected = [
+        a * np.cos(f0) - c * np.sin(f0),
+        b * np.cos(f1) - d * np.sin(f1),
+        c * np.cos(f0) + a * np.sin(f0),
+        d * np.cos(f1) + b * np.sin(f1),
+    ]
+    np.testing.assert_allclose(rotate(x, rotation).ravel(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_linear_contracts_the_last_axes_of_x_with_the_first_of_w(inputs):
+    x, w = jax.random.normal(jax.random.key(0), (2, 3, 4, 5)), jax.random.normal(jax.random.key(1), (4, 5, 6, 7))
+    if inputs == 1:
+        w = w[0]
+    np.testing.assert_allclose(linear(x, w, inputs), np.tensordot(x, w, inputs), rtol=1e-5)
+
+
+def test_recomputing_layers_changes_neither_loss_nor_gradient():
+    def run(remat):
+        graph, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0), remat=remat))
+
+        def loss(params):
+            return jnp.sum(nnx.merge(graph, params)(TOKENS, POSITIONS, SEGMENTS) ** 2)
+
+        program = str(jax.make_jaxpr(jax.grad(loss))(params))
+        return jax.value_and_grad(loss)(params), program.count("logistic")
+
+    (none, none_uses), (full, full_uses) = run("none"), run("full")
+    assert full_uses > none_uses, "nothing is computed again"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), none, full)
+
+
+def test_bfloat16_computes_in_bfloat16_but_keeps_float32_weights_and_logits():
+    exact, rough = tiny_model(), Transformer(tiny_config(), nnx.Rngs(0), dtype="bfloat16")
+    logits = rough(TOKENS, POSITIONS, SEGMENTS)
+    assert logits.dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(rough))} == {jnp.dtype("float32")}
+    difference = np.abs(logits - exact(TOKENS, POSITIONS, SEGMENTS))
+    assert 0 < difference.max() < 0.15  # 2^-8 relative, a few roundings deep
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_weight_names_its_axes_and_counts_as_published(tied):
+    c = tiny_config(tie_word_embeddings=tied)
+    model = Transformer(c, nnx.Rngs(0))
+    weights, axes = nnx.to_pure_dict(nnx.state(model)), logical_axes(model)
+    jax.tree.map(lambda w, a: None if w.ndim == len(a) else pytest.fail(f"{a} for {w.shape}"), weights, axes)
+    attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads) + 2 * c.head_dim
+    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
+    expected = c.num_hidden_layers * layer + c.hidden_size + (1 if tied else 2) * c.vocab_size * c.hidden_size
+    assert sum(w.size for w in jax.tree.leaves(weights)) == expected
