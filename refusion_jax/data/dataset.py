@@ -1,0 +1,39 @@
+"""The data of a run, from its config: examples, tokenizer, packed rows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_collections
+
+from refusion_jax.data.packing import PackedRows, pack, tokenize, usable
+from refusion_jax.data.sources import Example, read_examples
+from refusion_jax.data.tokenizer import Tokenizer
+
+
+def load_dataset(config: ml_collections.ConfigDict, saved_tokenizer: Path) -> tuple[Tokenizer, PackedRows]:
+    """Reads, tokenizes and packs all of config.data into memory.
+
+    Args:
+      config: the run's.
+      saved_tokenizer: where a run that trained its own tokenizer keeps it; used instead of training another.
+
+    Raises:
+      UserError: where the data or the tokenizer cannot be used.
+    """
+    data = config.data
+    examples = usable(read_examples(data, config.seed), data.on_error)
+    if data.tokenizer:
+        tokenizer = Tokenizer.load(data.tokenizer, data.mask_piece)
+    elif saved_tokenizer.exists():
+        tokenizer = Tokenizer.load(saved_tokenizer)
+    else:
+        tokenizer = Tokenizer.train(corpus(examples), config.model.vocab_size)
+    documents = tokenize(examples, tokenizer, config.row_length, data.on_error)
+    return tokenizer, pack(documents, config.row_length)
+
+
+def corpus(examples: list[Example]) -> Iterator[str]:
+    """All text of the examples, for training a tokenizer."""
+    for example in examples:
+        yield example.prompt or ""
+        yield example.response

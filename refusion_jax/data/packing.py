@@ -1,0 +1,147 @@
+"""From examples to packed rows: tokenize, cut or refuse what is too long, and fit documents into rows.
+
+Axes: R rows of the data set, T row length.
+"""
+
+import bisect
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+from absl import logging
+
+from refusion_jax.data.sources import Bad, Example
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Token ids of one document: a prompt, then a response."""
+
+    tokens: list[int]
+    prompt_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """A data set of packed rows, with random access."""
+
+    tokens: np.ndarray  # [R, T] int32
+    segment_ids: np.ndarray  # [R, T] int32: 1, 2, ... by document; 0 is padding, at the end
+    is_response: np.ndarray  # [R, T] bool
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)}
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return int(self.segment_ids.max(axis=1).sum())
+
+    @property
+    def fill(self) -> float:
+        """Share of positions that hold a real token."""
+        return float(np.mean(self.segment_ids > 0))
+
+    def fingerprint(self) -> str:
+        """Changes whenever a row does."""
+        digest = hashlib.blake2b(digest_size=16)
+        for field in dataclasses.fields(self):
+            digest.update(np.ascontiguousarray(getattr(self, field.name)))
+        return digest.hexdigest()
+
+
+def usable(examples: Iterable[Example | Bad], on_error: str) -> list[Example]:
+    """The good examples; the first bad one raises UserError (on_error="stop"), or all are counted and left out."""
+    good, bad = [], []
+    for example in examples:
+        (bad if isinstance(example, Bad) else good).append(example)
+        if bad and on_error == "stop":
+            raise UserError(f"{bad[0].where}: {bad[0].reason}")
+    _report(bad)
+    if not good:
+        raise UserError("the data holds no example that can be used")
+    return good
+
+
+def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_error: str) -> list[Document]:
+    """Documents of at most row_length tokens.
+
+    A prompt begins with bos and a response ends with eos. A text without prompt gets bos as its prompt and is cut
+    into rows where it is longer than one; a prompt with a response is never cut.
+
+    Raises:
+      UserError: where a prompt and its response do not fit in a row (on_error="stop"), or where nothing is left.
+    """
+    prompts = tokenizer.encode([example.prompt or "" for example in examples])
+    responses = tokenizer.encode([example.response for example in examples])
+    documents, bad = [], []
+    longest = 0
+    for example, prompt, response in zip(examples, prompts, responses, strict=True):
+        prompt, response = [tokenizer.bos_id, *prompt], [*response, tokenizer.eos_id]
+        tokens = prompt + response
+        if example.prompt is None:
+            for start in range(0, len(tokens), row_length):
+                documents.append(Document(tokens[start : start + row_length], len(prompt) if start == 0 else 0))
+        elif len(tokens) <= row_length:
+            documents.append(Document(tokens, len(prompt)))
+        else:
+            longest = max(longest, len(tokens))
+            bad.append(Bad(example.where, f"{len(prompt)} prompt and {len(response)} response tokens"))
+    if bad and on_error == "stop":
+        raise UserError(
+            f"{bad[0].where}: {bad[0].reason} do not fit in row_length={row_length} (nor do {len(bad) - 1} others); "
+            f"--config.row_length={longest} would hold all, --config.data.on_error=skip leaves them out"
+        )
+    _report(bad)
+    if not documents:
+        raise UserError(f"no document fits in row_length={row_length}; the shortest needs more")
+    return documents
+
+
+def pack(documents: list[Document], row_length: int) -> PackedRows:
+    """Fits whole documents into as few rows as best-fit-decreasing does; deterministic.
+
+    Longest first, each document goes to the row it fills best (Johnson 1973: at most 11/9 of the optimum).
+    """
+    rows: list[list[Document]] = []
+    free: dict[int, list[int]] = collections.defaultdict(list)  # room left -> rows with that room
+    rooms: list[int] = []  # keys of `free`, sorted
+    for document in sorted(documents, key=lambda d: -len(d.tokens)):
+        at = bisect.bisect_left(rooms, len(document.tokens))
+        if at == len(rooms):
+            room, row = row_length, len(rows)
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = free[room].pop()
+            if not free[room]:
+                rooms.pop(at)
+        rows[row].append(document)
+        room -= len(document.tokens)
+        if not free[room]:
+            bisect.insort(rooms, room)
+        free[room].append(row)
+
+    shape = (len(rows), row_length)
+    tokens, segment_ids, is_response = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for index, row in enumerate(rows):
+        start = 0
+        for segment, document in enumerate(row, 1):
+            end = start + len(document.tokens)
+            tokens[index, start:end] = document.tokens
+            segment_ids[index, start:end] = segment
+            is_response[index, start + document.prompt_length : end] = True
+            start = end
+    return PackedRows(tokens, segment_ids, is_response)
+
+
+def _report(bad: list[Bad]) -> None:
+    if bad:
+        logging.warning("left out %d examples; the first: %s: %s", len(bad), bad[0].where, bad[0].reason)

@@ -1,0 +1,157 @@
+"""Built-in problems with verifiable worked answers: enough to pretrain a small model and to measure it.
+
+Every family makes queries from a seeded generator and solves them by a function of the query alone, so that the one
+right worked answer of any query can be computed again, and checked exactly. Train and test are disjoint by
+construction: a hash of the query decides which split it belongs to.
+"""
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+
+NAMES = "ann bob cat dan eve fay gus hal ivy jay kim leo mia ned oda pam ray sue tom uma".split()
+FRUITS = "apple plum kiwi fig pear lime melon grape mango peach cherry lemon".split()
+COLORS = "red blue green pink gray gold teal navy white cyan".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A query and its one right answer."""
+
+    family: str
+    query: str
+    response: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A kind of problem."""
+
+    make: Callable[[random.Random], str]  # draws a query
+    solve: Callable[[str], str]  # its worked answer
+    share: int  # of the training mixture; the harder ones are practised more often
+
+
+def _make_add(rng: random.Random) -> str:
+    return f"Add {rng.randint(10, 99)} and {rng.randint(10, 99)}."
+
+
+def _solve_add(query: str) -> str:
+    """Column by column from the right: digit + digit + carry = column sum; then the whole."""
+    a, b = (int(word) for word in query[len("Add ") : -1].split(" and "))
+    steps, carry = [], 0
+    for place in (1, 10):
+        x, y = a // place % 10, b // place % 10
+        steps.append(f"{x}+{y}+{carry}={x + y + carry:02d}")
+        carry = (x + y + carry) // 10
+    return f"{'; '.join(steps)}; {a + b}"
+
+
+def _make_sort(rng: random.Random) -> str:
+    return f"Sort {' '.join(str(rng.randint(0, 9)) for _ in range(rng.randint(3, 6)))}."
+
+
+def _solve_sort(query: str) -> str:
+    return " ".join(sorted(query[len("Sort ") : -1].split()))
+
+
+def _make_reverse(rng: random.Random) -> str:
+    return f"Reverse {' '.join(rng.choices(COLORS, k=rng.randint(3, 6)))}."
+
+
+def _solve_reverse(query: str) -> str:
+    return " ".join(reversed(query[len("Reverse ") : -1].split()))
+
+
+def _make_replace(rng: random.Random) -> str:
+    words = rng.choices(FRUITS, k=rng.randint(3, 6))
+    old = rng.choice(words)
+    new = rng.choice([fruit for fruit in FRUITS if fruit != old])
+    return f"Replace {old} by {new}: {' '.join(words)}."
+
+
+def _solve_replace(query: str) -> str:
+    change, words = query[:-1].split(": ")
+    _, old, _, new = change.split()
+    return " ".join(new if word == old else word for word in words.split())
+
+
+def _make_table(rng: random.Random) -> str:
+    rows = [f"{rng.choice(NAMES)} {rng.choice(FRUITS)} {rng.choice(COLORS)}" for _ in range(3)]
+    return f"Table {', '.join(rows)}. {rng.choice(('Row', 'Column'))} {rng.randint(1, 3)}."
+
+
+def _solve_table(query: str) -> str:
+    table, asked = query[len("Table ") : -1].split(". ")
+    rows = [row.split() for row in table.split(", ")]
+    kind, number = asked.split()
+    return " ".join(rows[int(number) - 1] if kind == "Row" else [row[int(number) - 1] for row in rows])
+
+
+def _make_quote(rng: random.Random) -> str:
+    return f"Quote {' '.join(rng.choices(NAMES + FRUITS, k=rng.randint(3, 5)))}."
+
+
+def _solve_quote(query: str) -> str:
+    return ", ".join(f'"{word}"' for word in query[len("Quote ") : -1].split())
+
+
+def _make_json(rng: random.Random) -> str:
+    record = {
+        "name": rng.choice(NAMES),
+        "age": rng.randint(10, 99),
+        "likes": rng.choice(FRUITS),
+        "color": rng.choice(COLORS),
+        "room": rng.randint(100, 999),
+    }
+    keys = rng.sample(list(record), 3)
+    first, second = rng.sample(keys, 2)
+    return f"From {json.dumps({key: record[key] for key in keys})} take {first}, {second}."
+
+
+def _solve_json(query: str) -> str:
+    record, keys = query[len("From ") : -1].split(" take ")
+    values = json.loads(record)
+    return json.dumps({key: values[key] for key in keys.split(", ")})
+
+
+FAMILIES = {
+    "add": Family(_make_add, _solve_add, 3),
+    "sort": Family(_make_sort, _solve_sort, 1),
+    "reverse": Family(_make_reverse, _solve_reverse, 1),
+    "replace": Family(_make_replace, _solve_replace, 1),
+    "quote": Family(_make_quote, _solve_quote, 1),
+    "table": Family(_make_table, _solve_table, 1),
+    "json": Family(_make_json, _solve_json, 1),
+}
+
+
+def problems(split: str, count: int, seed: int) -> Iterator[Problem]:
+    """Yields `count` problems of a split; the same for the same seed.
+
+    Args:
+      split: "train", families by their shares, or "test", families in equal parts.
+      count: of problems.
+      seed: of the generator.
+    """
+    rng = random.Random(f"{split} {seed}")
+    names = list(FAMILIES)
+    shares = [family.share if split == "train" else 1 for family in FAMILIES.values()]
+    while count:
+        name = rng.choices(names, shares)[0]
+        query = FAMILIES[name].make(rng)
+        if split_of(query) == split:
+            count -= 1
+            yield Problem(name, query, FAMILIES[name].solve(query))
+
+
+def split_of(query: str) -> str:
+    """One query in ten is a test query, by its hash."""
+    return "test" if hashlib.blake2b(query.encode(), digest_size=1).digest()[0] < 26 else "train"
+
+
+def is_correct(problem: Problem, answer: str) -> bool:
+    """Whether an answer is the right one, worked steps and all."""
+    return answer == FAMILIES[problem.family].solve(problem.query)

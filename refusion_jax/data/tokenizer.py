@@ -1,0 +1,123 @@
+"""Text to token ids and back, with sentencepiece; bos, eos, pad and mask always have an id."""
+
+import hashlib
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import sentencepiece
+
+from refusion_jax.errors import UserError
+
+MASK_PIECE = "<mask>"
+_LONGEST_LINE = 2048  # sentencepiece skips training lines above 4192 bytes; longer ones are cut
+_MOST_LINES = 500_000  # enough for any vocabulary of ours; more only takes longer
+
+
+class Tokenizer:
+    """A sentencepiece model whose four special tokens are known to exist.
+
+    Encoding loses nothing (unknown characters become byte pieces) but for U+2581, which sentencepiece itself uses for
+    the space. Special tokens are never produced from text: "<mask>" in a document is five ordinary characters.
+    """
+
+    def __init__(self, model: bytes, origin: str, mask_piece: str = MASK_PIECE):
+        """Wraps a serialized model.
+
+        Raises:
+          UserError: where it is no sentencepiece model, or lacks one of the special tokens; `origin` names it.
+        """
+        self.model = model
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise UserError(f"{origin} is not a sentencepiece model") from error
+        self.bos_id, self.eos_id, self.pad_id = (
+            self._pieces.bos_id(),
+            self._pieces.eos_id(),
+            self._pieces.pad_id(),
+        )
+        self.mask_id = self._pieces.piece_to_id(mask_piece)
+        if self.mask_id == self._pieces.unk_id():
+            raise UserError(
+                f"{origin} has no mask token {mask_piece!r}: name its mask piece with --config.data.mask_piece, or "
+                f"leave --config.data.tokenizer empty to train a tokenizer that has one"
+            )
+        for name in ("bos", "eos", "pad"):
+            if getattr(self, f"{name}_id") < 0:
+                raise UserError(f"{origin} has no {name} token; train it with {name}_id set")
+
+    @classmethod
+    def load(cls, path: Path | str, mask_piece: str = MASK_PIECE) -> "Tokenizer":
+        """Reads a model file; UserError where there is none."""
+        try:
+            return cls(Path(path).read_bytes(), str(path), mask_piece)
+        except OSError as error:
+            raise UserError(f"tokenizer {path}: {error.strerror}") from error
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Trains byte-pair pieces with byte fallback on texts; same texts, same tokenizer.
+
+        Args:
+          texts: the corpus.
+          vocab_size: most pieces, of which 261 are bytes and special tokens; a small corpus yields fewer.
+
+        Raises:
+          UserError: where vocab_size is too small for the corpus.
+        """
+        lines = [piece for text in texts for line in text.splitlines(keepends=True) for piece in _cut(line)]
+        stride = -(-len(lines) // _MOST_LINES)
+        model = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines[::stride]),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=vocab_size,
+                hard_vocab_limit=False,
+                character_coverage=0.9995,
+                byte_fallback=True,
+                split_digits=True,  # one token a digit: arithmetic is learnable
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                remove_extra_whitespaces=False,
+                allow_whitespace_only_pieces=True,  # indentation
+                pad_id=0,
+                bos_id=1,
+                eos_id=2,
+                unk_id=3,
+                control_symbols=[MASK_PIECE],
+                num_threads=1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            reason = str(error).rstrip(". ").rsplit("] ", 1)[-1]
+            raise UserError(f"cannot train a tokenizer of {vocab_size} pieces on this corpus: {reason}") from error
+        return cls(model.getvalue(), "the trained tokenizer")
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return self._pieces.vocab_size()
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the model does."""
+        return hashlib.blake2b(self.model, digest_size=16).hexdigest()
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens; all cores work on a long list."""
+        return self._pieces.encode(texts, num_threads=-1)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """A prompt as the model was trained on it: bos, then the text."""
+        return [self.bos_id, *self._pieces.encode(text)]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids; special tokens leave no trace."""
+        return self._pieces.decode(ids)
+
+
+def _cut(line: str) -> list[str]:
+    return [line[i : i + _LONGEST_LINE] for i in range(0, len(line), _LONGEST_LINE)]

@@ -1,0 +1,48 @@
+"""Trains a sentencepiece tokenizer on a corpus, with bos, eos, pad and mask tokens.
+
+  python -m refusion_jax.train_tokenizer --input='my/*.jsonl' --output=my.model --vocab_size=8192
+
+`train` does the same by itself where --config.data.tokenizer is empty; this command is for a tokenizer that several
+runs shall share.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from refusion_jax import cli
+from refusion_jax.config import default_config
+from refusion_jax.data.dataset import corpus
+from refusion_jax.data.packing import usable
+from refusion_jax.data.sources import read_examples
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.errors import UserError
+from refusion_jax.workdir import write_file
+
+_INPUT = flags.DEFINE_string("input", None, "tasks | stdlib | a file or glob, as --config.data.path of `train`")
+_OUTPUT = flags.DEFINE_string("output", None, "The model file to write")
+_VOCAB_SIZE = flags.DEFINE_integer(
+    "vocab_size", 8192, "Pieces, special tokens and bytes included; a small corpus yields fewer"
+)
+_FIELDS = {
+    name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")
+    for name in ("query_field", "response_field", "text_field")
+}
+
+
+def main() -> None:
+    if _INPUT.value is None or _OUTPUT.value is None:
+        raise UserError("--input and --output are needed; --help explains")
+    config = default_config()
+    config.data.path = _INPUT.value
+    config.data.update({name: flag.value for name, flag in _FIELDS.items()})
+    examples = usable(read_examples(config.data, config.seed), config.data.on_error)
+    tokenizer = Tokenizer.train(corpus(examples), _VOCAB_SIZE.value)
+    output = Path(_OUTPUT.value)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_file(output, tokenizer.model)
+    print(f"{output}: {tokenizer.size} pieces from {len(examples):,} examples")
+
+
+if __name__ == "__main__":
+    cli.run(main)
