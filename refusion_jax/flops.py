@@ -1,0 +1,38 @@
+"""How much arithmetic training takes, and how much a chip can do: for the model-FLOPs utilization (MFU).
+
+Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers, T row length.
+"""
+
+from refusion_jax.model.transformer import ModelConfig
+
+# Documented peak of dense bf16 arithmetic, FLOP/s a chip; matched against jax.Device.device_kind.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,  # v5p reports itself as "TPU v5"
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """bf16 FLOP/s of a chip, or None where we know no documented peak (CPUs)."""
+    matches = [kind for kind in PEAK_FLOPS if device_kind.startswith(kind)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+def train_flops_per_token(c: ModelConfig, row_length: int) -> float:
+    """FLOPs of forward and backward a position of a row: 3 x the forward's, recomputation (remat) not counted.
+
+    Forward: 2 a weight of every matrix product (the embedding look-up is none), and for attention 2 N H (scores)
+    + 2 N H (values) a key seen, with (T + 1) / 2 keys seen on average: causal attention counts once, over whole rows.
+    """
+    D, N, K, H, F = (
+        c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
+    )  # fmt: skip
+    layer = 2 * (D * (N + 2 * K) * H + N * H * D + 3 * D * F) + 4 * N * H * (row_length + 1) / 2
+    return 3.0 * (c.num_hidden_layers * layer + 2 * D * c.vocab_size)

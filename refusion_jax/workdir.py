@@ -1,0 +1,113 @@
+"""A run's directory: its config and tokenizer, and the model that its checkpoints hold.
+
+DIR/config.json         the config the run was started with
+DIR/tokenizer.model     the sentencepiece model
+DIR/checkpoints/STEP/   see checkpoints.py
+DIR/metrics.jsonl, DIR/tensorboard/
+"""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import ml_collections
+from flax import nnx
+
+from refusion_jax import checkpoints
+from refusion_jax.config import RESUMABLE, differing_keys
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.errors import UserError
+from refusion_jax.model.transformer import ModelConfig, Transformer
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Writes a whole file or nothing: a kill in between leaves the old one."""
+    content = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
+    """Refuses a directory that holds another run.
+
+    Raises:
+      UserError: naming the keys that differ.
+    """
+    path = workdir / "config.json"
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file, not a directory")
+    if not path.exists():
+        return
+    there, here = read_config(workdir).to_dict(), json.loads(config.to_json())
+    other = [key for key in differing_keys(there, here) if key.split(".")[0] not in RESUMABLE]
+    if other:
+        raise UserError(
+            f"--workdir={workdir} holds a run with another config (differs in {', '.join(other)}): "
+            f"give the flags it was started with, or another --workdir"
+        )
+
+
+def claim(workdir: Path, config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> None:
+    """Makes the directory this run's: writes its tokenizer, then its config."""
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_file(workdir / "tokenizer.model", tokenizer.model)
+        write_file(workdir / "config.json", config.to_json(indent=2) + "\n")
+
+
+def read_config(workdir: Path) -> ml_collections.ConfigDict:
+    """The config of a run; UserError where the file cannot be read."""
+    path = workdir / "config.json"
+    try:
+        return ml_collections.ConfigDict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """The tokenizer of a run, given its directory, its checkpoints/, or one step in it."""
+    workdir, _ = checkpoints.find_step(Path(path))
+    return Tokenizer.load(workdir / "tokenizer.model", read_config(workdir).data.mask_piece)
+
+
+def load_model(path: Path | str, dtype: str = "float32") -> Transformer:
+    """Reads a trained model.
+
+    Args:
+      path: a run's directory (its newest checkpoint is taken), its checkpoints/, or one step in it.
+      dtype: of weights and computation, "float32" or "bfloat16".
+
+    Raises:
+      UserError: where no checkpoint is there.
+    """
+    workdir, step = checkpoints.find_step(Path(path))
+    config = read_config(workdir)
+    shape = model_config(config, load_tokenizer(path))
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0), dtype)))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=device), nnx.to_pure_dict(abstract))
+    return nnx.merge(graphdef, checkpoints.restore_params(step, target))
+
+
+def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
+    """The model that a run's config and tokenizer describe.
+
+    Raises:
+      UserError: where the tokenizer has more ids than the embedding has rows.
+    """
+    if tokenizer.size > config.model.vocab_size:
+        raise UserError(
+            f"--config.model.vocab_size={config.model.vocab_size} is less than the {tokenizer.size} pieces of the "
+            f"tokenizer; give at least that"
+        )
+    return ModelConfig(
+        **config.model,
+        max_position_embeddings=config.row_length,
+        num_tokens=tokenizer.size,
+        pad_token_id=tokenizer.pad_id,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        mask_token_id=tokenizer.mask_id,
+    )

@@ -1,0 +1,143 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import MASK, tiny_config
+from flax import nnx
+
+from refusion_jax import sharding, slots
+from refusion_jax.config import default_config
+from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.objectives import make_objective
+from refusion_jax.optimizer import make_optimizer, make_schedule
+from refusion_jax.train_step import add_wide, init_state, make_train_step, split_batch, state_shardings, wide_to_int
+
+BATCH, ROW, STEPS = 16, 24, 3
+
+
+def random_rows(step: int) -> slots.Rows:
+    """Packed rows of documents of random lengths, with padding."""
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(5, 30, (BATCH, ROW)).astype(np.int32)
+    segments, response = np.zeros((BATCH, ROW), np.int32), np.zeros((BATCH, ROW), bool)
+    for row in range(BATCH):
+        start, segment = 0, 1
+        while (length := int(rng.integers(3, 12))) + start <= ROW:
+            prompt = int(rng.integers(0, 3))
+            segments[row, start : start + length] = segment
+            response[row, start + prompt : start + length] = True
+            start, segment = start + length, segment + 1
+    return slots.Rows(tokens, segments, response)
+
+
+@functools.cache
+def train(accumulation: int = 1, objective: str = "refusion", devices: int = 1, **mesh_shape: int):
+    """A few float32 steps: ([metrics of each step], final weights)."""
+    config = default_config()
+    config.update({"objective": objective, "learning_rate": 1e-2, "steps": STEPS})
+    config.slots.sizes = (2, 3, 4)
+    sizes = dict.fromkeys(sharding.MESH_AXES, 1) | mesh_shape
+    mesh = sharding.make_mesh(sizes, jax.devices()[:devices])
+    graphdef, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0)))
+    axes = logical_axes(nnx.merge(graphdef, params))
+    schedule = make_schedule(config)
+    optimizer = make_optimizer(config, schedule, axes)
+    state = init_state(nnx.to_pure_dict(params), optimizer)
+    shardings = state_shardings(mesh, axes, optimizer, state)
+    step_fn = make_train_step(graphdef, make_objective(config, MASK), optimizer, schedule, 0, accumulation)
+    with jax.set_mesh(mesh):
+        step_fn = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, None))
+        state, history = jax.device_put(state, shardings), []
+        for step in range(STEPS):
+            rows = jax.device_put(random_rows(step), sharding.sharding(mesh, "batch", "length"))
+            with jax.transfer_guard("disallow"):  # nothing goes between host and device inside a step
+                state, metrics = step_fn(state, rows)
+            history.append(jax.device_get(metrics))
+    return history, jax.device_get(state)
+
+
+def assert_same_training(a, b, rtol=1e-5, atol=2e-5):
+    """Tolerances are those of float32 sums in another order, over three steps of Adam."""
+    for x, y in zip(a[0], b[0], strict=True):
+        for name in x:
+            np.testing.assert_allclose(x[name], y[name], rtol=rtol, err_msg=name)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a[1].params, b[1].params)
+
+
+MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}]
+MESHES += [{"fsdp": 4, "sequence": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: "x".join(f"{k}{v}" for k, v in m.items()))
+def test_eight_devices_train_as_one(mesh):
+    assert_same_training(train(), train(devices=8, **mesh))
+
+
+@pytest.mark.parametrize("objective", ["refusion", "ar"])
+def test_accumulation_changes_nothing(objective):
+    assert_same_training(train(objective=objective), train(accumulation=4, objective=objective))
+
+
+def test_accumulation_on_a_mesh_changes_nothing():
+    assert_same_training(train(), train(accumulation=2, devices=8, data=2, fsdp=4))
+
+
+def test_the_same_run_is_the_same_to_the_bit():
+    first = train()
+    train.cache_clear()
+    jax.tree.map(np.testing.assert_array_equal, first, train())
+
+
+def test_noise_differs_from_step_to_step_and_from_row_to_row():
+    config = default_config()
+    config.slots.sizes = (2,)
+    objective = make_objective(config, MASK)
+    whole_row = slots.Rows(*(jnp.ones((4, 64), dtype) for dtype in (jnp.int32, jnp.int32, bool)))
+    inputs = []
+    for step in range(2):
+        step_key = jax.random.fold_in(jax.random.key(0), step)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(4))
+        inputs += np.array(objective.prepare(whole_row, keys).positions).tolist()
+    assert len({tuple(x) for x in inputs}) == 8
+
+
+def test_metrics_count_tokens_and_report_every_term():
+    history, state = train()
+    real = np.cumsum([np.sum(random_rows(step).segment_ids > 0) for step in range(STEPS)])
+    assert [wide_to_int(m["tokens"]) for m in history] == real.tolist()
+    assert int(state.step) == STEPS
+    for m in history:
+        np.testing.assert_allclose(m["loss"], m["loss_ar"] + m["loss_mdm"], rtol=1e-6)
+        assert m["grad_norm"] > 0
+    assert set(train(objective="ar")[0][0]) == {"loss", "loss_ar", "grad_norm", "learning_rate", "tokens"}
+
+
+def test_a_token_count_passes_32_bits():
+    words = jnp.array([0, 2**32 - 3], jnp.uint32)
+    assert wide_to_int(add_wide(words, jnp.int32(2))) == 2**32 - 1
+    assert wide_to_int(add_wide(words, jnp.int32(3))) == 2**32
+    assert wide_to_int(add_wide(add_wide(words, jnp.int32(1000)), jnp.int32(5))) == 2**32 + 1002
+
+
+def test_micro_batches_are_strided_and_lose_no_row():
+    x = jnp.arange(12).reshape(12, 1)
+    parts = split_batch(x, 3)
+    assert parts[:, :, 0].tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+def test_moments_live_where_their_weights_live():
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4, "tensor": 2})
+    model = nnx.eval_shape(lambda: Transformer(tiny_config(), nnx.Rngs(0)))
+    axes = logical_axes(model)
+    optimizer = make_optimizer(default_config(), optax.constant_schedule(1.0), axes)
+    params = nnx.to_pure_dict(nnx.state(model))
+    abstract = jax.eval_shape(lambda p: init_state(p, optimizer), params)
+    shardings = state_shardings(mesh, axes, optimizer, abstract)
+    adam = shardings.opt_state[1][0]
+    assert adam.mu == adam.nu == shardings.params
+    assert shardings.params["layers"]["q_proj"].spec == jax.P(None, "fsdp", "tensor", None)
+    assert shardings.params["embed_tokens"].spec == jax.P("tensor", "fsdp")
+    assert adam.count.spec == jax.P()
