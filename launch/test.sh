@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Installs into .venv with what the tests need, checks the style and runs the tests.
+#   bash launch/test.sh [pytest arguments]
+set -euo pipefail
+source "$(dirname "$0")/install.sh" "[test]"
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/python -m pytest "$@"

@@ -1,0 +1,123 @@
+"""Decodes held-out problems with a model trained on the built-in tasks, and reports how well and how fast.
+
+  python -m refusion_jax.quickstart --workdir=runs/quickstart
+
+Prints accuracy (the whole worked answer must be right), tokens per forward and tokens per second, for ReFusion decoding
+and for one token a forward with the same model; then three answers, slot by slot in the order of writing. The same
+figures go to DIR/report.json.
+"""
+
+import json
+import time
+from pathlib import Path
+
+import jax
+from absl import flags
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax import cli
+from refusion_jax.data import tasks
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.decoding.api import Decoded, decode
+from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.metrics import read_metrics
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.workdir import load_model, load_tokenizer, write_file
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
+_PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", lower_bound=3)
+_STARTED = flags.DEFINE_float("started", None, "When the whole thing began, in Unix seconds; now by default")
+
+SLOT_SIZE = 4
+MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
+
+
+def report(workdir: Path, problems: list[tasks.Problem], started: float) -> tuple[dict, Decoded]:
+    """Decodes the problems by both methods; the report, and what ReFusion decoding gave.
+
+    Args:
+      workdir: of the training run.
+      problems: to decode.
+      started: Unix seconds from which seconds_total counts.
+    """
+    model, tokenizer = load_model(workdir), load_tokenizer(workdir)
+    refusion, decoded = measure("refusion", model, tokenizer, problems)
+    sequential, _ = measure("sequential", model, tokenizer, problems)
+    return {
+        "refusion": refusion,
+        "sequential": sequential,
+        "problems": len(problems),
+        "seconds_total": time.time() - started,
+        "train_seconds": read_metrics(workdir)[-1]["seconds"],
+        "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
+    }, decoded
+
+
+def measure(
+    method: str, model: Transformer, tokenizer: Tokenizer, problems: list[tasks.Problem]
+) -> tuple[dict[str, float], Decoded]:
+    """Accuracy and speed of one decoding method, compilation not counted."""
+    settings = DecodeSettings(method, MAX_NEW_TOKENS, SLOT_SIZE, batch_size=8)
+    prompts = [tokenizer.encode_prompt(problem.query) for problem in problems]
+    decode(model, prompts[: settings.batch_size], settings)  # compiles
+    began = time.monotonic()
+    out = decode(model, prompts, settings)
+    seconds = time.monotonic() - began
+    right = [tasks.is_correct(p, tokenizer.decode(t)) for p, t in zip(problems, out.tokens, strict=True)]
+    tokens = sum(map(len, out.commit_order))
+    return {
+        "accuracy": sum(right) / len(right),
+        "tokens_per_forward": tokens / sum(out.forwards),
+        "tokens_per_second": tokens / seconds,
+    }, out
+
+
+def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer) -> None:
+    """Prints the table and three answers."""
+    console = Console()
+    table = Table(title=f"{figures['problems']} held-out problems, {figures['parameters']:,} parameters")
+    for column in ("decoding", "exact match", "tokens per forward", "tokens per second"):
+        table.add_column(column, justify="left" if column == "decoding" else "right")
+    for method in ("refusion", "sequential"):
+        f = figures[method]
+        table.add_row(
+            method, f"{f['accuracy']:.1%}", f"{f['tokens_per_forward']:.2f}", f"{f['tokens_per_second']:,.0f}"
+        )
+    console.print(table)
+    console.print("Three answers, cut into slots; the number tells when a slot was written.")
+    longest = sorted(range(len(problems)), key=lambda i: -len(decoded.tokens[i]))[:3]
+    for i in longest:
+        prompt_length = len(tokenizer.encode_prompt(problems[i].query))
+        console.print(f"\n{problems[i].query}", style="bold", markup=False)
+        for slot, text in written_slots(decoded, i, prompt_length, tokenizer):
+            console.print(f"  {slot:>2}  {text}", markup=False, highlight=False)
+    console.print(
+        f"\ntraining took {figures['train_seconds']:.0f} s, everything {figures['seconds_total']:.0f} s",
+        highlight=False,
+    )
+
+
+def written_slots(decoded: Decoded, index: int, prompt_length: int, tokenizer: Tokenizer) -> list[tuple[int, str]]:
+    """(when it was written, from 1; its text) for each slot of an answer, in text order."""
+    slots = [(position - prompt_length) // SLOT_SIZE for position in decoded.commit_order[index]]
+    order = {slot: number for number, slot in enumerate(dict.fromkeys(slots), 1)}
+    tokens = decoded.tokens[index]
+    return [
+        (order[slot], tokenizer.decode(tokens[slot * SLOT_SIZE : (slot + 1) * SLOT_SIZE]))
+        for slot in range(-(-len(tokens) // SLOT_SIZE))
+    ]
+
+
+def main() -> None:
+    workdir = Path(_WORKDIR.value)
+    started = time.time() if _STARTED.value is None else _STARTED.value
+    problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
+    figures, decoded = report(workdir, problems, started)
+    show(figures, problems, decoded, load_tokenizer(workdir))
+    write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    cli.run(main)
