@@ -100,7 +100,7 @@ def test_the_ar_objective_ignores_the_noise():
 
 def test_weights_are_counted_over_the_whole_batch_not_over_rows():
     """A second row makes twice the documents and more clean labels: the first row's weights shrink accordingly."""
-    both = prepare(rows_of([(0, 20)], [(0, 4)]), seed=2)
+    both = prepare(rows_of([(0, 20)], [(0, 16)]), seed=2)
     alone = prepare(rows_of([(0, 20)]), seed=2)
     np.testing.assert_array_equal(both.inputs[0], alone.inputs[0])
     np.testing.assert_allclose(both.weights["mdm"][0], alone.weights["mdm"][0] / 2, rtol=1e-6)

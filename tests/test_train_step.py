@@ -37,7 +37,7 @@ def random_rows(step: int) -> slots.Rows:
 def train(accumulation: int = 1, objective: str = "refusion", devices: int = 1, **mesh_shape: int):
     """A few float32 steps: ([metrics of each step], final weights)."""
     config = default_config()
-    config.update({"objective": objective, "learning_rate": 1e-2, "steps": STEPS})
+    config.update({"objective": objective, "learning_rate": 1e-3, "steps": STEPS})
     config.slots.sizes = (2, 3, 4)
     sizes = dict.fromkeys(sharding.MESH_AXES, 1) | mesh_shape
     mesh = sharding.make_mesh(sizes, jax.devices()[:devices])
@@ -59,12 +59,18 @@ def train(accumulation: int = 1, objective: str = "refusion", devices: int = 1, 
     return history, jax.device_get(state)
 
 
-def assert_same_training(a, b, rtol=1e-5, atol=2e-5):
-    """Tolerances are those of float32 sums in another order, over three steps of Adam."""
+def assert_same_training(a, b):
+    """The same but for float32 sums taken in another order.
+
+    Adam divides a gradient by its own size, so where a gradient is all rounding, its weight may differ by a part of the
+    learning rate: by a tenth at most. The gradients themselves (first moments) agree closely.
+    """
     for x, y in zip(a[0], b[0], strict=True):
         for name in x:
-            np.testing.assert_allclose(x[name], y[name], rtol=rtol, err_msg=name)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a[1].params, b[1].params)
+            np.testing.assert_allclose(x[name], y[name], rtol=1e-5, err_msg=name)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-6)
+    jax.tree.map(close, a[1].opt_state[1][0].mu, b[1].opt_state[1][0].mu)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), a[1].params, b[1].params)
 
 
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}]

@@ -59,7 +59,7 @@ def extend(
     """
     B, T = tokens.shape
     C = cache.entries.keys.shape[2]
-    committed = jnp.broadcast_to(jnp.arange(C) < cache.length[:, None, None], (B, T, C))
+    committed = jnp.broadcast_to(jnp.arange(C)[None, None] < cache.length[:, None, None], (B, T, C))
     mask = jnp.concatenate([committed, visible], axis=2)
     logits, new = model.extend(tokens, positions, cache.entries, mask)
     write = jax.vmap(put, in_axes=(1, 1, 0), out_axes=1)  # over rows

@@ -63,9 +63,9 @@ def step(model: Transformer, s: State, prompt_lengths, keys, dials: Dials, stati
     last_is_new = ~slots | (offset > 0)  # else it is the prompt's, and in the cache already
 
     tokens = jnp.stack([s.last, jnp.full_like(s.last, static.mask_id)], axis=1)
-    positions = (prompt_lengths + offset)[:, None] + jnp.array([-1, 0])
-    sees_last = last_is_new[:, None, None] & jnp.array([[True, False], [True, False]])
-    visible = sees_last | jnp.array([[False, False], [False, True]])
+    positions = (prompt_lengths + offset)[:, None] + jnp.array([[-1, 0]])
+    sees_last = last_is_new[:, None, None] & jnp.array([[[True, False], [True, False]]])
+    visible = sees_last | jnp.array([[[False, False], [False, True]]])
     logits, cache = kv.extend(model, s.cache, tokens, positions, visible)
 
     _, choosable = mask_logits(jnp.where(from_mask[:, None], logits[:, 1], logits[:, 0])[:, None], static)

@@ -143,20 +143,20 @@ def feed(s: State, static: Static) -> Fed:
     slots = jnp.where(phase == PLAN, s.remaining, s.work.chosen) & (phase != DONE)
     order = jnp.argsort(~slots, axis=1, stable=True)  # compacted -> grid: fed slots first, in text order
 
-    unmasked = jnp.select([phase == PLAN, phase == PROPOSE], [0, s.work.accepted], K)  # leading tokens of each slot
-    tokens = jnp.where(jnp.arange(K) < unmasked[:, :, None], s.work.drafts, static.mask_id)
-    offsets = s.block[:, None, None] * W + (order[:, :, None] * K + jnp.arange(K))
+    unmasked = jnp.where(phase == PLAN, 0, jnp.where(phase == PROPOSE, s.work.accepted, K))  # leading tokens of each slot
+    tokens = jnp.where(jnp.arange(K)[None, None] < unmasked[:, :, None], s.work.drafts, static.mask_id)
+    offsets = s.block[:, None, None] * W + (order[:, :, None] * K + jnp.arange(K)[None, None])
 
     index = jnp.arange(W)
-    causal = index[:, None] >= index
-    same_slot = index[:, None] // K == index // K
+    causal = index[:, None] >= index[None]  # [W, W]
+    same_slot = index[:, None] // K == index[None] // K
     alone = (phase == PROPOSE) | (phase == CHECK)
     return Fed(
         slots=slots,
         to_grid=jnp.argsort(order, axis=1),
         tokens=jnp.take_along_axis(tokens, order[:, :, None], axis=1).reshape(B, W),
         offsets=offsets.reshape(B, W),
-        visible=causal & (same_slot | ~alone[:, :, None]),
+        visible=causal[None] & (same_slot[None] | ~alone[:, :, None]),
         length=jnp.sum(slots, axis=1) * K,
     )
 
@@ -184,7 +184,7 @@ def plan(s: State, reading: Reading, dials: Dials) -> tuple[Work, jax.Array]:
     """Chooses every slot above the threshold, or else the single best one."""
     confident = s.remaining & (reading.confidence > dials.slot_threshold)
     best = jnp.argmax(jnp.where(s.remaining, reading.confidence, -1.0), axis=1)
-    single = jnp.arange(s.remaining.shape[1]) == best[:, None]
+    single = jnp.arange(s.remaining.shape[1])[None] == best[:, None]
     chosen = jnp.where(jnp.any(confident, axis=1, keepdims=True), confident, single)
     work = Work(jnp.full_like(s.work.phase, VERIFY), chosen, reading.proposals, s.work.accepted)
     return work, jnp.zeros_like(s.block)
@@ -196,7 +196,7 @@ def verify(s: State, fed: Fed, reading: Reading, static: Static) -> tuple[Work, 
     A slot's first token is accepted always. An EOS behind the accepted prefix is ignored.
     """
     B, M, K = s.work.drafts.shape
-    accepted = reading.trusted | (jnp.arange(K) == 0)
+    accepted = reading.trusted | (jnp.arange(K) == 0)[None, None]
     in_order = jnp.take_along_axis(accepted, jnp.argsort(~fed.slots, axis=1, stable=True)[:, :, None], axis=1)
     prefix = jnp.minimum(run_length(in_order.reshape(B, M * K)), fed.length)
     eos_at = first(fed.tokens == static.eos_id)
@@ -207,7 +207,7 @@ def verify(s: State, fed: Fed, reading: Reading, static: Static) -> tuple[Work, 
 
 def propose(s: State, reading: Reading) -> tuple[Work, jax.Array]:
     """Drafts anew what is not accepted yet; greedy even at a temperature, as the authors do."""
-    is_accepted = jnp.arange(s.work.drafts.shape[2]) < s.work.accepted[:, :, None]
+    is_accepted = jnp.arange(s.work.drafts.shape[2])[None, None] < s.work.accepted[:, :, None]
     drafts = jnp.where(is_accepted, s.work.drafts, reading.proposals)
     return dataclasses.replace(s.work, phase=jnp.full_like(s.work.phase, CHECK), drafts=drafts), jnp.zeros_like(s.block)
 
@@ -219,7 +219,7 @@ def check(s: State, fed: Fed, reading: Reading, static: Static) -> tuple[Work, j
     (The authors' code drops by the index among the chosen slots and can lose earlier, unfinished ones; this does not.)
     """
     _, M, K = s.work.drafts.shape
-    offset, slot = jnp.arange(K), jnp.arange(M)
+    offset, slot = jnp.arange(K)[None, None], jnp.arange(M)[None]
     runs = run_length(reading.trusted | (offset <= s.work.accepted[:, :, None]))
     is_eos = (s.work.drafts == static.eos_id) & (offset < runs[:, :, None]) & s.work.chosen[:, :, None]
     eos_slot = first(jnp.any(is_eos, axis=2))[:, None]  # M where there is none
@@ -239,7 +239,7 @@ def settle(s: State, phase: jax.Array, fed: Fed, count: jax.Array, static: Stati
     the block that lie before it go on being decoded.
     """
     M, K = s.work.drafts.shape[1:]
-    slot = jnp.arange(M)
+    slot = jnp.arange(M)[None]
     committed = fed.slots & (fed.to_grid * K < count[:, None])
     last_token = jnp.take_along_axis(fed.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     eos = (count > 0) & (last_token == static.eos_id)

@@ -42,7 +42,7 @@ def mask_logits(logits: jax.Array, static: Static) -> tuple[jax.Array, jax.Array
       logits: [B, T, V] float32.
       static: names the tokens.
     """
-    ids = jnp.arange(logits.shape[-1])
+    ids = jnp.arange(logits.shape[-1])[None, None]
     real = jnp.where(ids < static.num_tokens, logits, -jnp.inf)
     return real, jnp.where((ids == static.mask_id) | (ids == static.pad_id), -jnp.inf, real)
 
