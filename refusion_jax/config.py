@@ -73,7 +73,7 @@ def default_config() -> ml_collections.ConfigDict:
     return c
 
 
-# May differ when a run is resumed: they change how fast or how long it runs, not what a step computes.
+# May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
 RESUMABLE = ("accumulation", "remat", "log_every", "mesh", "checkpoint", "steps")
 
 _CHOICES = {

@@ -17,10 +17,10 @@ from absl import flags
 from refusion_jax import cli
 from refusion_jax.checkpoints import find_step
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.decoding.api import check_prompts, decode
+from refusion_jax.decoding.api import decode
 from refusion_jax.decoding.settings import METHODS, DecodeSettings
 from refusion_jax.errors import UserError
-from refusion_jax.workdir import load_model, load_tokenizer, read_config, write_file
+from refusion_jax.workdir import check_output, load_model, load_tokenizer, read_config, write_file
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
@@ -53,9 +53,7 @@ def generate(checkpoint: Path, prompts: list[Prompt], settings: DecodeSettings, 
       UserError: where a prompt does not fit, or the model cannot decode with the method.
     """
     tokenizer = load_tokenizer(checkpoint)
-    model = load_model(checkpoint, dtype)
-    check_prompts([p.ids for p in prompts], settings, model.config, [p.where for p in prompts])
-    out = decode(model, [p.ids for p in prompts], settings)
+    out = decode(load_model(checkpoint, dtype), [p.ids for p in prompts], settings, [p.where for p in prompts])
     return [
         {
             "id": prompt.id,
@@ -121,6 +119,9 @@ def main() -> None:
     if _CHECKPOINT.value is None or (_INPUT.value is None) == (_PROMPT.value is None):
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = Path(_CHECKPOINT.value)
+    output = _OUTPUT.value and Path(_OUTPUT.value)
+    if output:
+        check_output("output", output)
     method = choose_method(checkpoint, _METHOD.value)
     settings = DecodeSettings(method, **{name: flag.value for name, flag in _SETTINGS.items()})
     tokenizer = load_tokenizer(checkpoint)
@@ -129,10 +130,10 @@ def main() -> None:
     else:
         prompts = read_prompts(Path(_INPUT.value), tokenizer)
     lines = [json.dumps(answer, ensure_ascii=False) for answer in generate(checkpoint, prompts, settings, _DTYPE.value)]
-    if _OUTPUT.value is None:
-        print("\n".join(lines))
+    if output:
+        write_file(output, "".join(line + "\n" for line in lines))
     else:
-        write_file(Path(_OUTPUT.value), "".join(line + "\n" for line in lines))
+        print("\n".join(lines))
 
 
 if __name__ == "__main__":

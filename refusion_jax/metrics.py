@@ -10,6 +10,7 @@ import numpy as np
 import tensorboardX
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from refusion_jax.errors import UserError
 from refusion_jax.flops import peak_flops
 from refusion_jax.train_step import wide_to_int
 from refusion_jax.workdir import write_file
@@ -54,11 +55,8 @@ class MetricsWriter:
             self._bar.start()
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Waits for the metrics of a step and writes its record.
-
-        Raises:
-          FloatingPointError: where the loss is not finite: going on would train garbage.
-        """
+        """Waits for the metrics of a step and writes its record; UserError where they are not finite."""
+        check_finite(step, metrics)
         metrics = jax.device_get(metrics)
         tokens = wide_to_int(metrics.pop("tokens"))
         now = time.monotonic()
@@ -72,8 +70,6 @@ class MetricsWriter:
             "mfu": self._peak and flops / self._peak,
             "seconds": now - self._began,
         }
-        if not np.isfinite(record["loss"]):
-            raise FloatingPointError(f"the loss is {record['loss']} at step {step}: try a lower learning_rate")
         if self._is_writer:
             self._write(record)
 
@@ -95,6 +91,16 @@ class MetricsWriter:
             self._board.close()
             if self._bar:
                 self._bar.stop()
+
+
+def check_finite(step: int, metrics: dict[str, jax.Array]) -> None:
+    """Waits for a step; UserError where its loss or gradient is not finite: all that follows would be garbage."""
+    loss, grad_norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
+    if not np.isfinite([loss, grad_norm]).all():
+        raise UserError(
+            f"training diverged at step {step} (loss {loss}, gradient norm {grad_norm}): the checkpoints before it are "
+            f"whole; start a new --workdir with a lower --config.learning_rate or more --config.warmup_steps"
+        )
 
 
 def read_metrics(workdir: Path, up_to: int | None = None) -> list[dict]:

@@ -7,6 +7,7 @@ DIR (the --workdir) will hold checkpoints/STEP/ (Orbax), metrics.jsonl, tensorbo
 tokenizer.model. Any config key can be set by a flag; all of them are listed below.
 """
 
+import contextlib
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import global_batches
 from refusion_jax.errors import UserError
 from refusion_jax.flops import train_flops_per_token
-from refusion_jax.metrics import MetricsWriter
+from refusion_jax.metrics import MetricsWriter, check_finite
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.objectives import make_objective
 from refusion_jax.optimizer import make_optimizer, make_schedule
@@ -79,9 +80,10 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
     shardings = state_shardings(mesh, axes, optimizer, abstract_state)
     train_step = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, None))
 
-    # 5. From here on the directory is written to.
-    claim(workdir, config, tokenizer)
-    with jax.set_mesh(mesh), Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
+    # 5. The state: the newest checkpoint's, or a fresh one. From here on the directory is written to.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         restored = checkpoints.restore(
             jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
         )
@@ -94,6 +96,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
                     f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
                     f"bring the data back, or start a new --workdir"
                 )
+        claim(workdir, config, tokenizer)
         first_step = int(state.step)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
         say(f"{parameters:,} parameters on {sharding.describe(mesh)}; step {first_step} of {config.steps}")
@@ -101,6 +104,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
         # 6. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
         flops = config.batch_size * config.row_length * train_flops_per_token(shape, config.row_length)
         metrics = MetricsWriter(workdir, config.steps, first_step, wide_to_int(state.tokens), flops, mesh.devices)
+        stack.callback(metrics.close)
         batches = global_batches(
             rows,
             sharding.sharding(mesh, "batch", "length"),
@@ -118,9 +122,9 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
             if step % config.log_every == 0 or step == config.steps:
                 pending = step, step_metrics
             if step % config.checkpoint.every == 0 or step == config.steps:
+                check_finite(step, step_metrics)  # saving waits for the step anyway
                 checkpoints.save(step, state, data_position | {"next_row": step * config.batch_size})
         metrics.write(*pending)
-        metrics.close()
     say(f"trained to step {config.steps}; the run is in {workdir}")
 
 

@@ -17,7 +17,7 @@ from refusion_jax.data.packing import usable
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
-from refusion_jax.workdir import write_file
+from refusion_jax.workdir import check_output, write_file
 
 _INPUT = flags.DEFINE_string("input", None, "tasks | stdlib | a file or glob, as --config.data.path of `train`")
 _OUTPUT = flags.DEFINE_string("output", None, "The model file to write")
@@ -33,13 +33,13 @@ _FIELDS = {
 def main() -> None:
     if _INPUT.value is None or _OUTPUT.value is None:
         raise UserError("--input and --output are needed; --help explains")
+    output = Path(_OUTPUT.value)
+    check_output("output", output)
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})
     examples = usable(read_examples(config.data, config.seed), config.data.on_error)
     tokenizer = Tokenizer.train(corpus(examples), _VOCAB_SIZE.value)
-    output = Path(_OUTPUT.value)
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, tokenizer.model)
     print(f"{output}: {tokenizer.size} pieces from {len(examples):,} examples")
 

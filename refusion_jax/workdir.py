@@ -1,6 +1,6 @@
 """A run's directory: its config and tokenizer, and the model that its checkpoints hold.
 
-DIR/config.json         the config the run was started with
+DIR/config.json         the config the run was last started with
 DIR/tokenizer.model     the sentencepiece model
 DIR/checkpoints/STEP/   see checkpoints.py
 DIR/metrics.jsonl, DIR/tensorboard/
@@ -24,9 +24,28 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 def write_file(path: Path, content: bytes | str) -> None:
     """Writes a whole file or nothing: a kill in between leaves the old one."""
     content = content.encode() if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
+
+
+def check_output(flag: str, path: Path, directory: bool = False) -> None:
+    """Refuses a path that cannot be written, before any work is done for it.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    reason = None
+    if nearest == path.absolute() and path.is_dir() != directory:
+        reason = f"is a {'file' if directory else 'directory'}"
+    elif nearest != path.absolute() and not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK):
+        reason = f"no permission to write to {nearest}"
+    if reason:
+        raise UserError(f"--{flag}={path}: {reason}")
 
 
 def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
@@ -35,10 +54,8 @@ def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: naming the keys that differ.
     """
-    path = workdir / "config.json"
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir={workdir} is a file, not a directory")
-    if not path.exists():
+    check_output("workdir", workdir, directory=True)
+    if not (workdir / "config.json").exists():
         return
     there, here = read_config(workdir).to_dict(), json.loads(config.to_json())
     other = [key for key in differing_keys(there, here) if key.split(".")[0] not in RESUMABLE]
@@ -52,7 +69,6 @@ def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
 def claim(workdir: Path, config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> None:
     """Makes the directory this run's: writes its tokenizer, then its config."""
     if jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
         write_file(workdir / "tokenizer.model", tokenizer.model)
         write_file(workdir / "config.json", config.to_json(indent=2) + "\n")
 

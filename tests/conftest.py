@@ -7,7 +7,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
-import pytest
 from flax import nnx
 
 from refusion_jax.model.transformer import ModelConfig, Transformer

@@ -78,7 +78,8 @@ def test_order_is_prompt_then_clean_slots_whole_then_masked_in_text_order(docs, 
         runs = [s for i, s in enumerate(slot[:n_clean]) if i == 0 or slot[i - 1] != s]
         assert len(runs) == len(set(runs)), "a clean slot was torn apart"
         offsets = (positions[p : p + n_clean] - p) % k
-        assert all(b == (0 if slot[i] != slot[i + 1] else a + 1) for i, (a, b) in enumerate(zip(offsets, offsets[1:])))
+        for i in range(1, n_clean):
+            assert offsets[i] == (offsets[i - 1] + 1 if slot[i] == slot[i - 1] else 0)
         for s in set(slot):
             assert len(set(masked[p:][slot == s])) == 1, "a slot is masked whole or not at all"
         start += p + r

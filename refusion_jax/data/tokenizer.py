@@ -1,6 +1,5 @@
 """Text to token ids and back, with sentencepiece; bos, eos, pad and mask always have an id."""
 
-import hashlib
 import io
 from collections.abc import Iterable
 from pathlib import Path
@@ -100,11 +99,6 @@ class Tokenizer:
     def size(self) -> int:
         """Number of ids."""
         return self._pieces.vocab_size()
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever the model does."""
-        return hashlib.blake2b(self.model, digest_size=16).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens; all cores work on a long list."""

@@ -14,7 +14,7 @@ from flax import nnx
 from refusion_jax.decoding import left_to_right, refusion
 from refusion_jax.decoding.settings import DecodeSettings, split_settings
 from refusion_jax.errors import UserError
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.transformer import Transformer
 
 _PROMPT_BUCKET = 32  # prompts are padded to a multiple of this, so that few lengths are compiled
 
@@ -31,7 +31,12 @@ class Decoded:
     finish_reason: list[str]  # "eos" or "length"
 
 
-def decode(model: Transformer, prompts: Sequence[Sequence[int]], settings: DecodeSettings) -> Decoded:
+def decode(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    names: Sequence[str] | None = None,
+) -> Decoded:
     """Decodes prompts in batches, each one jitted loop on the device.
 
     A prompt's answer does not depend on the prompts around it. One compilation serves all calls with the same sizes,
@@ -41,14 +46,17 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int]], settings: Decod
       model: from `load_model`.
       prompts: token ids, at least one each.
       settings: how to decode.
+      names: of the prompts, for messages; "prompt 0" and so on by default.
 
     Raises:
       UserError: where a prompt is empty, holds an id the model does not have, or does not fit in the cache.
     """
-    static, dials = split_settings(settings, model.config)
-    check_prompts(prompts, settings, model.config)
-    graphdef, params = nnx.split(model)
+    room = settings.cache_length or model.config.max_position_embeddings
     longest = max(map(len, prompts), default=1)
+    settings = settings.fill_in(room - longest)
+    static, dials = split_settings(settings, model.config)
+    _check_prompts(prompts, names, model.config.vocab_size, room, settings.new_tokens)
+    graphdef, params = nnx.split(model)
     P = -(-longest // _PROMPT_BUCKET) * _PROMPT_BUCKET
     B = min(settings.batch_size, 1 << max(len(prompts) - 1, 0).bit_length())
 
@@ -90,32 +98,18 @@ def _run(graphdef, params, tokens, lengths, active, keys, dials, static):
     return end.record, end.forwards, end.forwards
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]],
-    settings: DecodeSettings,
-    model: ModelConfig,
-    names: Sequence[str] | None = None,
+def _check_prompts(
+    prompts: Sequence[Sequence[int]], names: Sequence[str] | None, vocab_size: int, room: int, new_tokens: int
 ) -> None:
-    """Refuses prompts that cannot be decoded.
-
-    Args:
-      prompts: token ids.
-      settings: how they shall be decoded.
-      model: what shall decode them.
-      names: of the prompts, for the message; "prompt 0" and so on by default.
-
-    Raises:
-      UserError: naming the prompt, the reason, and what would help.
-    """
-    room = settings.cache_length or model.max_position_embeddings
+    """Refuses prompts that cannot be decoded, by name, with the reason and what would help."""
     for index, prompt in enumerate(prompts):
         name = names[index] if names else f"prompt {index}"
         if not len(prompt):
             raise UserError(f"{name}: is empty; it needs at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
-            raise UserError(f"{name}: holds an id outside 0 to {model.vocab_size - 1}")
-        if len(prompt) + settings.new_tokens > room:
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise UserError(f"{name}: holds an id outside 0 to {vocab_size - 1}")
+        if len(prompt) + new_tokens > room:
             raise UserError(
-                f"{name}: has {len(prompt)} tokens, and {settings.new_tokens} new ones do not fit behind them in a "
+                f"{name}: has {len(prompt)} tokens, and {new_tokens} new ones do not fit behind them in a "
                 f"cache of {room}: shorten it, lower --decode.max_new_tokens, or raise --decode.cache_length"
             )

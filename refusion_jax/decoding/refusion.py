@@ -143,7 +143,8 @@ def feed(s: State, static: Static) -> Fed:
     slots = jnp.where(phase == PLAN, s.remaining, s.work.chosen) & (phase != DONE)
     order = jnp.argsort(~slots, axis=1, stable=True)  # compacted -> grid: fed slots first, in text order
 
-    unmasked = jnp.where(phase == PLAN, 0, jnp.where(phase == PROPOSE, s.work.accepted, K))  # leading tokens of each slot
+    # How many leading tokens of each slot are fed; mask tokens follow.
+    unmasked = jnp.where(phase == PLAN, 0, jnp.where(phase == PROPOSE, s.work.accepted, K))
     tokens = jnp.where(jnp.arange(K)[None, None] < unmasked[:, :, None], s.work.drafts, static.mask_id)
     offsets = s.block[:, None, None] * W + (order[:, :, None] * K + jnp.arange(K)[None, None])
 

@@ -9,6 +9,7 @@ from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
 
 METHODS = ("refusion", "sequential", "ar")
+_MOST_NEW_TOKENS = 128  # unless asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class DecodeSettings:
     """
 
     method: str = "refusion"  # refusion | sequential (same model, one token a forward) | ar (models of objective=ar)
-    max_new_tokens: int = 128  # tokens to decode at most; rounded up to whole slots
+    max_new_tokens: int = 0  # tokens to decode at most, rounded up to whole slots; 0: 128, or what still fits
     slot_size: int = 8  # tokens a slot
     serial_blocks: int = 1  # the answer is cut into this many equal runs of slots, finished one after the other
     slot_threshold: float = 0.9  # slots are chosen whose first token is more probable than this
@@ -38,24 +39,33 @@ class DecodeSettings:
 
         if self.method not in METHODS:
             refuse("method", f"unknown; known: {', '.join(METHODS)}")
-        for name in ("max_new_tokens", "slot_size", "serial_blocks", "batch_size"):
+        for name in ("slot_size", "serial_blocks", "batch_size"):
             if getattr(self, name) < 1:
                 refuse(name, "must be at least 1")
-        for name in ("temperature", "cache_length"):
+        for name in ("max_new_tokens", "temperature", "cache_length"):
             if getattr(self, name) < 0:
                 refuse(name, "must be at least 0")
-        run = self.serial_blocks * self.slot_size
-        if self.method == "refusion" and self.new_tokens % run:
+        if self.method == "refusion" and self.new_tokens % self._unit:
             refuse(
                 "max_new_tokens",
                 f"does not divide into serial_blocks={self.serial_blocks} runs of whole slots of "
-                f"slot_size={self.slot_size}; {-(-self.new_tokens // run) * run} would",
+                f"slot_size={self.slot_size}; {-(-self.new_tokens // self._unit) * self._unit} would",
             )
 
     @property
     def new_tokens(self) -> int:
         """max_new_tokens, rounded up to whole slots."""
         return -(-self.max_new_tokens // self.slot_size) * self.slot_size
+
+    def fill_in(self, room: int) -> "DecodeSettings":
+        """With max_new_tokens set, where it is 0: as many as fit into `room`, one unit at least and 128 at most."""
+        fitting = max(min(room, _MOST_NEW_TOKENS) // self._unit, 1) * self._unit
+        return self if self.max_new_tokens else dataclasses.replace(self, max_new_tokens=fitting)
+
+    @property
+    def _unit(self) -> int:
+        """The answer's length is a multiple of this."""
+        return self.slot_size * (self.serial_blocks if self.method == "refusion" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
