@@ -58,9 +58,9 @@ def decode(
 def step(model: Transformer, s: State, prompt_lengths, keys, dials: Dials, static: Static) -> State:
     """One forward, one token a row."""
     offset = s.record.count  # of the token to decode
-    slots = static.method == "sequential"
-    from_mask = slots & (offset % static.slot_size == 0)
-    last_is_new = ~slots | (offset > 0)  # else it is the prompt's, and in the cache already
+    has_slots = static.method == "sequential"
+    from_mask = has_slots & (offset % static.slot_size == 0)
+    last_is_new = (offset > 0) | (not has_slots)  # else it is the prompt's, and in the cache already
 
     tokens = jnp.stack([s.last, jnp.full_like(s.last, static.mask_id)], axis=1)
     positions = (prompt_lengths + offset)[:, None] + jnp.array([[-1, 0]])
