@@ -7,14 +7,24 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
+import ml_collections
 from flax import nnx
 
+from refusion_jax.config import default_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
 
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
+
+
+def config_with(**keys) -> ml_collections.ConfigDict:
+    """The default config with dotted keys changed."""
+    config = default_config()
+    for name, value in keys.items():
+        config.update_from_flattened_dict({name: value})
+    return config
 
 
 def tiny_config(**changes) -> ModelConfig:

@@ -133,7 +133,6 @@ def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperatu
     model.lm_head[...] = model.lm_head[...].at[jnp.array(banned)].set(3 * favoured)
     logits = model(jnp.array(PROMPTS[:1]), jnp.arange(4)[None], jnp.ones((1, 4), int))
     assert np.isin(jnp.argmax(logits, axis=-1), banned).any(), "the model does not even want them"
-    )
     out = decode(model, PROMPTS, settings(method, temperature=temperature))
     assert not {token for tokens in out.commit_tokens for token in tokens} & set(banned)
 

@@ -1,0 +1,108 @@
+import collections
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from refusion_jax import UserError
+from refusion_jax.data.packing import Document, pack, tokenize
+from refusion_jax.data.sources import Example
+from refusion_jax.data.tokenizer import Tokenizer
+
+ROW = 16
+
+
+@st.composite
+def documents(draw):
+    lengths = draw(st.lists(st.integers(1, ROW), min_size=1, max_size=40))
+    return [Document([100 * i + j for j in range(n)], draw(st.integers(0, n - 1))) for i, n in enumerate(lengths, 1)]
+
+
+@hypothesis.settings(derandomize=True, deadline=None)
+@hypothesis.given(documents())
+def test_every_document_is_in_one_row_once_whole_and_marked(docs):
+    rows = pack(docs, ROW)
+    found = []
+    for tokens, segments, response in zip(rows.tokens, rows.segment_ids, rows.is_response, strict=True):
+        used = int(np.sum(segments > 0))
+        assert (segments[:used] > 0).all()
+        assert (segments[used:] == 0).all()
+        assert (np.diff(segments[:used]) >= 0).all()
+        assert set(segments[:used].tolist()) == set(range(1, int(segments.max()) + 1))
+        assert not tokens[used:].any()
+        assert not response[used:].any()
+        for segment in range(1, int(segments.max()) + 1):
+            inside = segments == segment
+            prompt_length = int(np.sum(inside & ~response))
+            assert response[inside].tolist() == [i >= prompt_length for i in range(int(inside.sum()))]
+            found.append(Document(tokens[inside].tolist(), prompt_length))
+    assert collections.Counter(map(repr, found)) == collections.Counter(map(repr, docs))
+    assert rows.documents == len(docs)
+    assert rows.fill == pytest.approx(sum(len(d.tokens) for d in docs) / (len(rows) * ROW))
+
+
+@hypothesis.settings(derandomize=True, deadline=None)
+@hypothesis.given(documents())
+def test_rows_are_packed_as_tightly_as_best_fit_decreasing_promises(docs):
+    """No more than one row in all is at most half full, or two of them would have gone into one."""
+    fill = np.sum(pack(docs, ROW).segment_ids > 0, axis=1)
+    assert np.sum(fill <= ROW // 2) <= 1
+    expected = best_fit_decreasing([len(d.tokens) for d in docs])
+    assert sorted(fill.tolist()) == sorted(expected)
+
+
+def best_fit_decreasing(lengths):
+    """The textbook's quadratic way: how full each row gets."""
+    fill = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [i for i, used in enumerate(fill) if used + length <= ROW]
+        if fitting:
+            fill[max(fitting, key=lambda i: fill[i])] += length
+        else:
+            fill.append(length)
+    return fill
+
+
+def test_the_fingerprint_changes_with_any_token():
+    docs = [Document([5, 6, 7], 1), Document([8, 9], 0)]
+    same, other = pack(list(docs), ROW), pack([docs[0], Document([8, 10], 0)], ROW)
+    assert pack(docs, ROW).fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(["one two three four five six seven"] * 20, 300)
+
+
+def test_a_prompt_begins_with_bos_and_a_response_ends_with_eos(tokenizer):
+    (document,) = tokenize([Example("one two", "three", "here")], tokenizer, 64, "stop")
+    prompt, response = tokenizer.encode(["one two", "three"])
+    assert document.tokens == [tokenizer.bos_id, *prompt, *response, tokenizer.eos_id]
+    assert document.prompt_length == 1 + len(prompt)
+
+
+def test_a_long_text_is_cut_into_rows_and_loses_nothing(tokenizer):
+    text = "one two three four five six seven " * 9
+    docs = tokenize([Example(None, text, "here")], tokenizer, 10, "stop")
+    assert len(docs) > 3
+    assert [d.prompt_length for d in docs] == [1] + [0] * (len(docs) - 1)
+    tokens = [token for d in docs for token in d.tokens]
+    assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert tokenizer.decode(tokens) == text
+
+
+def test_a_response_longer_than_the_row_is_refused_with_what_would_hold_it(tokenizer):
+    short, long = Example("one", "two", "a.jsonl:1"), Example("one", "two three four five " * 4, "a.jsonl:2")
+    longest = len(tokenize([long], tokenizer, 999, "stop")[0].tokens)
+    with pytest.raises(UserError, match=rf"a.jsonl:2: .* do not fit in row_length=12 .*row_length={longest} would"):
+        tokenize([short, long, long], tokenizer, 12, "stop")
+    assert len(tokenize([short, long], tokenizer, longest, "stop")) == 2
+
+
+def test_what_is_too_long_can_be_left_out_and_is_counted(tokenizer, caplog):
+    short, long = Example("one", "two", "a.jsonl:1"), Example("one", "two three four five " * 4, "a.jsonl:2")
+    assert len(tokenize([short, long, long], tokenizer, 12, "skip")) == 1
+    assert "left out 2 examples" in caplog.text
+    with pytest.raises(UserError, match="no document fits in row_length=12"):
+        tokenize([long], tokenizer, 12, "skip")

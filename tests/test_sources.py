@@ -1,0 +1,124 @@
+import json
+
+import pytest
+from conftest import config_with
+
+from refusion_jax import UserError
+from refusion_jax.data.packing import usable
+from refusion_jax.data.sources import read_examples
+
+
+def read(path, **keys):
+    data = config_with(**{f"data.{key}": value for key, value in keys.items()} | {"data.path": str(path)}).data
+    return usable(read_examples(data, seed=0), data.on_error)
+
+
+def pairs(path, **keys):
+    return [(e.prompt, e.response) for e in read(path, **keys)]
+
+
+def write(path, *lines):
+    path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"query": "2+2", "response": "4"}, ("2+2", "4")),
+        ({"question": "2+2", "answer": "4", "id": 7}, ("2+2", "4")),
+        ({"prompt": "2+2", "completion": "4"}, ("2+2", "4")),
+        ({"text": "Grüße ☃"}, (None, "Grüße ☃")),
+        ({"text": "both", "query": "q", "response": "r"}, ("q", "r")),
+    ],
+)
+def test_json_lines_of_every_known_shape(tmp_path, line, expected):
+    assert pairs(write(tmp_path / "a.jsonl", line, "\n", line)) == [expected] * 2
+
+
+def test_other_field_names_by_flag(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"frage": "2+2", "antwort": "4", "query": "x", "response": "y"})
+    assert pairs(path, query_field="frage", response_field="antwort") == [("2+2", "4")]
+    path = write(tmp_path / "b.jsonl", {"body": "some text", "title": "t"})
+    assert pairs(path, text_field="body") == [(None, "some text")]
+
+
+def test_a_json_list_and_plain_text(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"query": "a", "response": "b"}, {"text": "c"}], indent=1))
+    assert pairs(path) == [("a", "b"), (None, "c")]
+    assert pairs(write(tmp_path / "a.txt", "one\ntwo\n")) == [(None, "one\ntwo\n")]
+
+
+def test_a_glob_reads_all_files_in_order_of_their_names(tmp_path):
+    for name in "bca":
+        write(tmp_path / f"{name}.jsonl", {"text": name})
+    (tmp_path / "d.jsonl").mkdir()
+    assert [r for _, r in pairs(tmp_path / "*.jsonl")] == ["a", "b", "c"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert pairs(tmp_path / "a.txt") == [(None, "hello")]
+
+
+def test_the_standard_library_is_a_corpus_of_source_code():
+    examples = read("stdlib")
+    assert len(examples) > 400
+    assert all(e.prompt is None for e in examples)
+    assert any("def dumps(" in e.response for e in examples)
+    assert not any("/test/" in e.where or "site-packages" in e.where for e in examples)
+
+
+def test_built_in_problems_are_as_many_as_asked_for():
+    assert len(read("tasks", examples=123)) == 123
+
+
+GOOD = {"query": "q", "response": "r"}
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "said"),
+    [
+        ("a.jsonl", [GOOD, '{"query": "q"\n'], "a.jsonl:2: not JSON"),
+        ("a.jsonl", [GOOD, "\n", "[1, 2]\n"], "a.jsonl:3: must be an object with text fields, not a list"),
+        ("a.jsonl", [{"foo": 1, "bar": 2}], "a.jsonl:1: no field we know; found: foo, bar; name them with"),
+        ("a.jsonl", [{"query": "q"}], "a.jsonl:1: no field we know; found: query"),
+        ("a.jsonl", [{"query": 1, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
+        ("a.jsonl", [{"text": ["r"]}], "a.jsonl:1: prompt and answer must be text"),
+        ("a.jsonl", [{"query": "q", "response": ""}], "a.jsonl:1: the answer is empty"),
+        ("a.jsonl", [""], "a.jsonl: the file is empty"),
+        ("a.jsonl", ["\n\n"], "no example that can be used"),
+        ("a.json", [GOOD], "a.json: a .json file must hold a list of objects, not an object"),
+        ("a.json", ["[" * 100_000], "a.json: not JSON"),
+        ("a.json", ['[{"text": "x"}, 3]'], "a.json: item 2: must be an object with text fields, not a number"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_file_and_line(tmp_path, name, lines, said):
+    path = write(tmp_path / name, *lines)
+    with pytest.raises(UserError) as error:
+        read(path)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="a.txt: not UTF-8: byte 3"):
+        read(tmp_path / "a.txt")
+
+
+def test_bad_lines_can_be_skipped_and_are_counted(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl", GOOD, "nonsense\n", GOOD, {"foo": 1})
+    assert len(read(path, on_error="skip")) == 2
+    assert "left out 2 examples" in caplog.text
+    assert "a.jsonl:2" in caplog.text
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(
+        UserError, match=r"--config.data.path: .*nothing.jsonl does not exist \(built in: tasks, stdlib"
+    ):
+        read(tmp_path / "nothing.jsonl")
+    with pytest.raises(UserError, match="is a directory; give a glob"):
+        read(tmp_path)

@@ -1,0 +1,87 @@
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import sentencepiece
+
+from refusion_jax import UserError
+from refusion_jax.data import tasks
+from refusion_jax.data.tokenizer import Tokenizer
+
+
+def corpus():
+    return [text for p in tasks.problems("train", 500, seed=0) for text in (p.query, p.response)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.train(corpus(), 400)
+
+
+def any_text():
+    """All of Unicode but surrogates, which are no text, and U+2581, which sentencepiece uses for the space."""
+    return st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0"))
+
+
+@hypothesis.settings(derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.given(any_text())
+@hypothesis.example("  two  spaces\tand tabs\r\n\n and indentation\n    here ")
+@hypothesis.example("<mask></s><s><pad><unk> are plain characters")
+@hypothesis.example("Grüße, 東京, 👩‍🚀, é")
+def test_encoding_loses_nothing_and_makes_no_special_token(tokenizer, text):
+    (ids,) = tokenizer.encode([text])
+    assert tokenizer.decode(ids) == text
+    assert not set(ids) & {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.mask_id}
+
+
+def test_special_tokens_have_ids_of_their_own_and_leave_no_text(tokenizer):
+    special = [tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.mask_id]
+    assert len(set(special)) == 4
+    assert all(0 <= i < tokenizer.size for i in special)
+    (ids,) = tokenizer.encode(["plum"])
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.mask_id, tokenizer.eos_id]) == "plum"
+
+
+def test_a_prompt_is_bos_and_its_text(tokenizer):
+    assert tokenizer.encode_prompt("Sort 3 1.") == [tokenizer.bos_id, *tokenizer.encode(["Sort 3 1."])[0]]
+
+
+def test_digits_are_tokens_of_their_own(tokenizer):
+    assert len(tokenizer.encode(["305"])[0]) == 3
+
+
+def test_the_same_corpus_gives_the_same_tokenizer(tokenizer):
+    assert Tokenizer.train(corpus(), 400).model == tokenizer.model
+
+
+def test_a_vocabulary_too_small_for_the_bytes_is_refused():
+    with pytest.raises(UserError, match="cannot train a tokenizer of 100 pieces"):
+        Tokenizer.train(corpus(), 100)
+
+
+def test_a_file_is_read_back(tokenizer, tmp_path):
+    (tmp_path / "t.model").write_bytes(tokenizer.model)
+    assert Tokenizer.load(tmp_path / "t.model").mask_id == tokenizer.mask_id
+
+
+def test_files_that_will_not_do_are_named(tmp_path):
+    with pytest.raises(UserError, match="tokenizer .*none.model: No such file"):
+        Tokenizer.load(tmp_path / "none.model")
+    (tmp_path / "text.model").write_text("not a model")
+    with pytest.raises(UserError, match="text.model is not a sentencepiece model"):
+        Tokenizer.load(tmp_path / "text.model")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pad_id": 3}, "has no mask token '<mask>': name its mask piece with --config.data.mask_piece"),
+        ({"control_symbols": ["<mask>"]}, "has no pad token"),
+    ],
+)
+def test_a_tokenizer_without_a_special_token_is_refused(tmp_path, options, said):
+    prefix = tmp_path / "other"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus()), model_prefix=str(prefix), vocab_size=80, minloglevel=2, **options
+    )
+    with pytest.raises(UserError, match=said):
+        Tokenizer.load(prefix.with_suffix(".model"))
