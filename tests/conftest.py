@@ -2,12 +2,16 @@
 
 import functools
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 import ml_collections
+import pytest
 from flax import nnx
 
 from refusion_jax.config import default_config
@@ -16,7 +20,42 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
 
+ROOT = Path(__file__).parent.parent
+SHARED = Path(os.environ.get("REFUSION_SHARED", ROOT.parent / "shared"))
+
+# Flags that make configs/quickstart.py a run of seconds.
+TINY_RUN = [
+    "--config=configs/quickstart.py",
+    *("--config.model.hidden_size=32", "--config.model.num_hidden_layers=1", "--config.model.num_attention_heads=2"),
+    *("--config.model.num_key_value_heads=1", "--config.model.head_dim=16", "--config.model.intermediate_size=64"),
+    *("--config.batch_size=8", "--config.steps=60", "--config.warmup_steps=5", "--config.log_every=1"),
+    *("--config.checkpoint.every=10", "--config.data.examples=500"),
+]
+
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
+
+
+def start(command: str, *flags: str, devices: int = 1) -> subprocess.Popen:
+    """Starts a command of ours as a user would, on the CPU."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
+    return subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(command: str, *flags: str, devices: int = 1, code: int = 0) -> tuple[str, str]:
+    """Runs a command to its end, which must be this exit code: (stdout, stderr)."""
+    process = start(command, *flags, devices=devices)
+    out, err = process.communicate()
+    assert process.returncode == code, f"{command} {' '.join(flags)}\n{out}\n{err}"
+    return out, err
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory) -> Path:
+    """The directory of a finished tiny run."""
+    workdir = tmp_path_factory.mktemp("trained") / "run"
+    run("train", *TINY_RUN, f"--workdir={workdir}")
+    return workdir
 
 
 def config_with(**keys) -> ml_collections.ConfigDict:

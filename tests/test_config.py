@@ -1,0 +1,116 @@
+import importlib.util
+import inspect
+from pathlib import Path
+
+import jax
+import pytest
+from conftest import config_with
+
+from refusion_jax import UserError, cli, config, sharding
+from refusion_jax.decoding.settings import DecodeSettings
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_file_passes_the_checks_and_keeps_to_the_known_keys(path):
+    made = load(path)()
+    config.check(made)
+    assert set(config._flatten(made.to_dict())) == set(config._flatten(config.default_config().to_dict()))
+
+
+def test_a_variant_changes_the_config_and_an_unknown_one_is_refused():
+    get_config = load(next(p for p in CONFIGS if p.stem == "small"))
+    assert get_config("stdlib").data.path == "stdlib"
+    with pytest.raises(ValueError, match="unknown variant 'x'; known: stdlib"):
+        get_config("x")
+
+
+def test_every_key_and_every_decode_setting_has_a_meaning():
+    keys = set(config._flatten(config.default_config().to_dict()))
+    assert set(cli.declared_settings(config.default_config)) - {"mesh", "model", "slots", "data", "checkpoint"} == keys
+    assert set(cli.declared_settings(DecodeSettings)) == set(inspect.signature(DecodeSettings).parameters)
+
+
+def test_the_keys_that_must_hold_are_there():
+    flat = set(config._flatten(config.default_config().to_dict()))
+    promised = "seed steps batch_size row_length objective learning_rate schedule weight_decay clip_norm accumulation"
+    promised += " remat dtype slots.sizes slots.eps slots.mdm_weight data.path data.tokenizer checkpoint.every"
+    promised += " checkpoint.keep log_every mesh.replica mesh.data mesh.fsdp mesh.tensor mesh.sequence"
+    promised += " model.hidden_size model.num_hidden_layers model.num_attention_heads model.num_key_value_heads"
+    promised += " model.head_dim model.intermediate_size model.vocab_size model.rope_theta model.rms_norm_eps"
+    assert {*promised.split(), "model.tie_word_embeddings"} <= flat
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"objective": "gan"}, "--config.objective=gan: unknown; known: refusion, ar"),
+        ({"schedule": "step"}, "--config.schedule=step: unknown; known: cosine, wsd, constant"),
+        ({"steps": 0}, "--config.steps=0: must be at least 1"),
+        ({"learning_rate": 0.0}, "--config.learning_rate=0.0: must be above 0"),
+        ({"weight_decay": -1.0}, "--config.weight_decay=-1.0: must be at least 0"),
+        (
+            {"batch_size": 30, "accumulation": 4},
+            "batch_size=30: must be a multiple of --config.accumulation=4",
+        ),
+        ({"slots.sizes": ()}, "--config.slots.sizes=.*one or more sizes of at least 1"),
+        ({"slots.sizes": (4, 0)}, "--config.slots.sizes=.*one or more sizes of at least 1"),
+        ({"slots.eps": 1.0}, "--config.slots.eps=1.0: must be below 1"),
+        ({"warmup_steps": 2000}, "--config.warmup_steps=2000: must not exceed --config.steps=1000"),
+        ({"schedule": "wsd"}, "--config.decay_steps=0: must be 1 to 1000 for schedule=wsd"),
+        ({"model.num_key_value_heads": 3}, "num_attention_heads=4: must be a multiple of num_key_value_heads=3"),
+        ({"model.head_dim": 7}, "--config.model.head_dim=7: must be even"),
+        ({"mesh.data": -1}, "at most one axis can be -1"),
+        ({"mesh.tensor": 0}, "--config.mesh.tensor=0: must be at least 1, or -1"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_name(keys, said):
+    with pytest.raises(UserError, match=said):
+        config.check(config_with(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"batch_size": 12},
+            r"--config.batch_size=12 does not divide into 8 parts \(mesh.replica x mesh.data x",
+        ),
+        ({"batch_size": 40, "accumulation": 2}, "x accumulation.*the next size that does is 48"),
+        ({"mesh.tensor": 8, "model.num_attention_heads": 8}, "num_key_value_heads=2 does not divide into 8 parts"),
+        ({"mesh.sequence": 8, "row_length": 1001}, "row_length=1001 does not divide.*the next size that does is 1008"),
+        ({"mesh.tensor": 2, "model.vocab_size": 4095}, "model.vocab_size=4095.*the next size that does is 4096"),
+        ({"mesh.fsdp": 8, "model.hidden_size": 100}, "model.hidden_size=100 does not divide into 8 parts"),
+    ],
+)
+def test_sizes_that_the_mesh_does_not_divide_are_refused_with_the_next_that_works(keys, said):
+    c = config_with(**keys)
+    with pytest.raises(UserError, match=said):
+        config.check_mesh(c, sharding.make_mesh(c.mesh))
+
+
+def test_a_mesh_takes_all_devices_or_is_refused():
+    sizes = dict.fromkeys(sharding.MESH_AXES, 1)
+    mesh = sharding.make_mesh(sizes | {"fsdp": -1, "tensor": 2})
+    assert dict(mesh.shape) == sizes | {"fsdp": 4, "tensor": 2}
+    assert sharding.describe(mesh) == "8 cpu (fsdp=4, tensor=2)"
+    assert sharding.describe(sharding.make_mesh(sizes, jax.devices()[:1])) == "1 cpu"
+    for shape, said in (
+        ({"fsdp": 3}, "mesh.fsdp=3 does not multiply to the 8 devices here"),
+        ({}, "a mesh of one dev"),
+    ):
+        with pytest.raises(UserError, match=said):
+            sharding.make_mesh(sizes | shape)
+
+
+def test_differing_keys_are_named_with_dots():
+    a = {"x": 1, "m": {"y": 2, "z": 3}, "only_a": 0}
+    assert config.differing_keys(a, {"x": 1, "m": {"y": 5, "z": 3}}) == ["m.y", "only_a"]

@@ -1,0 +1,143 @@
+"""Training as users run it: real processes, killed and resumed."""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+from conftest import SHARED, TINY_RUN, run, start
+
+from refusion_jax.checkpoints import saved_steps
+from refusion_jax.metrics import read_metrics
+
+KEYS = set("step loss loss_ar loss_mdm grad_norm learning_rate tokens tokens_per_second mfu seconds".split())
+SAME_WHEN_RESUMED = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens")
+
+
+def computed(workdir) -> list[tuple]:
+    """What a run computed at each step, clocks left out."""
+    return [tuple(record[key] for key in SAME_WHEN_RESUMED) for record in read_metrics(workdir)]
+
+
+def kill_when(process, happened) -> None:
+    """Kills a running process as a preemption does, without notice, as soon as something has happened."""
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def losses(workdir, first: int, last: int) -> float:
+    found = [record["loss"] for record in read_metrics(workdir)][first:last]
+    return sum(found) / len(found)
+
+
+def test_a_run_leaves_what_it_promises(trained_run):
+    records = read_metrics(trained_run)
+    assert [record["step"] for record in records] == list(range(1, 61))
+    assert all(set(record) == KEYS for record in records)
+    assert all(record["mfu"] is None for record in records)  # nobody documents a CPU's peak
+    assert saved_steps(trained_run) == [40, 50, 60]  # keep=3
+    config = json.loads((trained_run / "config.json").read_text())
+    assert config["model"]["hidden_size"] == 32
+    assert list((trained_run / "tensorboard").glob("events*"))
+    assert (trained_run / "tokenizer.model").exists()
+    assert losses(trained_run, 50, 60) < losses(trained_run, 0, 10)
+
+
+def test_a_complete_run_says_so_and_changes_nothing(trained_run):
+    before = {p: p.stat().st_mtime_ns for p in trained_run.rglob("*")}
+    out, _ = run("train", *TINY_RUN, f"--workdir={trained_run}")
+    assert f"training is complete: {trained_run} holds step 60 of 60" in out
+    assert {p: p.stat().st_mtime_ns for p in trained_run.rglob("*")} == before
+
+
+def test_a_run_killed_twice_computes_what_a_straight_one_does(trained_run, tmp_path):
+    process = start("train", *TINY_RUN, f"--workdir={tmp_path}")
+    kill_when(process, lambda: len(read_metrics(tmp_path)) > 24)
+    assert read_metrics(tmp_path)[-1]["step"] < 60, "killed too late to show anything"
+    process = start("train", *TINY_RUN, f"--workdir={tmp_path}")
+    kill_when(process, lambda: len(read_metrics(tmp_path)) > 45)
+    out, _ = run("train", *TINY_RUN, f"--workdir={tmp_path}")
+    assert "step 0 of 60" not in out
+    assert computed(tmp_path) == computed(trained_run)
+    seconds = [record["seconds"] for record in read_metrics(tmp_path)]
+    assert seconds == sorted(seconds)
+
+
+def test_a_torn_newest_checkpoint_costs_only_the_steps_behind_the_one_before(trained_run, tmp_path):
+    workdir = tmp_path / "copy"
+    shutil.copytree(trained_run, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "60" / "optimizer")
+    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", "--config.steps=62")
+    assert "checkpoint 60 cannot be read" in err
+    assert computed(workdir)[:50] == computed(trained_run)[:50]
+    assert computed(workdir)[-1][0] == 62
+
+
+def test_a_run_can_be_resumed_on_more_devices_and_with_accumulation(trained_run, tmp_path):
+    workdir = tmp_path / "copy"
+    shutil.copytree(trained_run, workdir)
+    shutil.rmtree(workdir / "checkpoints" / "60")
+    flags = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.accumulation=2"]
+    out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *flags, devices=4)
+    assert "4 cpu (data=2, fsdp=2); step 50 of 60" in out
+    for straight, resumed in zip(computed(trained_run), computed(workdir), strict=True):
+        assert resumed == pytest.approx(straight, rel=1e-4)  # float32 sums in another order, ten steps of Adam long
+
+
+def test_data_that_changed_under_a_run_is_refused(trained_run, tmp_path):
+    data, workdir = tmp_path / "a.jsonl", tmp_path / "run"
+    line = json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"}) + "\n"
+    data.write_text(line * 200)
+    flags = [*TINY_RUN, f"--workdir={workdir}", f"--config.data.path={data}", "--config.model.vocab_size=300"]
+    run("train", *flags, "--config.steps=10")
+    data.write_text(line * 201)
+    config = (workdir / "config.json").read_text()
+    _, err = run("train", *flags, "--config.steps=20", code=2)
+    assert "no longer holds the rows this run was trained on" in err
+    assert (workdir / "config.json").read_text() == config
+
+
+def test_divergence_is_one_line_and_leaves_no_spoiled_checkpoint(tmp_path):
+    flags = ["--config.learning_rate=1e30", "--config.warmup_steps=0", "--config.clip_norm=1e30"]
+    _, err = run("train", *TINY_RUN, f"--workdir={tmp_path}", *flags, code=2)
+    assert "error: training diverged at step" in err
+    assert "Traceback" not in err
+    assert saved_steps(tmp_path) == []
+
+
+def test_the_baseline_trains_and_decodes(tmp_path):
+    run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.objective=ar")
+    records = read_metrics(tmp_path)
+    assert all(record["loss"] == record["loss_ar"] and record["loss_mdm"] is None for record in records)
+    assert losses(tmp_path, 50, 60) < losses(tmp_path, 0, 10)
+    out, _ = run("generate", f"--checkpoint={tmp_path}", "--prompt=Sort 3 1 2.")
+    answer = json.loads(out)
+    assert answer["forwards"] == len(answer["tokens"]) > 0
+    _, err = run("generate", f"--checkpoint={tmp_path}", "--prompt=Sort 3 1 2.", "--decode.method=refusion", code=2)
+    assert "trained with objective=ar, which decodes with ar" in err
+
+
+@pytest.mark.parametrize(
+    ("file", "row_length"), [("gsm8k_train.jsonl", 512), ("refusion_sample.json", 1024)], ids=["gsm8k", "sample"]
+)
+def test_real_data_trains_by_flags_alone_and_survives_a_kill(tmp_path, file, row_length):
+    data = SHARED / "data" / file
+    if not data.exists():
+        pytest.skip(f"{data} is not here; it belongs to the developers' checkout")
+    flags = [
+        *TINY_RUN,
+        f"--config.data.path={data}",
+        f"--config.row_length={row_length}",
+        "--config.data.on_error=skip",
+    ]
+    flags += ["--config.data.on_error=skip", "--config.model.vocab_size=2048", "--config.steps=40"]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    run("train", *flags, f"--workdir={straight}")
+    assert losses(straight, 30, 40) < 0.9 * losses(straight, 0, 10)
+    kill_when(start("train", *flags, f"--workdir={killed}"), lambda: len(read_metrics(killed)) > 14)
+    run("train", *flags, f"--workdir={killed}")
+    assert computed(killed) == computed(straight)
