@@ -5,26 +5,26 @@ from refusion_jax.config import default_config
 
 def get_config():
     c = default_config()
-    c.steps = 1000
-    c.batch_size = 64
+    c.steps = 2400
+    c.batch_size = 32
     c.row_length = 64
-    c.learning_rate = 3e-3
+    c.learning_rate = 2e-3
     c.final_lr_ratio = 0.05
-    c.warmup_steps = 50
+    c.warmup_steps = 100
     c.beta2 = 0.98
     c.remat = "full"  # faster than "none" on CPU: storing the activations costs more than computing them again
-    c.log_every = 50
+    c.log_every = 100
     c.mesh.data = -1  # the weights are small: every device holds them all
     c.mesh.fsdp = 1
-    c.model.hidden_size = 160
+    c.model.hidden_size = 128
     c.model.num_hidden_layers = 3
-    c.model.num_attention_heads = 5
-    c.model.num_key_value_heads = 5
+    c.model.num_attention_heads = 4
+    c.model.num_key_value_heads = 4
     c.model.head_dim = 32
     c.model.intermediate_size = 384
     c.model.vocab_size = 512
     c.model.rope_theta = 1000.0
     c.model.tie_word_embeddings = True
     c.slots.sizes = (4, 8)
-    c.checkpoint.every = 300
+    c.checkpoint.every = 600
     return c

@@ -6,7 +6,6 @@ set -euo pipefail
 started=$(date +%s)
 source "$(dirname "$0")/install.sh" ""
 workdir=${WORKDIR:-runs/quickstart}
-# Two devices of one core each share the batch: the data-parallel path of a pod, and a tenth faster than one of two cores.
-XLA_FLAGS=--xla_force_host_platform_device_count=2 JAX_PLATFORMS=cpu \
-  .venv/bin/python -m refusion_jax.train --config=configs/quickstart.py --workdir="$workdir" "$@"
-JAX_PLATFORMS=cpu .venv/bin/python -m refusion_jax.quickstart --workdir="$workdir" --started="$started"
+export JAX_PLATFORMS=cpu
+.venv/bin/python -m refusion_jax.train --config=configs/quickstart.py --workdir="$workdir" "$@"
+.venv/bin/python -m refusion_jax.quickstart --workdir="$workdir" --started="$started"

@@ -29,6 +29,8 @@ def run(main: Callable[[], None], settings: dict[str, str] | None = None) -> Non
             rest = flags.FLAGS(argv)[1:]
         except (flags.Error, UserError) as error:
             _fail(error)
+        except Exception as error:  # noqa: BLE001  a config file is the user's own program, and may raise anything
+            _fail(UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}"))
         if rest:
             _fail(UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag"))
         return argv[:1]
@@ -58,6 +60,11 @@ def check_config_flags(argv: Sequence[str], settings: dict[str, str]) -> None:
             close = difflib.get_close_matches(name, settings, n=1)
             hint = f"did you mean --{close[0]}?" if close else "--help lists them all"
             raise UserError(f"--{name} is no config key; {hint}")
+
+
+def config_flag(argv: Sequence[str]) -> str:
+    """The --config flag as it was given, for messages."""
+    return next((argument for argument in argv if argument.lstrip("-").startswith("config=")), "--config")
 
 
 def declared_settings(owner: Callable) -> dict[str, tuple[str, str]]:

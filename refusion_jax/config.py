@@ -103,6 +103,7 @@ def check(c: ml_collections.ConfigDict) -> None:
     def refuse(key: str, why: str):
         raise UserError(f"--config.{key}={_get(c, key)}: {why}")
 
+    _check_keys(c)
     for key, choices in _CHOICES.items():
         if _get(c, key) not in choices:
             refuse(key, f"unknown; known: {', '.join(choices)}")
@@ -134,6 +135,22 @@ def check(c: ml_collections.ConfigDict) -> None:
     for axis, size in c.mesh.items():
         if size != -1 and size < 1:
             refuse(f"mesh.{axis}", "must be at least 1, or -1 to take all devices that are left")
+
+
+def _check_keys(c: ml_collections.ConfigDict) -> None:
+    """Refuses a config file that invents a key, leaves one out, or gives one another type."""
+    known, given = _flatten(default_config().to_dict()), _flatten(c.to_dict())
+    for found, what in ((given.keys() - known, "is no config key"), (known.keys() - given, "is missing")):
+        if found:
+            raise UserError(
+                f"--config: {min(found)} {what}; config files start from refusion_jax.config.default_config()"
+            )
+    for key, default in known.items():
+        kinds = {float: (float, int), tuple: (tuple, list)}.get(type(default), type(default))
+        if not isinstance(given[key], kinds) or isinstance(given[key], bool) != isinstance(default, bool):
+            raise UserError(
+                f"--config.{key}={given[key]!r}: must be of type {type(default).__name__}, such as {default!r}"
+            )
 
 
 def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Virtual devices share XLA's thread pool, and a collective blocks its thread until all devices have come: with too few
+# threads they wait for each other for ever (seen once, with two devices on two cores).
+os.environ["NPROC"] = "32"
 
 import jax
 import ml_collections

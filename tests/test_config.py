@@ -54,6 +54,8 @@ def test_the_keys_that_must_hold_are_there():
     [
         ({"objective": "gan"}, "--config.objective=gan: unknown; known: refusion, ar"),
         ({"schedule": "step"}, "--config.schedule=step: unknown; known: cosine, wsd, constant"),
+        ({"steps": "many"}, "--config.steps='many': must be of type int, such as 1000"),
+        ({"steps": True}, "--config.steps=True: must be of type int"),
         ({"steps": 0}, "--config.steps=0: must be at least 1"),
         ({"learning_rate": 0.0}, "--config.learning_rate=0.0: must be above 0"),
         ({"weight_decay": -1.0}, "--config.weight_decay=-1.0: must be at least 0"),
@@ -75,6 +77,17 @@ def test_the_keys_that_must_hold_are_there():
 def test_an_impossible_value_is_refused_by_name(keys, said):
     with pytest.raises(UserError, match=said):
         config.check(config_with(**keys))
+
+
+def test_invented_and_missing_keys_are_refused():
+    c = config_with()
+    c.lerning_rate = 1.0
+    with pytest.raises(UserError, match="--config: lerning_rate is no config key; config files start from"):
+        config.check(c)
+    c = config_with()
+    del c.model.head_dim
+    with pytest.raises(UserError, match="--config: model.head_dim is missing"):
+        config.check(c)
 
 
 @pytest.mark.parametrize(

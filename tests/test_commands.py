@@ -1,0 +1,134 @@
+"""Bad input to the real commands: one clear line, exit code 2, and nothing on disk changed."""
+
+import json
+
+import pytest
+import sentencepiece
+from conftest import TINY_RUN, run
+
+TRAIN = ["train", *TINY_RUN]
+QUERY = json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"}) + "\n"
+
+
+@pytest.fixture
+def files(tmp_path, trained_run):
+    """A directory of good and bad things; `{run}` and `{dir}` in flags stand for a trained run and this directory."""
+    contents = {
+        "good.jsonl": QUERY * 50,
+        "empty.jsonl": "",
+        "malformed.jsonl": QUERY + QUERY + '{"query": \n',
+        "fields.jsonl": json.dumps({"frage": "q", "antwort": "r"}) + "\n",
+        "long.jsonl": QUERY + json.dumps({"query": "q", "response": "word " * 99}) + "\n",
+        "raises.py": "def get_config():\n    return 1 / 0\n",
+        "old.py": "from refusion_jax.config import default_config\n\n\ndef get_config():\n    c = default_config()\n"
+        "    c.learning_rte = 1.0\n    return c\n",
+        "prompts.jsonl": '{"prompt": "Sort 3 1."}\n{"promt": "Sort 3 1."}\n',
+        "ids.jsonl": '{"prompt_ids": [1, 5000]}\n',
+        "blank.jsonl": "\n",
+        "long_prompt.jsonl": json.dumps({"prompt": "Sort" + " 7" * 99 + "."}) + "\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([QUERY] * 50), model_prefix=str(tmp_path / "no_mask"), vocab_size=25, minloglevel=3
+    )
+    return tmp_path
+
+
+def contents(*directories):
+    return {p: p.read_bytes() for d in directories for p in d.rglob("*") if p.is_file()} | {
+        p: None for d in directories for p in d.rglob("*") if p.is_dir()
+    }
+
+
+NEW = "--workdir={dir}/new"
+DATA = "--config.data.path={dir}/"
+GENERATE = ["generate", "--checkpoint={run}", "--output={dir}/out.jsonl"]
+
+BAD = {
+    "unknown key": (
+        [*TRAIN, NEW, "--config.learning_rat=1"],
+        "--config.learning_rat is no config key; did you mean",
+    ),
+    "unknown flag": ([*TRAIN, "--wrokdir=x"], "Unknown command line flag 'wrokdir'"),
+    "wrong type": ([*TRAIN, NEW, "--config.steps=many"], "config.steps"),
+    "argument that is no flag": ([*TRAIN, NEW, "steps=3"], "unexpected argument 'steps=3': every setting is a --flag"),
+    "no config file": (
+        ["train", "--config=configs/quick.py", NEW],
+        "--config=configs/quick.py: no such file; here",
+    ),
+    "config file that raises": (
+        ["train", "--config={dir}/raises.py", NEW],
+        "raises.py: ZeroDivisionError: division by zero",
+    ),
+    "config file with an unknown key": (
+        ["train", "--config={dir}/old.py", NEW],
+        "--config: learning_rte is no config key",
+    ),
+    "unknown variant": (["train", "--config=configs/small.py:x", NEW], "unknown variant 'x'; known: stdlib"),
+    "no workdir": (TRAIN, "--config=configs/NAME.py and --workdir=DIR are needed"),
+    "workdir is a file": ([*TRAIN, "--workdir={dir}/good.jsonl"], "good.jsonl: is a file"),
+    "workdir below a file": ([*TRAIN, "--workdir={dir}/good.jsonl/run"], "good.jsonl is a file"),
+    "workdir of another config": (
+        [*TRAIN, "--workdir={run}", "--config.learning_rate=1e-4", "--config.seed=1"],
+        "holds a run with another config (differs in learning_rate, seed)",
+    ),
+    "impossible value": ([*TRAIN, NEW, "--config.schedule=step"], "--config.schedule=step: unknown; known: cosine"),
+    "batch that does not divide": ([*TRAIN, NEW, "--config.accumulation=3"], "must be a multiple of --config.accum"),
+    "mesh that does not divide": ([*TRAIN, NEW, "--config.mesh.data=3"], "mesh.data=3 does not multiply to the 1 dev"),
+    "missing data": ([*TRAIN, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks, stdlib)"),
+    "empty data": ([*TRAIN, NEW, DATA + "empty.jsonl"], "empty.jsonl: the file is empty"),
+    "malformed line": ([*TRAIN, NEW, DATA + "malformed.jsonl"], "malformed.jsonl:3: not JSON"),
+    "unknown fields": ([*TRAIN, NEW, DATA + "fields.jsonl"], "fields.jsonl:1: no field we know; found: frage, antwort"),
+    "response longer than the row": (
+        [*TRAIN, NEW, DATA + "long.jsonl", "--config.model.vocab_size=300"],
+        "long.jsonl:2: ",
+    ),
+    "tokenizer without a mask": (
+        [*TRAIN, NEW, "--config.data.tokenizer={dir}/no_mask.model"],
+        "has no mask token",
+    ),
+    "missing tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/none.model"], "none.model: No such file"),
+    "vocabulary too small": ([*TRAIN, NEW, "--config.model.vocab_size=200"], "cannot train a tokenizer of 200 pieces"),
+    "no prompt": (GENERATE, "one of --input=FILE and --prompt=TEXT are needed"),
+    "no checkpoint": (["generate", "--checkpoint={dir}", "--prompt=x"], "holds no checkpoint; give the --workdir"),
+    "missing prompts": ([*GENERATE, "--input={dir}/none.jsonl"], "none.jsonl cannot be read"),
+    "malformed prompt": ([*GENERATE, "--input={dir}/prompts.jsonl"], 'prompts.jsonl:2: must be {"prompt": "text"} or'),
+    "prompts that are no prompts": ([*GENERATE, "--input={dir}/blank.jsonl"], "blank.jsonl holds no prompt"),
+    "unknown ids": ([*GENERATE, "--input={dir}/ids.jsonl"], "ids.jsonl:1: holds an id outside 0 to 511"),
+    "prompt longer than the cache": (
+        [*GENERATE, "--input={dir}/long_prompt.jsonl"],
+        "long_prompt.jsonl:1: has 201 tokens, and 8 new ones do not fit behind them in a cache of 64",
+    ),
+    "method of another model": ([*GENERATE, "--prompt=x", "--decode.method=ar"], "which decodes with refusion or seq"),
+    "impossible decode setting": (
+        [*GENERATE, "--prompt=x", "--decode.slot_size=0"],
+        "--decode.slot_size=0: must be",
+    ),
+    "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
+    "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
+    "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
+    (command, *flags), said = BAD[case]
+    before = contents(files, trained_run)
+    _, err = run(command, *(flag.format(run=trained_run, dir=files) for flag in flags), code=2)
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1, err
+    assert said in err
+    assert contents(files, trained_run) == before
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "train_tokenizer", "quickstart"])
+def test_help_explains_every_flag(command):
+    out, _ = run(command, "--help")
+    assert out.index(f"python -m refusion_jax.{command}") < out.index("Flags:")
+    lines = out[out.index("Flags:") :].splitlines()
+    flags = [i for i, line in enumerate(lines) if line.startswith("  --")]
+    assert flags
+    assert all(lines[i + 1].startswith("      ") and len(lines[i + 1].split()) > 1 for i in flags)
+    if command == "train":
+        assert "  --config.model.hidden_size" in lines

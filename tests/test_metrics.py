@@ -1,0 +1,45 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import tiny_config, tiny_model
+from flax import nnx
+
+from refusion_jax import flops
+from refusion_jax.metrics import read_metrics
+
+
+def test_the_longest_matching_device_kind_gives_the_peak():
+    assert flops.peak_flops("TPU v5 lite") == 197e12
+    assert flops.peak_flops("TPU v5") == 459e12
+    assert flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert flops.peak_flops("cpu") is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_xla_counts(tied):
+    """XLA counts everything (norms, softmax, the whole score matrix), so it must find a little more, never less."""
+    length = 64
+    config = tiny_config(
+        num_hidden_layers=1,  # XLA counts the body of a scan once
+        hidden_size=128,
+        intermediate_size=512,
+        head_dim=32,
+        vocab_size=1024,
+        tie_word_embeddings=tied,
+    )
+    graphdef, params = nnx.split(tiny_model(**vars(config)))
+    tokens = jnp.zeros((4, length), jnp.int32)
+    forward = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens, tokens, tokens))
+    counted = forward.lower(params).compile().cost_analysis()["flops"] / tokens.size
+    ours = flops.train_flops_per_token(config, length) / 3
+    assert 1.0 <= counted / ours < 1.1
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines)[:-3])
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    assert read_metrics(tmp_path, up_to=1) == [{"step": 1}]
+    assert read_metrics(tmp_path / "none") == []
