@@ -54,8 +54,6 @@ def test_the_keys_that_must_hold_are_there():
     [
         ({"objective": "gan"}, "--config.objective=gan: unknown; known: refusion, ar"),
         ({"schedule": "step"}, "--config.schedule=step: unknown; known: cosine, wsd, constant"),
-        ({"steps": "many"}, "--config.steps='many': must be of type int, such as 1000"),
-        ({"steps": True}, "--config.steps=True: must be of type int"),
         ({"steps": 0}, "--config.steps=0: must be at least 1"),
         ({"learning_rate": 0.0}, "--config.learning_rate=0.0: must be above 0"),
         ({"weight_decay": -1.0}, "--config.weight_decay=-1.0: must be at least 0"),
