@@ -132,6 +132,7 @@ def main() -> None:
     lines = [json.dumps(answer, ensure_ascii=False) for answer in generate(checkpoint, prompts, settings, _DTYPE.value)]
     if output:
         write_file(output, "".join(line + "\n" for line in lines))
+        print(f"{output}: {len(lines)} answers")
     else:
         print("\n".join(lines))
 

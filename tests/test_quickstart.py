@@ -1,0 +1,69 @@
+"""The README's first command, in full: install, pretrain from scratch, decode what was never seen."""
+
+import json
+import os
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+from refusion_jax import quickstart
+from refusion_jax.data import tasks
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.decoding.api import Decoded
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("quickstart")
+
+
+def launch(workdir) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"WORKDIR": str(workdir)}
+    line = ["bash", "launch/quickstart.sh"]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir):
+    out = launch(workdir)
+    report = json.loads((workdir / "report.json").read_text())
+    for method in ("refusion", "sequential"):
+        assert set(report[method]) == {"accuracy", "tokens_per_forward", "tokens_per_second"}
+        assert f"{report[method]['accuracy']:.1%}" in out
+    assert report["problems"] == 200
+    assert report["refusion"]["accuracy"] >= 0.9
+    assert report["sequential"]["accuracy"] >= 0.9
+    assert report["refusion"]["tokens_per_forward"] > 2
+    assert report["sequential"]["tokens_per_forward"] == 1
+    assert report["parameters"] > 500_000
+    assert 0 < report["train_seconds"] < report["seconds_total"]
+
+
+def test_run_again_it_goes_straight_to_decoding(workdir):
+    out = launch(workdir)
+    assert "training is complete" in out
+    assert "step " not in out.split("training is complete")[0]
+    assert json.loads((workdir / "report.json").read_text())["refusion"]["accuracy"] >= 0.9
+
+
+class Letters:
+    """A tokenizer of letters: token 65 is A."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
+    prompt = 10
+    order = [prompt + i for i in (4, 5, 6, 7, 0, 1, 2, 3, 8, 9)]
+    decoded = Decoded([list(b"ABCDEFGHIJ")], [order], [[]], [5], [3], ["eos"])
+    assert quickstart.written_slots(decoded, 0, prompt, Letters()) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
+
+
+def test_every_answer_fits_into_the_tokens_allowed():
+    problems = [p for split in ("train", "test") for p in tasks.problems(split, 3000, seed=0)]
+    tokenizer = Tokenizer.train([text for p in problems for text in (p.query, p.response)], 512)
+    longest = max(map(len, tokenizer.encode([p.response for p in problems])))
+    assert longest + 1 <= quickstart.MAX_NEW_TOKENS  # one for eos

@@ -1,0 +1,69 @@
+"""Every command of the README is run as it is written, made small by flags behind it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY_RUN
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+OURS = [command for command in COMMANDS if "python -m refusion_jax." in command]
+SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
+SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128", "--config.decay_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory, trained_run):
+    """A directory as a user's who has run the quickstart and has text of their own."""
+    home = tmp_path_factory.mktemp("user")
+    (home / "configs").symlink_to(ROOT / "configs")
+    (home / "runs").mkdir()
+    (home / "runs" / "quickstart").symlink_to(trained_run)
+    (home / "prompts.jsonl").write_text('{"prompt": "Sort 3 1."}\n{"prompt_ids": [1, 7, 9]}\n')
+    (home / "my").mkdir()
+    lines = "".join(f'{{"query": "What is {i}?", "response": "It is the number {i}."}}\n' for i in range(300))
+    (home / "my" / "a.jsonl").write_text(lines)
+    return home
+
+
+def shell(command: str, home) -> str:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_two_commands_are_the_ones_that_ci_and_the_quickstart_test_run():
+    assert [c for c in COMMANDS if c not in OURS] == ["bash launch/quickstart.sh", "bash launch/test.sh"]
+    assert "bash launch/test.sh" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_a_command_works_as_written(command, user):
+    small = command.replace("python -m", f"{sys.executable} -m")
+    if ".train " in command:
+        own = {flag.split("=")[0] for flag in command.split()}
+        small += " " + " ".join(flag for flag in SMALLER if flag.split("=")[0] not in own)
+        small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""
+        small += " --config.model.vocab_size=512 --config.data.on_error=skip"
+    small = small.replace("--vocab_size=8192", "--vocab_size=400")
+    assert shell(small, user).strip()
+
+
+def test_the_python_example_works(user):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (user / "example.py").write_text(example)
+    assert shell(f"{sys.executable} example.py", user).strip()
+
+
+def test_every_file_that_documents_link_to_is_there():
+    for document in ("README.md", "BENCHMARKS.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / document).read_text()):
+            assert (ROOT / target).exists(), f"{document} links to {target}"
