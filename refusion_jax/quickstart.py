@@ -7,6 +7,7 @@ unless --batch_size says otherwise), for ReFusion decoding and for one token a f
 answers, slot by slot in the order of writing. The same figures go to DIR/report.json.
 """
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -92,12 +93,11 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
             method, f"{f['accuracy']:.1%}", f"{f['tokens_per_forward']:.2f}", f"{f['tokens_per_second']:,.0f}"
         )
     console.print(table)
-    console.print("Three answers, cut into slots; the number tells when a slot was written.")
-    longest = sorted(range(len(problems)), key=lambda i: -len(decoded.tokens[i]))[:3]
-    for i in longest:
-        prompt_length = len(tokenizer.encode_prompt(problems[i].query))
-        console.print(f"\n{problems[i].query}", style="bold", markup=False)
-        for slot, text in written_slots(decoded, i, prompt_length, tokenizer):
+    console.print("Three answers, cut into slots; the number tells which slot was written first, second, third ...")
+    for i in examples(problems, decoded, tokenizer):
+        cost = f"({len(decoded.tokens[i])} tokens by {decoded.forwards[i]} forwards)"
+        console.print(f"\n{problems[i].query}  {cost}", style="bold", markup=False, highlight=False)
+        for slot, text in written_slots(decoded, i, tokenizer):
             console.print(f"  {slot:>2}  {text}", markup=False, highlight=False)
     console.print(
         f"\ntraining took {figures['train_seconds']:.0f} s, everything {figures['seconds_total']:.0f} s",
@@ -105,14 +105,32 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
     )
 
 
-def written_slots(decoded: Decoded, index: int, prompt_length: int, tokenizer: Tokenizer) -> list[tuple[int, str]]:
+def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer) -> list[int]:
+    """Three right answers to look at, of three families: written least in order of reading, and then the longest."""
+    orders = [slot_order(decoded, i) for i in range(len(problems))]
+    worth = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
+    most = {}
+    for i, problem in enumerate(problems):
+        is_right = tasks.is_correct(problem, tokenizer.decode(decoded.tokens[i]))
+        if is_right and worth[i] >= worth[most.get(problem.family, i)]:
+            most[problem.family] = i
+    return sorted(most.values(), key=worth.__getitem__, reverse=True)[:3]
+
+
+def slot_order(decoded: Decoded, index: int) -> list[int]:
+    """The slots of an answer, counted from 0, in the order of writing; slots dropped behind its end are left out."""
+    first = min(decoded.commit_order[index])
+    places = (position - first for position in decoded.commit_order[index])
+    return list(dict.fromkeys(place // SLOT_SIZE for place in places if place < len(decoded.tokens[index])))
+
+
+def written_slots(decoded: Decoded, index: int, tokenizer: Tokenizer) -> list[tuple[int, str]]:
     """(when it was written, from 1; its text) for each slot of an answer, in text order."""
-    slots = [(position - prompt_length) // SLOT_SIZE for position in decoded.commit_order[index]]
-    order = {slot: number for number, slot in enumerate(dict.fromkeys(slots), 1)}
+    order = slot_order(decoded, index)
     tokens = decoded.tokens[index]
     return [
-        (order[slot], tokenizer.decode(tokens[slot * SLOT_SIZE : (slot + 1) * SLOT_SIZE]))
-        for slot in range(-(-len(tokens) // SLOT_SIZE))
+        (1 + order.index(slot), tokenizer.decode(tokens[slot * SLOT_SIZE : (slot + 1) * SLOT_SIZE]))
+        for slot in sorted(order)
     ]
 
 

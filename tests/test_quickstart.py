@@ -55,11 +55,28 @@ class Letters:
         return "".join(map(chr, ids))
 
 
+def decoded(*answers: tuple[bytes, list[int]]) -> Decoded:
+    """Answers given as their letters and the places in the order of writing, behind prompts of ten tokens."""
+    tokens, orders = [list(text) for text, _ in answers], [[10 + place for place in order] for _, order in answers]
+    n = len(answers)
+    return Decoded(tokens, orders, tokens, [5] * n, [3] * n, ["eos"] * n)
+
+
 def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
-    prompt = 10
-    order = [prompt + i for i in (4, 5, 6, 7, 0, 1, 2, 3, 8, 9)]
-    decoded = Decoded([list(b"ABCDEFGHIJ")], [order], [[]], [5], [3], ["eos"])
-    assert quickstart.written_slots(decoded, 0, prompt, Letters()) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
+    dropped = [12, 13, 14, 15]  # behind the end, and written first
+    answer = decoded((b"ABCDEFGHIJ", [*dropped, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9]))
+    assert quickstart.written_slots(answer, 0, Letters()) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
+
+
+def test_examples_are_right_of_three_families_and_show_planning():
+    forward, jumpy = [*range(12)], [*range(8, 12), *range(4, 8), *range(4)]
+    word = "pear pear pear"
+    right, wrong = f"Replace fig by pear: {word}.", "Replace fig by pear: fig plum."
+    problems = [tasks.Problem("replace", query, "") for query in (right, right, wrong)]
+    problems += [tasks.Problem("reverse", f"Reverse {word}.", ""), tasks.Problem("quote", f"Quote {word}.", "")]
+    texts = [word.encode()] * 4 + [b'"pear", "pear", "pear"']
+    answers = decoded(*zip(texts, (forward, jumpy, jumpy, jumpy[4:], forward), strict=True))
+    assert quickstart.examples(problems, answers, Letters()) == [1, 3, 4]
 
 
 def test_every_answer_fits_into_the_tokens_allowed():
