@@ -81,10 +81,7 @@ def make_train_step(
         return sum(objective.coefficients[name] * term for name, term in terms.items()), terms
 
     def train_step(state: TrainState, rows: Rows):
-        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
-        row_index = jnp.arange(rows.tokens.shape[0])
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, row_index)
-        batch = objective.prepare(rows, keys)
+        batch = objective.prepare(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         if accumulation == 1:
@@ -109,6 +106,12 @@ def make_train_step(
         return TrainState(state.step + 1, metrics["tokens"], params, opt_state), metrics
 
     return train_step
+
+
+def noise_keys(seed: int, step: jax.Array, batch_size: int) -> jax.Array:
+    """[B] PRNG keys: a row's noise depends on (seed, step, its index in the global batch) and on nothing else."""
+    step_key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, jnp.arange(batch_size))
 
 
 def split_batch(batch: Any, parts: int) -> Any:

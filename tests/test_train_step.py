@@ -13,7 +13,15 @@ from refusion_jax.config import default_config
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.objectives import make_objective
 from refusion_jax.optimizer import make_optimizer, make_schedule
-from refusion_jax.train_step import add_wide, init_state, make_train_step, split_batch, state_shardings, wide_to_int
+from refusion_jax.train_step import (
+    add_wide,
+    init_state,
+    make_train_step,
+    noise_keys,
+    split_batch,
+    state_shardings,
+    wide_to_int,
+)
 
 BATCH, ROW, STEPS = 16, 24, 3
 
@@ -97,17 +105,31 @@ def test_the_same_run_is_the_same_to_the_bit():
     jax.tree.map(np.testing.assert_array_equal, first, train())
 
 
-def test_noise_differs_from_step_to_step_and_from_row_to_row():
-    config = default_config()
+def test_every_seed_step_and_row_has_noise_of_its_own():
+    keys = [noise_keys(seed, step, 5) for seed in range(3) for step in range(4)]
+    assert len({tuple(key) for drawn in keys for key in jax.random.key_data(drawn).tolist()}) == 3 * 4 * 5
+    np.testing.assert_array_equal(*(jax.random.key_data(noise_keys(1, 2, n))[:5] for n in (5, 8)))
+
+
+def test_a_step_draws_its_noise_from_the_seed_and_its_number():
+    """With a learning rate of 0, the loss of the same rows changes by the noise alone."""
+    graphdef, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0)))
+    config, optimizer = default_config(), optax.sgd(0.0)
     config.slots.sizes = (2,)
-    objective = make_objective(config, MASK)
-    whole_row = slots.Rows(*(jnp.ones((4, 64), dtype) for dtype in (jnp.int32, jnp.int32, bool)))
-    inputs = []
-    for step in range(2):
-        step_key = jax.random.fold_in(jax.random.key(0), step)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(4))
-        inputs += np.array(objective.prepare(whole_row, keys).positions).tolist()
-    assert len({tuple(x) for x in inputs}) == 8
+
+    @functools.cache
+    def step_of(seed):
+        return jax.jit(make_train_step(graphdef, make_objective(config, MASK), optimizer, lambda _: 0.0, seed, 1))
+
+    def losses(seed):
+        step_fn, state, found = step_of(seed), init_state(nnx.to_pure_dict(params), optimizer), []
+        for _ in range(3):
+            state, metrics = step_fn(state, random_rows(0))
+            found.append(float(metrics["loss"]))
+        return found
+
+    assert len({*losses(0), *losses(1)}) == 6
+    assert losses(0) == losses(0)
 
 
 def test_metrics_count_tokens_and_report_every_term():
