@@ -3,6 +3,6 @@
 from refusion_jax.decoding.api import Decoded, decode
 from refusion_jax.decoding.settings import DecodeSettings
 from refusion_jax.errors import UserError
-from refusion_jax.workdir import load_model, load_tokenizer
+from refusion_jax.pretrained import load_model, load_tokenizer
 
 __all__ = ["DecodeSettings", "Decoded", "UserError", "decode", "load_model", "load_tokenizer"]

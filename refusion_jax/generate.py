@@ -20,7 +20,8 @@ from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.api import decode
 from refusion_jax.decoding.settings import METHODS, DecodeSettings
 from refusion_jax.errors import UserError
-from refusion_jax.workdir import check_output, load_model, load_tokenizer, read_config, write_file
+from refusion_jax.pretrained import load_model, load_tokenizer
+from refusion_jax.workdir import check_output, read_config, write_file
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")

@@ -96,7 +96,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
                     f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
                     f"bring the data back, or start a new --workdir"
                 )
-        claim(workdir, config, tokenizer)
+        claim(workdir, config, shape, tokenizer)
         first_step = int(state.step)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
         say(f"{parameters:,} parameters on {sharding.describe(mesh)}; step {first_step} of {config.steps}")

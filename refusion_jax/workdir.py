@@ -1,24 +1,24 @@
-"""A run's directory: its config and tokenizer, and the model that its checkpoints hold.
+"""A run's directory: its config, its tokenizer, and what model its checkpoints hold.
 
 DIR/config.json         the config the run was last started with
+DIR/model.json          the shape of the model, and what its token ids mean
 DIR/tokenizer.model     the sentencepiece model
 DIR/checkpoints/STEP/   see checkpoints.py
 DIR/metrics.jsonl, DIR/tensorboard/
 """
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 
 import jax
 import ml_collections
-from flax import nnx
 
-from refusion_jax import checkpoints
 from refusion_jax.config import RESUMABLE, differing_keys
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.transformer import ModelConfig
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -66,10 +66,11 @@ def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
         )
 
 
-def claim(workdir: Path, config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> None:
-    """Makes the directory this run's: writes its tokenizer, then its config."""
+def claim(workdir: Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Makes the directory this run's: writes its tokenizer and model, then its config."""
     if jax.process_index() == 0:
         write_file(workdir / "tokenizer.model", tokenizer.model)
+        write_file(workdir / "model.json", json.dumps(dataclasses.asdict(model), indent=2) + "\n")
         write_file(workdir / "config.json", config.to_json(indent=2) + "\n")
 
 
@@ -82,29 +83,13 @@ def read_config(workdir: Path) -> ml_collections.ConfigDict:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer of a run, given its directory, its checkpoints/, or one step in it."""
-    workdir, _ = checkpoints.find_step(Path(path))
-    return Tokenizer.load(workdir / "tokenizer.model", read_config(workdir).data.mask_piece)
-
-
-def load_model(path: Path | str, dtype: str = "float32") -> Transformer:
-    """Reads a trained model.
-
-    Args:
-      path: a run's directory (its newest checkpoint is taken), its checkpoints/, or one step in it.
-      dtype: of weights and computation, "float32" or "bfloat16".
-
-    Raises:
-      UserError: where no checkpoint is there.
-    """
-    workdir, step = checkpoints.find_step(Path(path))
-    config = read_config(workdir)
-    shape = model_config(config, load_tokenizer(path))
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0), dtype)))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=device), nnx.to_pure_dict(abstract))
-    return nnx.merge(graphdef, checkpoints.restore_params(step, target))
+def read_model_config(workdir: Path) -> ModelConfig:
+    """The model of a run; UserError where the file cannot be read."""
+    path = workdir / "model.json"
+    try:
+        return ModelConfig(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:

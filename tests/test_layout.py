@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 GROUPS = [
     {"errors", "cli", "sharding", "config"},
     {"slots", "objectives", "model", "data", "flops", "optimizer"},
-    {"train_step", "checkpoints", "workdir", "metrics", "decoding"},
+    {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained"},
     {"train", "generate", "train_tokenizer", "quickstart"},  # the commands, which nothing imports
 ]
 

@@ -1,0 +1,279 @@
+"""Hugging Face directories of the Qwen3 family: their weights into ours, and ours into theirs.
+
+A weight of theirs is [out, in], one tensor a layer; ours is [in, out] with the head axes apart, all layers stacked. One
+table says which is which, and both directions follow from it.
+"""
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from flax import nnx
+from safetensors.numpy import save_file
+
+from refusion_jax.errors import UserError
+from refusion_jax.model.transformer import ModelConfig, Transformer
+
+# Ours -> (theirs, how many leading axes of ours are the input; 0: the same array in both).
+_LAYER = {
+    "attention_norm": ("input_layernorm", 0),
+    "q_proj": ("self_attn.q_proj", 1),
+    "k_proj": ("self_attn.k_proj", 1),
+    "v_proj": ("self_attn.v_proj", 1),
+    "q_norm": ("self_attn.q_norm", 0),
+    "k_norm": ("self_attn.k_norm", 0),
+    "o_proj": ("self_attn.o_proj", 2),
+    "mlp_norm": ("post_attention_layernorm", 0),
+    "gate_proj": ("mlp.gate_proj", 1),
+    "up_proj": ("mlp.up_proj", 1),
+    "down_proj": ("mlp.down_proj", 1),
+}
+_TOP = {"embed_tokens": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
+_INDEX = "model.safetensors.index.json"
+_SHARD_BYTES = 4 << 30  # of the shards we write
+
+# What a config.json may say beside the sizes; anything else would need another transformer.
+_SUPPORTED = {
+    "model_type": ("qwen3",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+    "rope_scaling": (None,),
+}
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a directory holds a Hugging Face model; a run of ours has a config.json, too."""
+    try:
+        return "model_type" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def read_model_config(path: Path, mask_token_id: int | None = None, num_tokens: int | None = None) -> ModelConfig:
+    """The shape that config.json describes.
+
+    Args:
+      path: the directory.
+      mask_token_id: where config.json names none; -1 in the result where nobody does.
+      num_tokens: ids with a meaning, the mask included, where the tokenizer has fewer than the embedding has rows.
+
+    Raises:
+      UserError: where the file is unreadable, lacks a size, or describes an architecture that is not Qwen3's.
+    """
+    file = path / "config.json"
+    try:
+        given = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    rope = given.get("rope_parameters") or {}  # where transformers 5 keeps rope_theta
+    if rope.get("rope_type", "default") != "default":
+        given["rope_scaling"] = rope
+    for key, supported in _SUPPORTED.items():
+        if given.get(key, supported[0]) not in supported:
+            raise UserError(
+                f"{file}: {key}={json.dumps(given[key])} is not supported; "
+                f"of Hugging Face models we read model_type=qwen3 with its defaults"
+            )
+    sizes = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+    try:
+        shape = {key: given[key] for key in f"{sizes} intermediate_size rms_norm_eps".split()}
+        theta = rope["rope_theta"] if "rope_theta" in rope else given["rope_theta"]
+    except KeyError as error:
+        raise UserError(f"{file}: {error.args[0]} is missing") from error
+    mask = given.get("mask_token_id", mask_token_id) if mask_token_id is None else mask_token_id
+    if mask is not None and not 0 <= mask < shape["vocab_size"]:
+        raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
+    eos = given.get("eos_token_id")
+    return ModelConfig(
+        **shape,
+        rope_theta=float(theta),
+        tie_word_embeddings=given.get("tie_word_embeddings", False),
+        max_position_embeddings=given.get("max_position_embeddings", 32768),
+        num_tokens=num_tokens or shape["vocab_size"],
+        pad_token_id=_first(given.get("pad_token_id")),
+        bos_token_id=_first(given.get("bos_token_id")),
+        eos_token_id=_first(eos),
+        mask_token_id=_first(mask),
+    )
+
+
+def _first(token_id: int | list[int] | None) -> int:
+    """-1 where there is none; the first of several."""
+    return -1 if token_id is None else token_id[0] if isinstance(token_id, list) else token_id
+
+
+class Tensors:
+    """The tensors of one or many safetensors files, read one at a time.
+
+    Raises:
+      UserError: where a file is missing or cut off, or lacks a tensor, or one has another shape.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        index = path / _INDEX
+        if index.exists():
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        else:
+            files = {"model.safetensors"}
+        self._file_of = {}
+        for name in sorted(files):
+            try:
+                with safetensors.safe_open(path / name, "numpy") as file:
+                    self._file_of |= dict.fromkeys(file.keys(), name)
+            except FileNotFoundError as error:
+                raise UserError(f"{path / name} is missing") from error
+            except safetensors.SafetensorError as error:
+                raise UserError(f"{path / name} is damaged: {error}") from error
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """One tensor, which must have this shape."""
+        if name not in self._file_of:
+            raise UserError(f"{self._path} holds no tensor {name}")
+        # Opened anew each time: the pages of a mapping that is closed do not count as ours.
+        with safetensors.safe_open(self._path / self._file_of[name], "numpy") as file:
+            found = tuple(file.get_slice(name).get_shape())
+            if found != shape:
+                raise UserError(f"{self._path}: {name} has shape {found}, but config.json makes it {shape}")
+            return file.get_tensor(name)
+
+
+def load_params(
+    path: Path, config: ModelConfig, target: dict[str, Any], progress: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Reads all weights, tensor by tensor, straight into (sharded) arrays.
+
+    The host holds one tensor at a time beside the arrays themselves.
+
+    Args:
+      path: the Hugging Face directory.
+      config: from `read_model_config`.
+      target: shapes, dtypes and shardings of our weights; an embedding may have more rows than theirs.
+      progress: called after each tensor.
+    """
+    tensors = Tensors(path)
+    params = {name: None for name in target if name != "layers"}
+    for name in params:
+        rows = (config.vocab_size,) if name != "final_norm" else ()
+        shape = rows + target[name].shape[len(rows) :]
+        params[name] = _place(tensors.read(f"{_TOP[name]}.weight", shape), target[name])
+        progress()
+    params["layers"] = {}
+    for name, (theirs, inputs) in _LAYER.items():
+        goal = target["layers"][name]
+        layer = jax.ShapeDtypeStruct(
+            goal.shape[1:], goal.dtype, sharding=_drop_first_axis(goal.sharding) if goal.sharding else None
+        )
+        stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
+        for index in range(config.num_hidden_layers):
+            tensor = tensors.read(f"model.layers.{index}.{theirs}.weight", _their_shape(layer.shape, inputs))
+            tensor = tensor.T.reshape(layer.shape) if inputs else tensor
+            stacked = _put(stacked, _place(tensor, layer), index)
+            progress()
+        params["layers"][name] = stacked
+    return params
+
+
+def _their_shape(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
+    """Shape of the tensor of one layer that becomes one of ours: [out, in] from [*in, *out]."""
+    return (int(np.prod(shape[inputs:])), int(np.prod(shape[:inputs]))) if inputs else shape
+
+
+def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """On the devices, in the target's dtype; rows that are missing at the end become zeros."""
+    if tensor.shape != target.shape:
+        tensor = np.pad(tensor, ((0, target.shape[0] - tensor.shape[0]), (0, 0)))
+    return jax.device_put(tensor, target.sharding).astype(target.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stacked: jax.Array, layer: jax.Array, index: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, axis=0)
+
+
+def _drop_first_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The sharding of one layer, of that of all layers stacked."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+
+
+def count_tensors(config: ModelConfig) -> int:
+    """How many tensors a directory holds."""
+    return len(_LAYER) * config.num_hidden_layers + len(_TOP) - config.tie_word_embeddings
+
+
+def save(model: Transformer, path: Path, tokenizer_files: list[Path], vocab_size: int) -> None:
+    """Writes a directory that `transformers` loads as Qwen3: config.json, safetensors shards with their index.
+
+    Args:
+      model: in the dtype that shall be written.
+      path: a new directory.
+      tokenizer_files: copied along.
+      vocab_size: rows of the embedding to write; ours may have padding rows behind them.
+    """
+    path.mkdir(parents=True)
+    weight_map, shard, size, total = {}, {}, 0, 0
+    names = []
+
+    def flush():
+        nonlocal shard, size
+        names.append(f"part-{len(names)}.safetensors")
+        save_file(shard, path / names[-1], metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, names[-1]))
+        shard, size = {}, 0
+
+    for name, tensor in _their_tensors(nnx.to_pure_dict(nnx.state(model)), vocab_size):
+        if shard and size + tensor.nbytes > _SHARD_BYTES:
+            flush()
+        shard[name], size, total = tensor, size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    final = {old: f"model-{i:05}-of-{len(names):05}.safetensors" for i, old in enumerate(names, 1)}
+    for old, new in final.items():
+        (path / old).rename(path / new)
+    index = {"metadata": {"total_size": total}, "weight_map": {k: final[v] for k, v in sorted(weight_map.items())}}
+    (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (path / "config.json").write_text(json.dumps(_their_config(model, vocab_size), indent=2) + "\n")
+    for file in tokenizer_files:
+        shutil.copy(file, path / file.name)
+
+
+def _their_tensors(params: dict, vocab_size: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor by its Hugging Face name, one at a time on the host."""
+    for name, theirs in _TOP.items():
+        if name in params:
+            rows = slice(vocab_size) if name != "final_norm" else slice(None)
+            yield f"{theirs}.weight", np.ascontiguousarray(jax.device_get(params[name][rows]))
+    for name, (theirs, inputs) in _LAYER.items():
+        for index in range(len(params["layers"][name])):
+            tensor = jax.device_get(params["layers"][name][index])
+            if inputs:
+                tensor = tensor.reshape(*_their_shape(tensor.shape, inputs)[::-1]).T
+            yield f"model.layers.{index}.{theirs}.weight", np.ascontiguousarray(tensor)
+
+
+def _their_config(model: Transformer, vocab_size: int) -> dict:
+    c = model.config
+    token_ids = {f"{kind}_token_id": getattr(c, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "mask")}
+    sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        **{key: supported[0] for key, supported in _SUPPORTED.items()},
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": str(jax.tree.leaves(nnx.state(model))[0].dtype),
+        "vocab_size": vocab_size,
+        **{key: getattr(c, key) for key in sizes.split()},
+        **{key: getattr(c, key) for key in ("rope_theta", "rms_norm_eps", "tie_word_embeddings")},
+        "max_position_embeddings": c.max_position_embeddings,
+        **{key: value for key, value in token_ids.items() if value >= 0},
+    }
