@@ -84,6 +84,12 @@ def restore_params(directory: Path, target: Any) -> Any:
         return checkpointer.restore(directory.absolute() / "params", target)
 
 
+def save_params(workdir: Path, params: Any) -> None:
+    """Writes weights alone, as step 0 of a directory from which models are loaded, not runs resumed."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(workdir.absolute() / "checkpoints" / "0" / "params", params)
+
+
 def saved_steps(workdir: Path) -> list[int]:
     """Steps of the finished checkpoints of a run, ascending."""
     directory = workdir / "checkpoints"

@@ -16,11 +16,13 @@ from absl import flags
 
 from refusion_jax import cli
 from refusion_jax.checkpoints import find_step
+from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.api import decode
 from refusion_jax.decoding.settings import METHODS, DecodeSettings
 from refusion_jax.errors import UserError
-from refusion_jax.pretrained import load_model, load_tokenizer
+from refusion_jax.huggingface import is_huggingface
+from refusion_jax.pretrained import find_tokenizer, load_model
 from refusion_jax.workdir import check_output, read_config, write_file
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
@@ -47,18 +49,23 @@ class Prompt:
     where: str  # for messages
 
 
-def generate(checkpoint: Path, prompts: list[Prompt], settings: DecodeSettings, dtype: str) -> list[dict]:
+def generate(
+    checkpoint: Path,
+    tokenizer: Tokenizer | FastTokenizer | None,
+    prompts: list[Prompt],
+    settings: DecodeSettings,
+    dtype: str,
+) -> list[dict]:
     """Answers to prompts, as the records that --output holds.
 
     Raises:
       UserError: where a prompt does not fit, or the model cannot decode with the method.
     """
-    tokenizer = load_tokenizer(checkpoint)
     out = decode(load_model(checkpoint, dtype), [p.ids for p in prompts], settings, [p.where for p in prompts])
     return [
         {
             "id": prompt.id,
-            "text": tokenizer.decode(out.tokens[i]),
+            "text": tokenizer.decode(out.tokens[i]) if tokenizer else None,
             "tokens": out.tokens[i],
             "commit_order": out.commit_order[i],
             "forwards": out.forwards[i],
@@ -69,7 +76,7 @@ def generate(checkpoint: Path, prompts: list[Prompt], settings: DecodeSettings, 
     ]
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
+def read_prompts(path: Path, tokenizer: Tokenizer | FastTokenizer | None) -> list[Prompt]:
     """The prompts of a JSONL file; UserError names the file and line at fault."""
     try:
         lines = path.read_text("utf-8-sig").splitlines()
@@ -85,7 +92,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
         except ValueError as error:
             raise UserError(f"{where}: not JSON: {error}") from error
         if isinstance(item, dict) and isinstance(item.get("prompt"), str):
-            ids = tokenizer.encode_prompt(item["prompt"])
+            ids = encode(item["prompt"], tokenizer, where)
         elif isinstance(item, dict) and _is_id_list(item.get("prompt_ids")):
             ids = item["prompt_ids"]
         else:
@@ -94,6 +101,13 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
     if not prompts:
         raise UserError(f"--input={path} holds no prompt")
     return prompts
+
+
+def encode(text: str, tokenizer: Tokenizer | FastTokenizer | None, where: str) -> list[int]:
+    """Token ids of a prompt; UserError where the model came without a tokenizer."""
+    if tokenizer is None:
+        raise UserError(f"{where}: this model came without a tokenizer; give prompt_ids")
+    return tokenizer.encode_prompts([text])[0]
 
 
 def _is_id_list(value: object) -> bool:
@@ -106,7 +120,9 @@ def choose_method(checkpoint: Path, method: str | None) -> str:
     Raises:
       UserError: where the model was not trained for the method.
     """
-    objective = read_config(find_step(checkpoint)[0]).objective
+    if is_huggingface(checkpoint) or not (run := find_step(checkpoint)[0] / "config.json").exists():
+        return method or "refusion"  # nobody says what it was trained for
+    objective = read_config(run.parent).objective
     fitting = ("ar",) if objective == "ar" else ("refusion", "sequential")
     if method and method not in fitting:
         raise UserError(
@@ -125,12 +141,16 @@ def main() -> None:
         check_output("output", output)
     method = choose_method(checkpoint, _METHOD.value)
     settings = DecodeSettings(method, **{name: flag.value for name, flag in _SETTINGS.items()})
-    tokenizer = load_tokenizer(checkpoint)
+
+    tokenizer = find_tokenizer(checkpoint)
     if _INPUT.value is None:
-        prompts = [Prompt(0, tokenizer.encode_prompt(_PROMPT.value), "--prompt")]
+        prompts = [Prompt(0, encode(_PROMPT.value, tokenizer, "--prompt"), "--prompt")]
     else:
         prompts = read_prompts(Path(_INPUT.value), tokenizer)
-    lines = [json.dumps(answer, ensure_ascii=False) for answer in generate(checkpoint, prompts, settings, _DTYPE.value)]
+    lines = [
+        json.dumps(answer, ensure_ascii=False)
+        for answer in generate(checkpoint, tokenizer, prompts, settings, _DTYPE.value)
+    ]
     if output:
         write_file(output, "".join(line + "\n" for line in lines))
         print(f"{output}: {len(lines)} answers")

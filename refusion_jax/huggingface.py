@@ -6,7 +6,6 @@ table says which is which, and both directions follow from it.
 
 import functools
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import safetensors
 from flax import nnx
 from safetensors.numpy import save_file
 
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
@@ -50,20 +51,19 @@ _SUPPORTED = {
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether a directory holds a Hugging Face model; a run of ours has a config.json, too."""
-    try:
-        return "model_type" in json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
+    """Whether a directory is meant as a Hugging Face model; a run of ours has a config.json, too."""
+    return (path / "config.json").exists() and not (path / "model.json").exists()
 
 
-def read_model_config(path: Path, mask_token_id: int | None = None, num_tokens: int | None = None) -> ModelConfig:
+def read_model_config(
+    path: Path, tokenizer: Tokenizer | FastTokenizer | None = None, mask_token_id: int | None = None
+) -> ModelConfig:
     """The shape that config.json describes.
 
     Args:
       path: the directory.
-      mask_token_id: where config.json names none; -1 in the result where nobody does.
-      num_tokens: ids with a meaning, the mask included, where the tokenizer has fewer than the embedding has rows.
+      tokenizer: of the model; rows of the embedding behind its ids are padding and never predicted.
+      mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.
 
     Raises:
       UserError: where the file is unreadable, lacks a size, or describes an architecture that is not Qwen3's.
@@ -88,20 +88,22 @@ def read_model_config(path: Path, mask_token_id: int | None = None, num_tokens: 
         theta = rope["rope_theta"] if "rope_theta" in rope else given["rope_theta"]
     except KeyError as error:
         raise UserError(f"{file}: {error.args[0]} is missing") from error
-    mask = given.get("mask_token_id", mask_token_id) if mask_token_id is None else mask_token_id
-    if mask is not None and not 0 <= mask < shape["vocab_size"]:
+    if mask_token_id is None:
+        mask_token_id = given.get("mask_token_id", tokenizer.mask_id if tokenizer else None)
+    mask = -1 if mask_token_id is None else mask_token_id
+    if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
-    eos = given.get("eos_token_id")
+    rows = shape["vocab_size"]
     return ModelConfig(
         **shape,
         rope_theta=float(theta),
         tie_word_embeddings=given.get("tie_word_embeddings", False),
         max_position_embeddings=given.get("max_position_embeddings", 32768),
-        num_tokens=num_tokens or shape["vocab_size"],
+        num_tokens=min(max(tokenizer.size, mask + 1), rows) if tokenizer else rows,
         pad_token_id=_first(given.get("pad_token_id")),
         bos_token_id=_first(given.get("bos_token_id")),
-        eos_token_id=_first(eos),
-        mask_token_id=_first(mask),
+        eos_token_id=_first(given.get("eos_token_id")),
+        mask_token_id=mask,
     )
 
 
@@ -121,7 +123,10 @@ class Tensors:
         self._path = path
         index = path / _INDEX
         if index.exists():
-            files = set(json.loads(index.read_text())["weight_map"].values())
+            try:
+                files = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, LookupError) as error:
+                raise UserError(f"{index} cannot be read: {error}") from error
         else:
             files = {"model.safetensors"}
         self._file_of = {}
@@ -211,16 +216,13 @@ def count_tensors(config: ModelConfig) -> int:
     return len(_LAYER) * config.num_hidden_layers + len(_TOP) - config.tie_word_embeddings
 
 
-def save(model: Transformer, path: Path, tokenizer_files: list[Path], vocab_size: int) -> None:
+def save(model: Transformer, path: Path) -> None:
     """Writes a directory that `transformers` loads as Qwen3: config.json, safetensors shards with their index.
 
     Args:
       model: in the dtype that shall be written.
-      path: a new directory.
-      tokenizer_files: copied along.
-      vocab_size: rows of the embedding to write; ours may have padding rows behind them.
+      path: an empty directory.
     """
-    path.mkdir(parents=True)
     weight_map, shard, size, total = {}, {}, 0, 0
     names = []
 
@@ -231,7 +233,7 @@ def save(model: Transformer, path: Path, tokenizer_files: list[Path], vocab_size
         weight_map.update(dict.fromkeys(shard, names[-1]))
         shard, size = {}, 0
 
-    for name, tensor in _their_tensors(nnx.to_pure_dict(nnx.state(model)), vocab_size):
+    for name, tensor in _their_tensors(nnx.to_pure_dict(nnx.state(model))):
         if shard and size + tensor.nbytes > _SHARD_BYTES:
             flush()
         shard[name], size, total = tensor, size + tensor.nbytes, total + tensor.nbytes
@@ -241,17 +243,14 @@ def save(model: Transformer, path: Path, tokenizer_files: list[Path], vocab_size
         (path / old).rename(path / new)
     index = {"metadata": {"total_size": total}, "weight_map": {k: final[v] for k, v in sorted(weight_map.items())}}
     (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (path / "config.json").write_text(json.dumps(_their_config(model, vocab_size), indent=2) + "\n")
-    for file in tokenizer_files:
-        shutil.copy(file, path / file.name)
+    (path / "config.json").write_text(json.dumps(_their_config(model), indent=2) + "\n")
 
 
-def _their_tensors(params: dict, vocab_size: int) -> Iterator[tuple[str, np.ndarray]]:
+def _their_tensors(params: dict) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor by its Hugging Face name, one at a time on the host."""
     for name, theirs in _TOP.items():
         if name in params:
-            rows = slice(vocab_size) if name != "final_norm" else slice(None)
-            yield f"{theirs}.weight", np.ascontiguousarray(jax.device_get(params[name][rows]))
+            yield f"{theirs}.weight", np.ascontiguousarray(jax.device_get(params[name]))
     for name, (theirs, inputs) in _LAYER.items():
         for index in range(len(params["layers"][name])):
             tensor = jax.device_get(params["layers"][name][index])
@@ -260,10 +259,11 @@ def _their_tensors(params: dict, vocab_size: int) -> Iterator[tuple[str, np.ndar
             yield f"model.layers.{index}.{theirs}.weight", np.ascontiguousarray(tensor)
 
 
-def _their_config(model: Transformer, vocab_size: int) -> dict:
+def _their_config(model: Transformer) -> dict:
     c = model.config
     token_ids = {f"{kind}_token_id": getattr(c, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "mask")}
-    sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
+    copied = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+    copied += " intermediate_size rope_theta rms_norm_eps tie_word_embeddings max_position_embeddings"
     return {
         "architectures": ["Qwen3ForCausalLM"],
         **{key: supported[0] for key, supported in _SUPPORTED.items()},
@@ -271,9 +271,6 @@ def _their_config(model: Transformer, vocab_size: int) -> dict:
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": str(jax.tree.leaves(nnx.state(model))[0].dtype),
-        "vocab_size": vocab_size,
-        **{key: getattr(c, key) for key in sizes.split()},
-        **{key: getattr(c, key) for key in ("rope_theta", "rms_norm_eps", "tie_word_embeddings")},
-        "max_position_embeddings": c.max_position_embeddings,
+        **{key: getattr(c, key) for key in copied.split()},
         **{key: value for key, value in token_ids.items() if value >= 0},
     }

@@ -1,5 +1,6 @@
 """A model and its tokenizer from wherever they are: a run of ours, or a Hugging Face directory."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import jax
 from flax import nnx
 
 from refusion_jax import checkpoints, huggingface, workdir
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
+from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 
@@ -33,18 +36,30 @@ def load_model(path: Path | str, dtype: str = "float32") -> Transformer:
 def read_model_config(path: Path) -> ModelConfig:
     """The shape of the model at a path; UserError where there is none."""
     if huggingface.is_huggingface(path):
-        return huggingface.read_model_config(path)
+        return huggingface.read_model_config(path, find_tokenizer(path))
     return workdir.read_model_config(checkpoints.find_step(path)[0])
 
 
-def load_params(path: Path, target: dict[str, Any]) -> dict[str, Any]:
+def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Weights into arrays of the target's shapes, dtypes and shardings."""
     if huggingface.is_huggingface(path):
-        return huggingface.load_params(path, huggingface.read_model_config(path), target)
+        return huggingface.load_params(path, huggingface.read_model_config(path), target, progress)
     return checkpoints.restore_params(checkpoints.find_step(path)[1], target)
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer of a run, given its directory, its checkpoints/, or one step in it."""
-    directory, _ = checkpoints.find_step(Path(path))
-    return Tokenizer.load(directory / "tokenizer.model", workdir.read_config(directory).data.mask_piece)
+def load_tokenizer(path: Path | str) -> Tokenizer | FastTokenizer:
+    """The tokenizer of a run or model, given as for `load_model`; UserError where it has none."""
+    tokenizer = find_tokenizer(Path(path))
+    if tokenizer is None:
+        raise UserError(f"{path} holds no tokenizer.model or tokenizer.json: give its prompts as prompt_ids")
+    return tokenizer
+
+
+def find_tokenizer(path: Path) -> Tokenizer | FastTokenizer | None:
+    """The tokenizer of a run or model, if it has one."""
+    directory = path if huggingface.is_huggingface(path) else checkpoints.find_step(path)[0]
+    file = find_tokenizer_file(directory)
+    if file is None:
+        return None
+    is_run = (directory / "model.json").exists() and (directory / "config.json").exists()
+    return load_tokenizer_file(file, workdir.read_config(directory).data.mask_piece if is_run else MASK_PIECE)

@@ -65,7 +65,7 @@ def measure(
     settings: DecodeSettings, model: Transformer, tokenizer: Tokenizer, problems: list[tasks.Problem]
 ) -> tuple[dict[str, float], Decoded]:
     """Accuracy and speed of one way of decoding, compilation not counted."""
-    prompts = [tokenizer.encode_prompt(problem.query) for problem in problems]
+    prompts = tokenizer.encode_prompts([problem.query for problem in problems])
     decode(model, sorted(prompts, key=len)[-settings.batch_size :], settings)  # compiles for the longest
     began = time.monotonic()
     out = decode(model, prompts, settings)

@@ -52,7 +52,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
     check_mesh(config, mesh)
 
     # 2. The data.
-    tokenizer, rows = load_dataset(config, workdir / "tokenizer.model")
+    tokenizer, rows = load_dataset(config, workdir)
     say(
         f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
         f"vocabulary of {tokenizer.size}"

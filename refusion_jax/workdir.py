@@ -2,7 +2,7 @@
 
 DIR/config.json         the config the run was last started with
 DIR/model.json          the shape of the model, and what its token ids mean
-DIR/tokenizer.model     the sentencepiece model
+DIR/tokenizer.model     the sentencepiece model, or the files of a Hugging Face tokenizer (tokenizer.json ...)
 DIR/checkpoints/STEP/   see checkpoints.py
 DIR/metrics.jsonl, DIR/tensorboard/
 """
@@ -16,6 +16,7 @@ import jax
 import ml_collections
 
 from refusion_jax.config import RESUMABLE, differing_keys
+from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
@@ -66,10 +67,13 @@ def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
         )
 
 
-def claim(workdir: Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer) -> None:
+def claim(
+    workdir: Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer | FastTokenizer
+) -> None:
     """Makes the directory this run's: writes its tokenizer and model, then its config."""
     if jax.process_index() == 0:
-        write_file(workdir / "tokenizer.model", tokenizer.model)
+        for name, content in tokenizer.files.items():
+            write_file(workdir / name, content)
         write_file(workdir / "model.json", json.dumps(dataclasses.asdict(model), indent=2) + "\n")
         write_file(workdir / "config.json", config.to_json(indent=2) + "\n")
 
@@ -92,7 +96,7 @@ def read_model_config(workdir: Path) -> ModelConfig:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
+def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | FastTokenizer) -> ModelConfig:
     """The model that a run's config and tokenizer describe.
 
     Raises:

@@ -11,7 +11,7 @@ KEYS = ["id", "text", "tokens", "commit_order", "forwards", "rounds", "finish_re
 
 def test_prompts_in_answers_out_line_by_line(trained_run, tmp_path):
     tokenizer = load_tokenizer(trained_run)
-    ids = tokenizer.encode_prompt("Sort 7 3 9.")
+    ids = tokenizer.encode_prompts(["Sort 7 3 9."])[0]
     lines = [{"prompt": "Sort 7 3 9."}, {"prompt_ids": ids, "id": "mine"}, {"prompt": "Quote ann fig bob.", "id": 9}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     output = tmp_path / "new" / "out.jsonl"
@@ -24,7 +24,7 @@ def test_prompts_in_answers_out_line_by_line(trained_run, tmp_path):
     assert all(list(answer) == KEYS for answer in answers)
     first, second = ({key: a[key] for key in KEYS[1:]} for a in answers[:2])
     assert first == second
-    prompts = [ids, ids, tokenizer.encode_prompt("Quote ann fig bob.")]
+    prompts = [ids, ids, tokenizer.encode_prompts(["Quote ann fig bob."])[0]]
     out = decode(load_model(trained_run), prompts, DecodeSettings("refusion", 16, 4, token_threshold=0.3))
     for i, answer in enumerate(answers):
         assert answer["tokens"] == out.tokens[i]

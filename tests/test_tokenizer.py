@@ -42,7 +42,7 @@ def test_special_tokens_have_ids_of_their_own_and_leave_no_text(tokenizer):
 
 
 def test_a_prompt_is_bos_and_its_text(tokenizer):
-    assert tokenizer.encode_prompt("Sort 3 1.") == [tokenizer.bos_id, *tokenizer.encode(["Sort 3 1."])[0]]
+    assert tokenizer.encode_prompts(["Sort 3 1."])[0] == [tokenizer.bos_id, *tokenizer.encode(["Sort 3 1."])[0]]
 
 
 def test_digits_are_tokens_of_their_own(tokenizer):

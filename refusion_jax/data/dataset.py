@@ -5,17 +5,18 @@ from pathlib import Path
 
 import ml_collections
 
+from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.packing import PackedRows, pack, tokenize, usable
 from refusion_jax.data.sources import Example, read_examples
 from refusion_jax.data.tokenizer import Tokenizer
 
 
-def load_dataset(config: ml_collections.ConfigDict, saved_tokenizer: Path) -> tuple[Tokenizer, PackedRows]:
+def load_dataset(config: ml_collections.ConfigDict, workdir: Path) -> tuple[Tokenizer | FastTokenizer, PackedRows]:
     """Reads, tokenizes and packs all of config.data into memory.
 
     Args:
       config: the run's.
-      saved_tokenizer: where a run that trained its own tokenizer keeps it; used instead of training another.
+      workdir: of the run; the tokenizer it trained when it began is used instead of training another.
 
     Raises:
       UserError: where the data or the tokenizer cannot be used.
@@ -23,9 +24,9 @@ def load_dataset(config: ml_collections.ConfigDict, saved_tokenizer: Path) -> tu
     data = config.data
     examples = usable(read_examples(data, config.seed), data.on_error)
     if data.tokenizer:
-        tokenizer = Tokenizer.load(data.tokenizer, data.mask_piece)
-    elif saved_tokenizer.exists():
-        tokenizer = Tokenizer.load(saved_tokenizer)
+        tokenizer = load_tokenizer_file(data.tokenizer, data.mask_piece)
+    elif saved := find_tokenizer_file(workdir):
+        tokenizer = load_tokenizer_file(saved, data.mask_piece)
     else:
         tokenizer = Tokenizer.train(corpus(examples), config.model.vocab_size)
     documents = tokenize(examples, tokenizer, config.row_length, data.on_error)

@@ -73,18 +73,18 @@ def usable(examples: Iterable[Example | Bad], on_error: str) -> list[Example]:
 def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_error: str) -> list[Document]:
     """Documents of at most row_length tokens.
 
-    A prompt begins with bos and a response ends with eos. A text without prompt gets bos as its prompt and is cut
-    into rows where it is longer than one; a prompt with a response is never cut.
+    The tokenizer says how a prompt begins (with bos, or a chat template); a response ends with eos. A text without
+    prompt is cut into rows where it is longer than one; a prompt with a response is never cut.
 
     Raises:
       UserError: where a prompt and its response do not fit in a row (on_error="stop"), or where nothing is left.
     """
-    prompts = tokenizer.encode([example.prompt or "" for example in examples])
+    prompts = tokenizer.encode_prompts([example.prompt for example in examples])
     responses = tokenizer.encode([example.response for example in examples])
     documents, bad = [], []
     longest = 0
     for example, prompt, response in zip(examples, prompts, responses, strict=True):
-        prompt, response = [tokenizer.bos_id, *prompt], [*response, tokenizer.eos_id]
+        response = [*response, tokenizer.eos_id]
         tokens = prompt + response
         if example.prompt is None:
             for start in range(0, len(tokens), row_length):

@@ -104,9 +104,14 @@ class Tokenizer:
         """Token ids of each text, without special tokens; all cores work on a long list."""
         return self._pieces.encode(texts, num_threads=-1)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """A prompt as the model was trained on it: bos, then the text."""
-        return [self.bos_id, *self._pieces.encode(text)]
+    def encode_prompts(self, texts: list[str | None]) -> list[list[int]]:
+        """Prompts as the model is trained on them: bos, then the text; None is no prompt at all."""
+        return [[self.bos_id, *ids] for ids in self.encode([text or "" for text in texts])]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What a run's directory must hold to read this tokenizer again, by file name."""
+        return {"tokenizer.model": self.model}
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; special tokens leave no trace."""

@@ -1,0 +1,91 @@
+"""Turns a Hugging Face directory of the Qwen3 family into a checkpoint of ours, or a model of ours into a directory.
+
+  python -m refusion_jax.convert --format=orbax --from=Qwen3-0.6B --to=models/qwen3-0.6b --mask_token_id=151670
+  python -m refusion_jax.convert --format=huggingface --from=runs/mine --to=export --dtype=bfloat16
+
+Tokenizer files are carried along. `generate` reads both kinds of directory as they are.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+from absl import flags
+from flax import nnx
+from rich.progress import Progress
+
+from refusion_jax import checkpoints, cli, huggingface, sharding
+from refusion_jax.errors import UserError
+from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.pretrained import find_tokenizer, load_model
+from refusion_jax.workdir import check_output, write_file
+
+_FROM = flags.DEFINE_string("from", None, "Directory to read")
+_TO = flags.DEFINE_string("to", None, "Directory to make")
+_FORMAT = flags.DEFINE_enum("format", None, ["orbax", "huggingface"], "What to make: orbax (ours) or huggingface")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the weights written")
+_MASK = flags.DEFINE_integer("mask_token_id", None, "Id of the mask token where config.json has none (format=orbax)")
+
+_TOKENIZER_FILES = (
+    *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "generation_config.json"),
+)
+
+
+def to_orbax(source: Path, target: Path, dtype: str, mask_token_id: int | None) -> None:
+    """Reads a Hugging Face directory, spread over all devices here, and writes model.json and checkpoints/0/.
+
+    Raises:
+      UserError: where the directory cannot be read, or nobody names a mask token.
+    """
+    config = huggingface.read_model_config(source, find_tokenizer(source), mask_token_id)
+    if config.mask_token_id < 0:
+        raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    parts = math.gcd(jax.device_count(), config.hidden_size)
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": parts}, jax.devices()[:parts])
+    params = jax.tree.map(
+        lambda axes, x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding.sharding(mesh, *axes)),
+        logical_axes(model),
+        nnx.to_pure_dict(nnx.state(model)),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    with Progress() as progress:
+        task = progress.add_task("reading", total=huggingface.count_tensors(config))
+        params = huggingface.load_params(source, config, params, lambda: progress.advance(task))
+    checkpoints.save_params(target, params)
+    write_file(target / "model.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def main() -> None:
+    if None in (_FROM.value, _TO.value, _FORMAT.value):
+        raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface are needed; --help explains")
+    source, target = Path(_FROM.value), Path(_TO.value)
+    check_output("to", target, directory=True)
+    if target.exists():
+        raise UserError(f"--to={target} exists; name a new directory")
+    if not source.is_dir():
+        raise UserError(f"--from={source} is no directory")
+    partial = target.with_name(f".{target.name}.partial")  # so that what is there under its own name is whole
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if _FORMAT.value == "orbax":
+            to_orbax(source, partial, _DTYPE.value, _MASK.value)
+        else:
+            model = load_model(source, _DTYPE.value)
+            partial.mkdir(parents=True)
+            huggingface.save(model, partial)
+        for name in _TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copy(source / name, partial / name)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{target}: written")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,124 @@
+"""Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
+
+import json
+from pathlib import Path
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.errors import UserError
+
+MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
+
+
+class FastTokenizer:
+    """A tokenizer.json with the tokenizer_config.json beside it; the same methods as `Tokenizer`.
+
+    Where it has no mask token one is added behind its vocabulary, as ReFusion does with Qwen3's. A prompt becomes the
+    turn of a user in the chat template, or stays as it is where there is none. Special tokens are never produced from
+    the text of an answer, but a template's own are.
+    """
+
+    def __init__(self, path: Path, mask_piece: str):
+        """Reads the files.
+
+        Raises:
+          UserError: where they cannot be read or name no eos token.
+        """
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
+        except OSError as error:
+            raise UserError(f"tokenizer {path}: {error.strerror}") from error
+        except Exception as error:  # noqa: BLE001  the library raises nothing more precise
+            raise UserError(f"{path} is not a Hugging Face tokenizer: {error}") from error
+        self._config_path = path.with_name("tokenizer_config.json")
+        config = self._read_config()
+        self._template = self._read_template(path, config)
+        ids = {kind: self._special(config, f"{kind}_token") for kind in ("bos", "eos", "pad")}
+        if ids["eos"] < 0:
+            raise UserError(f"{self._config_path} names no eos_token")
+        self.bos_id, self.eos_id, self.pad_id = ids.values()
+        named = (mask_piece, _content(config.get("mask_token")), MASK_TOKEN)
+        mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)
+        self._tokenizer.add_special_tokens([mask])
+        self.mask_id = self._tokenizer.token_to_id(mask)
+
+    def _read_config(self) -> dict:
+        try:
+            return json.loads(self._config_path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self._config_path} cannot be read: {error}") from error
+
+    def _read_template(self, path: Path, config: dict) -> jinja2.Template | None:
+        """The chat template, run in a sandbox: it is data."""
+        file = path.with_name("chat_template.jinja")
+        self._template_source = file.read_text() if file.exists() else config.get("chat_template")
+        if not self._template_source:
+            return None
+        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        try:
+            return sandbox.from_string(self._template_source)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise UserError(f"{path.parent}: the chat template cannot be read: {error}") from error
+
+    def _special(self, config: dict, name: str) -> int:
+        token = _content(config.get(name))
+        found = self._tokenizer.token_to_id(token) if token else None
+        return -1 if found is None else found
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What a run's directory must hold to read this tokenizer again, by file name."""
+        files = {
+            "tokenizer.json": self._tokenizer.to_str().encode(),
+            "tokenizer_config.json": self._config_path.read_bytes(),
+        }
+        return files | ({"chat_template.jinja": self._template_source.encode()} if self._template_source else {})
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens around them."""
+        return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_prompts(self, texts: list[str | None]) -> list[list[int]]:
+        """Prompts as the model is trained on them: a user's turn of the chat template; None is no prompt at all."""
+        bos = [self.bos_id] if self.bos_id >= 0 else []
+        encoded = self.encode([self._render(text) for text in texts])
+        is_turn = (text is not None and self._template is not None for text in texts)  # which begins as it should
+        return [ids if turn else bos + ids for turn, ids in zip(is_turn, encoded, strict=True)]
+
+    def _render(self, text: str | None) -> str:
+        if text is None or self._template is None:
+            return text or ""
+        messages = [{"role": "user", "content": text}]
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{self._config_path}: the chat template fails: {error}") from error
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids; special tokens leave no trace."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _content(token: str | dict | None) -> str | None:
+    """A special token is a string, or an object that holds one."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def load_tokenizer_file(path: Path | str, mask_piece: str) -> Tokenizer | FastTokenizer:
+    """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model."""
+    path = Path(path)
+    return FastTokenizer(path, mask_piece) if path.suffix == ".json" else Tokenizer.load(path, mask_piece)
+
+
+def find_tokenizer_file(directory: Path) -> Path | None:
+    """The tokenizer file of a directory, if it has one."""
+    candidates = (directory / name for name in ("tokenizer.model", "tokenizer.json"))
+    return next((path for path in candidates if path.exists()), None)

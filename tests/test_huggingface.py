@@ -1,0 +1,169 @@
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import forward, run, tiny_config, tiny_model
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from refusion_jax import UserError, huggingface, load_model, sharding
+from refusion_jax.model.transformer import Transformer, logical_axes
+
+SHAPES = {
+    "1:1, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "2:1": {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10_000.0},
+    "8:1, wide heads": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 12, "rope_theta": 1e6},
+}
+
+
+def tensors(path) -> dict[str, np.ndarray]:
+    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def saved(path, dtype="float32", **changes):
+    """A random model as a Hugging Face directory."""
+    model = tiny_model(**changes)
+    state = jax.tree.map(lambda x: x.astype(dtype), nnx.state(model))
+    nnx.update(model, state)
+    path.mkdir()
+    huggingface.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_round_trip_is_the_same_to_the_bit(tmp_path, shape, dtype):
+    source = saved(tmp_path / "theirs", dtype, **SHAPES[shape])
+    run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/ours", f"--dtype={dtype}")
+    run("convert", "--format=huggingface", f"--from={tmp_path}/ours", f"--to={tmp_path}/back", f"--dtype={dtype}")
+    before, after = tensors(source), tensors(tmp_path / "back")
+    assert set(before) == set(after)
+    for name in before:
+        assert before[name].dtype == after[name].dtype == (ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+        np.testing.assert_array_equal(before[name], after[name])
+    for read in (json.loads((path / "config.json").read_text()) for path in (source, tmp_path / "back")):
+        assert read["torch_dtype"] == dtype
+        assert read["mask_token_id"] == 4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_transformers(tmp_path, shape):
+    torch = pytest.importorskip("torch", reason="torch and transformers are installed by hand: no CPU wheel here")
+    transformers = pytest.importorskip("transformers")
+    path = saved(tmp_path / "theirs", **SHAPES[shape])
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    tokens = np.random.default_rng(0).integers(0, 30, (2, 17))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    positions = np.broadcast_to(np.arange(17), (2, 17))
+    got = forward(load_model(path), tokens, positions, np.ones((2, 17), int))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_many_shards_are_read_and_written_as_one(tmp_path, monkeypatch):
+    one = saved(tmp_path / "one")
+    monkeypatch.setattr(huggingface, "_SHARD_BYTES", 4096)
+    many = saved(tmp_path / "many")
+    files = sorted(path.name for path in many.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((many / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors(one))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(one).values())
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(load_model(p))) for p in (one, many)))
+
+
+def test_weights_go_straight_to_a_mesh_and_missing_rows_become_zeros(tmp_path):
+    path = saved(tmp_path / "theirs")
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4, "tensor": 2})
+    model = nnx.eval_shape(lambda: Transformer(tiny_config(vocab_size=40), nnx.Rngs(0)))
+    target = jax.tree.map(
+        lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.sharding(mesh, *axes)),
+        logical_axes(model),
+        nnx.to_pure_dict(nnx.state(model)),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    params = huggingface.load_params(path, huggingface.read_model_config(path), target)
+    jax.tree.map(
+        lambda x, t: x.sharding == t.sharding or pytest.fail(f"{x.sharding}, not {t.sharding}"), params, target
+    )
+    plain = nnx.to_pure_dict(nnx.state(load_model(path)))
+    np.testing.assert_array_equal(params["embed_tokens"][:32], plain["embed_tokens"])
+    assert not params["embed_tokens"][32:].any()
+    jax.tree.map(np.testing.assert_array_equal, params["layers"], plain["layers"])
+
+
+def test_a_converted_directory_decodes_as_its_source(tmp_path):
+    source = saved(tmp_path / "theirs")
+    run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/ours")
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 5, 6]}\n')
+    flags = [f"--input={tmp_path}/in.jsonl", "--decode.max_new_tokens=8", "--decode.slot_size=4"]
+    a, b = (run("generate", f"--checkpoint={path}", *flags)[0] for path in (source, tmp_path / "ours"))
+    assert a == b
+    assert len(json.loads(a)["commit_order"]) == 8
+
+
+def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
+    path = saved(tmp_path / "theirs")
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+    del config["rope_theta"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert huggingface.read_model_config(path).rope_theta == 5e5
+
+
+def change_config(path, **changes):
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "gone"}))
+
+
+def change_tensors(path, change):
+    (file,) = path.glob("*.safetensors")
+    save_file(change(load_file(file)), file)
+
+
+def cut_off(path):
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BAD = {
+    "missing shard": (lambda p: next(p.glob("*.safetensors")).unlink(), "model-00001-of-00001.safetensors is missing"),
+    "truncated": (cut_off, "model-00001-of-00001.safetensors is damaged: "),
+    "wrong shape": (lambda p: change_tensors(p, lambda t: t | {Q: t[Q][1:]}), f"{Q} has shape (31, 16), but"),
+    "missing tensor": (lambda p: change_tensors(p, lambda t: {k: t[k] for k in t if k != Q}), f"holds no tensor {Q}"),
+    "another architecture": (lambda p: change_config(p, model_type="llama"), 'model_type="llama" is not supported; of'),
+    "scaled rope": (lambda p: change_config(p, rope_scaling={"type": "yarn"}), "rope_scaling="),
+    "no size": (lambda p: change_config(p, head_dim="gone"), "config.json: head_dim is missing"),
+    "no mask token": (lambda p: change_config(p, mask_token_id="gone"), "has no mask_token_id; name one with --mask"),
+    "mask out of range": (lambda p: change_config(p, mask_token_id=99), "mask_token_id=99 is no row of the embedding"),
+    "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
+    "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read"),
+    "broken index": (lambda p: (p / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_directory_that_will_not_do_is_refused_and_nothing_is_written(case, tmp_path):
+    spoil, said = BAD[case]
+    source = saved(tmp_path / "theirs")
+    spoil(source)
+    _, err = run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/new/ours", code=2)
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1, err
+    assert said in err
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.parent != source) == ["theirs"]
+
+
+def test_what_is_there_is_not_overwritten(tmp_path):
+    source = saved(tmp_path / "theirs")
+    _, err = run("convert", "--format=orbax", f"--from={source}", f"--to={source}", code=2)
+    assert "theirs exists; name a new directory" in err
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        load_model(tmp_path)
