@@ -18,6 +18,7 @@ def default_config() -> ml_collections.ConfigDict:
     c.steps = 1000  # optimizer steps
     c.batch_size = 32  # rows a step, over all chips
     c.row_length = 1024  # tokens a row; documents are packed into rows
+    c.init_from = ""  # weights to start from: a Hugging Face directory, a converted one or a run; empty: random
     c.objective = "refusion"  # refusion: slot diffusion | ar: plain next token, the left-to-right baseline
     c.learning_rate = 3e-4  # peak
     c.schedule = "cosine"  # cosine | wsd (warmup, stable, decay) | constant

@@ -55,6 +55,24 @@ def load_tokenizer(path: Path | str) -> Tokenizer | FastTokenizer:
     return tokenizer
 
 
+def check_fits(path: Path, config: ModelConfig) -> None:
+    """Refuses weights that are not those of this model.
+
+    Raises:
+      UserError: naming the key, its value, and the one it should have.
+    """
+    if not path.is_dir():
+        raise UserError(f"--config.init_from={path} is no directory")
+    there = read_model_config(path)
+    sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
+    for key in f"{sizes} rope_theta rms_norm_eps tie_word_embeddings".split():
+        if getattr(there, key) != getattr(config, key):
+            raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
+    is_padded = huggingface.is_huggingface(path) and there.vocab_size < config.vocab_size
+    if there.vocab_size != config.vocab_size and not is_padded:
+        raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
+
+
 def find_tokenizer(path: Path) -> Tokenizer | FastTokenizer | None:
     """The tokenizer of a run or model, if it has one."""
     directory = path if huggingface.is_huggingface(path) else checkpoints.find_step(path)[0]

@@ -27,6 +27,7 @@ from refusion_jax.metrics import MetricsWriter, check_finite
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.objectives import make_objective
 from refusion_jax.optimizer import make_optimizer, make_schedule
+from refusion_jax.pretrained import check_fits, load_params
 from refusion_jax.train_step import init_state, make_train_step, state_shardings, wide_to_int
 from refusion_jax.workdir import check_same_run, claim, model_config
 
@@ -78,17 +79,24 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
 
     abstract_state = jax.eval_shape(fresh_state)
     shardings = state_shardings(mesh, axes, optimizer, abstract_state)
+    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
     train_step = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, None))
+
+    initial_params = None
+    if config.init_from and not steps:
+        check_fits(Path(config.init_from), shape)
+        initial_params = load_params(Path(config.init_from), target.params)
 
     # 5. The state: the newest checkpoint's, or a fresh one. From here on the directory is written to.
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
-        restored = checkpoints.restore(
-            jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
-        )
-        if restored is None:
+        restored = checkpoints.restore(target)
+        if restored is None and initial_params is None:
             state = jax.jit(fresh_state, out_shardings=shardings)()
+        elif restored is None:
+            start = jax.jit(lambda params: init_state(params, optimizer), donate_argnums=0, out_shardings=shardings)
+            state = start(initial_params)
         else:
             state, position = restored
             if {key: position[key] for key in data_position} != data_position:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import config_with
+from conftest import config_with, tiny_config
+from flax import nnx
 
 from refusion_jax import UserError, cli, config, sharding
 from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.model.transformer import Transformer
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 
@@ -31,6 +33,25 @@ def test_a_variant_changes_the_config_and_an_unknown_one_is_refused():
     assert get_config("stdlib").data.path == "stdlib"
     with pytest.raises(ValueError, match="unknown variant 'x'; known: stdlib"):
         get_config("x")
+
+
+# Parameters with and without the embeddings, in billions, as Qwen3's technical report rounds them (arXiv 2505.09388).
+PUBLISHED = {"0.6b": (0.6, 0.44), "1.7b": (1.7, 1.4), "4b": (4.0, 3.6), "8b": (8.2, 6.95), "14b": (14.8, 13.2)}
+PUBLISHED["32b"] = (32.8, 31.2)
+EXACT = {"0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096, "8b": 8_190_735_360}
+EXACT |= {"14b": 14_768_307_200, "32b": 32_762_123_264}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_the_real_sizes_are_the_published_ones(size):
+    made = load(next(p for p in CONFIGS if p.stem == "refusion_8b"))(size)
+    config.check(made)
+    model = tiny_config(**made.model)
+    weights = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(model, nnx.Rngs(0)))))
+    total = sum(x.size for x in jax.tree.leaves(weights))
+    outer = weights["embed_tokens"].size * (1 if model.tie_word_embeddings else 2)
+    assert total == EXACT[size]
+    assert (total / 1e9, (total - outer) / 1e9) == pytest.approx(PUBLISHED[size], abs=0.051)
 
 
 def test_every_key_and_every_decode_setting_has_a_meaning():

@@ -1,0 +1,52 @@
+"""Adapts Qwen3 to ReFusion on query/response data, by the recipe of its authors (arXiv 2512.13586).
+
+--config=configs/refusion_8b.py:0.6b     or 1.7b, 4b, 8b, 14b, 32b
+
+Expects Qwen3's directory, as it is downloaded, in ./Qwen3-8B (0.6B ...) and the data in ./data/*.jsonl, unless
+--config.init_from, --config.data.tokenizer and --config.data.path say otherwise.
+"""
+
+from refusion_jax.config import default_config
+
+# hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, tie_word_embeddings
+SIZES = {
+    "0.6b": (1024, 28, 16, 3072, True),
+    "1.7b": (2048, 28, 16, 6144, True),
+    "4b": (2560, 36, 32, 9728, True),
+    "8b": (4096, 36, 32, 12288, False),
+    "14b": (5120, 40, 40, 17408, False),
+    "32b": (5120, 64, 64, 25600, False),
+}
+
+
+def get_config(size="8b"):
+    if size not in SIZES:
+        raise ValueError(f"unknown size {size!r}; known: {', '.join(SIZES)}")
+    c = default_config()
+    source = f"Qwen3-{size.upper()}"
+    c.init_from = source
+    c.data.tokenizer = f"{source}/tokenizer.json"
+    c.data.mask_piece = "<|mask|>"
+    c.data.path = "data/*.jsonl"
+    c.data.on_error = "skip"  # examples longer than a row
+    c.row_length = 4096
+    c.batch_size = 128
+    c.steps = 20_000
+    c.learning_rate = 2e-5
+    c.final_lr_ratio = 0.0
+    c.weight_decay = 0.0
+    c.beta2 = 0.999
+    c.dtype = "bfloat16"
+    c.remat = "full"
+    c.checkpoint.every = 500
+    hidden, layers, heads, intermediate, tied = SIZES[size]
+    c.model.hidden_size = hidden
+    c.model.num_hidden_layers = layers
+    c.model.num_attention_heads = heads
+    c.model.num_key_value_heads = 8
+    c.model.head_dim = 128
+    c.model.intermediate_size = intermediate
+    c.model.vocab_size = 151_936
+    c.model.rope_theta = 1e6
+    c.model.tie_word_embeddings = tied
+    return c

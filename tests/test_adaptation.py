@@ -1,0 +1,169 @@
+"""From somebody else's weights and tokenizer to a model of ours, and back: the road that adapts Qwen3."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from conftest import ROOT, run, tiny_model
+from flax import nnx
+
+from refusion_jax import UserError, huggingface, load_model, load_tokenizer
+from refusion_jax.checkpoints import saved_steps
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CONFIG = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, "chat_template": TEMPLATE}
+
+
+def write_tokenizer(path, **changes):
+    """A byte-level BPE tokenizer of Qwen3's kind, as transformers saves it."""
+    path.mkdir(exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["What is the number? It is the number."] * 9, trainer)
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path / "tokenizer.json"
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A tiny Qwen3 that has never heard of a mask token, with its tokenizer, and data to adapt it to."""
+    path = tmp_path / "Qwen3-tiny"
+    path.mkdir()
+    huggingface.save(tiny_model(vocab_size=320, num_tokens=320), path)
+    config = json.loads((path / "config.json").read_text())
+    del config["mask_token_id"]
+    (path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(path)
+    lines = (json.dumps({"query": f"What is {i}?", "response": f"It is the number {i}."}) for i in range(200))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def recipe(source, workdir, **changes):
+    """Flags that make the 8B recipe a tiny one."""
+    c = json.loads((source / "config.json").read_text())
+    flags = {f"model.{key}": value for key, value in c.items() if key in MODEL_KEYS}
+    flags |= {"init_from": source, "data.tokenizer": source / "tokenizer.json"}
+    flags |= {"data.path": source.parent / "data.jsonl", "row_length": 128, "batch_size": 4, "dtype": "float32"}
+    flags |= {"steps": 2, "learning_rate": 1e-9, "log_every": 1, "checkpoint.every": 1} | changes
+    config = ["--config=configs/refusion_8b.py:8b", f"--workdir={workdir}"]
+    return ["train", *config, *(f"--config.{key}={value}" for key, value in flags.items())]
+
+
+MODEL_KEYS = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
+MODEL_KEYS = [*MODEL_KEYS.split(), "vocab_size", "rope_theta", "tie_word_embeddings"]
+
+
+def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(source, tmp_path):
+    workdir = tmp_path / "run"
+    run(*recipe(source, workdir))
+    before, after = (nnx.to_pure_dict(nnx.state(load_model(path))) for path in (source, workdir))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), before, after)  # two steps of 1e-9
+    tokenizer = load_tokenizer(workdir)
+    assert tokenizer.encode_prompts(["hi"]) == load_tokenizer(source).encode_prompts(["hi"])
+    assert load_model(workdir).config.mask_token_id == tokenizer.mask_id == tokenizer.size - 1
+
+    resume = recipe(source, workdir, steps=4)
+    next(source.glob("*.safetensors")).unlink()
+    run(*resume)
+    assert saved_steps(workdir)[-1] == 4
+
+    run("convert", "--format=huggingface", f"--from={workdir}", f"--to={tmp_path}/export", "--dtype=bfloat16")
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["mask_token_id"] == tokenizer.mask_id
+    out, _ = run("generate", f"--checkpoint={tmp_path}/export", "--prompt=What is 5?", "--decode.max_new_tokens=8")
+    assert isinstance(json.loads(out)["text"], str)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model.hidden_size": 32}, "--config.model.hidden_size=32: "),
+        ({"model.vocab_size": 310}, "--config.model.vocab_size=310: "),
+        ({"init_from": "nowhere"}, "--config.init_from=nowhere is no directory"),
+    ],
+)
+def test_weights_of_another_shape_are_refused_before_anything_is_written(source, tmp_path, changes, said):
+    _, err = run(*recipe(source, tmp_path / "run", **changes), code=2)
+    assert err.startswith("error: ")
+    assert said in err
+    assert len(err.splitlines()) == 1, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_recipe_names_what_it_expects():
+    _, err = run("train", "--config=configs/refusion_8b.py:1.7b", f"--workdir={ROOT}/runs/none", code=2)
+    assert "data/*.jsonl does not exist" in err
+
+
+def test_a_prompt_is_a_turn_of_the_chat_template(tmp_path):
+    tokenizer = FastTokenizer(write_tokenizer(tmp_path), "<mask>")
+    (ids,) = tokenizer.encode_prompts(["What is 5?"])
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    turn = "<|im_start|>user\nWhat is 5?<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == plain.encode(turn, add_special_tokens=False).ids
+    assert tokenizer.eos_id == plain.token_to_id("<|im_end|>")
+    assert tokenizer.pad_id == plain.token_to_id("<|endoftext|>")
+    assert tokenizer.bos_id == -1
+    assert tokenizer.encode_prompts([None]) == [[]]
+
+
+def test_without_a_template_a_prompt_is_its_text_behind_bos(tmp_path):
+    tokenizer = FastTokenizer(write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>"), "<mask>")
+    bos = tokenizer.bos_id
+    assert tokenizer.encode_prompts(["number", None]) == [[bos, *tokenizer.encode(["number"])[0]], [bos]]
+
+
+def test_encoding_loses_nothing(tmp_path):
+    tokenizer = FastTokenizer(write_tokenizer(tmp_path), "<mask>")
+    texts = ["  two  spaces\tand\n\n lines", "Grüße, 東京, 👩‍🚀", ""]
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
+    assert tokenizer.decode([tokenizer.mask_id, *tokenizer.encode(["plum"])[0], tokenizer.eos_id]) == "plum"
+
+
+def test_a_mask_token_is_found_by_name_or_added(tmp_path):
+    added = FastTokenizer(write_tokenizer(tmp_path / "a"), "<mask>")
+    assert added.mask_id == added.size - 1
+    for name, content in added.files.items():
+        (tmp_path / name).write_bytes(content)
+    again = FastTokenizer(tmp_path / "tokenizer.json", "<mask>")
+    assert (again.mask_id, again.size) == (added.mask_id, added.size)
+    assert again.encode_prompts(["hi"]) == added.encode_prompts(["hi"])
+    named = FastTokenizer(tmp_path / "tokenizer.json", "<|im_start|>")
+    assert named.mask_id == named.size - 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eos_token": None}, "tokenizer_config.json names no eos_token"),
+        ({"chat_template": "{% for"}, "the chat template cannot be read"),
+        ({"chat_template": "{{ raise_exception('no') }}"}, "the chat template fails"),
+        ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "the chat template fails"),
+    ],
+)
+def test_tokenizers_that_will_not_do_are_refused_and_templates_are_run_in_a_sandbox(tmp_path, changes, said):
+    with pytest.raises(UserError, match=said):
+        FastTokenizer(write_tokenizer(tmp_path, **changes), "<mask>").encode_prompts(["hi"])
+
+
+def test_files_that_are_no_tokenizer_are_refused(tmp_path):
+    for content, said in ((None, "No such file"), ("{}", "is not a Hugging Face tokenizer")):
+        if content:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match=said):
+            FastTokenizer(tmp_path / "tokenizer.json", "<mask>")
