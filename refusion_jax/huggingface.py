@@ -196,7 +196,8 @@ def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
     """On the devices, in the target's dtype; rows that are missing at the end become zeros."""
     if tensor.shape != target.shape:
         tensor = np.pad(tensor, ((0, target.shape[0] - tensor.shape[0]), (0, 0)))
-    return jax.device_put(tensor, target.sharding).astype(target.dtype)
+    placed = jax.device_put(tensor, target.sharding).astype(target.dtype)
+    return placed.block_until_ready()  # or the next tensor would be read while this one is still held
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,10 +1,14 @@
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import forward, run, tiny_config, tiny_model
+from conftest import ROOT, forward, run, tiny_config, tiny_model
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -168,3 +172,46 @@ def test_what_is_there_is_not_overwritten(tmp_path):
 def test_a_directory_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no checkpoint"):
         load_model(tmp_path)
+
+
+MEASURE = """
+import sys, threading, time
+from pathlib import Path
+import jax
+from flax import nnx
+from refusion_jax import huggingface
+from refusion_jax.model.transformer import Transformer
+
+def anonymous():
+    fields = dict(line.split(":") for line in open("/proc/self/status") if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+path, peak, running = Path(sys.argv[1]), 0, True
+config = huggingface.read_model_config(path)
+device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+state = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))))
+target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+
+def watch():
+    global peak
+    while running:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+watcher, before = threading.Thread(target=watch), anonymous()
+watcher.start()
+params = jax.block_until_ready(huggingface.load_params(path, config, target))
+running = False
+watcher.join()
+sizes = [x.nbytes for x in jax.tree.leaves(params)]
+print((peak - before - sum(sizes)) / params["embed_tokens"].nbytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory through Linux's /proc")
+def test_reading_needs_little_more_memory_than_the_arrays_themselves(tmp_path):
+    """Beside them one tensor at a time: below 1.3 of the largest, here the embedding of 128 MiB."""
+    path = saved(tmp_path / "theirs", vocab_size=65536, num_tokens=65536, hidden_size=512, intermediate_size=1024)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    out = subprocess.run([sys.executable, "-c", MEASURE, path], cwd=ROOT, env=env, check=True, capture_output=True)
+    assert 0 < float(out.stdout) < 1.3
