@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT, TINY_RUN, tiny_model
+from test_adaptation import write_tokenizer
+
+from refusion_jax import huggingface
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -28,9 +31,18 @@ def user(tmp_path_factory, trained_run):
     (home / "runs" / "quickstart").symlink_to(trained_run)
     (home / "prompts.jsonl").write_text('{"prompt": "Sort 3 1."}\n{"prompt_ids": [1, 7, 9]}\n')
     (home / "my").mkdir()
+    tiny_qwen3(home / "Qwen3-0.6B")
     lines = "".join(f'{{"query": "What is {i}?", "response": "It is the number {i}."}}\n' for i in range(300))
     (home / "my" / "a.jsonl").write_text(lines)
     return home
+
+
+def tiny_qwen3(path) -> None:
+    """What a download of Qwen3 looks like, in the sizes of TINY_RUN."""
+    write_tokenizer(path)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 512, "num_tokens": 512}
+    huggingface.save(tiny_model(**sizes, rope_theta=1e6, tie_word_embeddings=True), path)
 
 
 def shell(command: str, home) -> str:

@@ -103,6 +103,7 @@ def test_data_that_changed_under_a_run_is_refused(trained_run, tmp_path):
 
 def test_divergence_is_one_line_and_leaves_no_spoiled_checkpoint(tmp_path):
     flags = ["--config.learning_rate=1e30", "--config.warmup_steps=0", "--config.clip_norm=1e30"]
+    flags += ["--config.log_every=60", "--config.checkpoint.every=2"]  # noticed although nothing is logged yet
     _, err = run("train", *TINY_RUN, f"--workdir={tmp_path}", *flags, code=2)
     assert "error: training diverged at step" in err
     assert "Traceback" not in err
