@@ -55,7 +55,7 @@ def to_orbax(source: Path, target: Path, dtype: str, mask_token_id: int | None) 
     )
     with Progress() as progress:
         task = progress.add_task("reading", total=huggingface.count_tensors(config))
-        params = huggingface.load_params(source, config, params, lambda: progress.advance(task))
+        params = huggingface.load_params(source, params, lambda: progress.advance(task))
     checkpoints.save_params(target, params)
     write_file(target / "model.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 

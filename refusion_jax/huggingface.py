@@ -62,17 +62,14 @@ def read_model_config(
 
     Args:
       path: the directory.
-      tokenizer: of the model; rows of the embedding behind its ids are padding and never predicted.
+      tokenizer: of the model; rows of the embedding behind its ids are padding and never predicted. Where it has more
+        ids than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
       mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.
 
     Raises:
       UserError: where the file is unreadable, lacks a size, or describes an architecture that is not Qwen3's.
     """
-    file = path / "config.json"
-    try:
-        given = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    file, given = path / "config.json", _read_config(path)
     rope = given.get("rope_parameters") or {}  # where transformers 5 keeps rope_theta
     if rope.get("rope_type", "default") != "default":
         given["rope_scaling"] = rope
@@ -91,20 +88,31 @@ def read_model_config(
     if mask_token_id is None:
         mask_token_id = given.get("mask_token_id", tokenizer.mask_id if tokenizer else None)
     mask = -1 if mask_token_id is None else mask_token_id
+    if tokenizer and tokenizer.size > shape["vocab_size"]:
+        shape["vocab_size"] = -(-tokenizer.size // 128) * 128
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
-    rows = shape["vocab_size"]
     return ModelConfig(
         **shape,
         rope_theta=float(theta),
         tie_word_embeddings=given.get("tie_word_embeddings", False),
         max_position_embeddings=given.get("max_position_embeddings", 32768),
-        num_tokens=min(max(tokenizer.size, mask + 1), rows) if tokenizer else rows,
+        num_tokens=max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
         pad_token_id=_first(given.get("pad_token_id")),
         bos_token_id=_first(given.get("bos_token_id")),
         eos_token_id=_first(given.get("eos_token_id")),
         mask_token_id=mask,
     )
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        given = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(given, dict):
+        raise UserError(f"{path / 'config.json'} cannot be read: it must hold an object")
+    return given
 
 
 def _first(token_id: int | list[int] | None) -> int:
@@ -151,23 +159,20 @@ class Tensors:
             return file.get_tensor(name)
 
 
-def load_params(
-    path: Path, config: ModelConfig, target: dict[str, Any], progress: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Reads all weights, tensor by tensor, straight into (sharded) arrays.
 
     The host holds one tensor at a time beside the arrays themselves.
 
     Args:
       path: the Hugging Face directory.
-      config: from `read_model_config`.
-      target: shapes, dtypes and shardings of our weights; an embedding may have more rows than theirs.
+      target: shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros.
       progress: called after each tensor.
     """
     tensors = Tensors(path)
     params = {name: None for name in target if name != "layers"}
     for name in params:
-        rows = (config.vocab_size,) if name != "final_norm" else ()
+        rows = (_read_config(path)["vocab_size"],) if name != "final_norm" else ()
         shape = rows + target[name].shape[len(rows) :]
         params[name] = _place(tensors.read(f"{_TOP[name]}.weight", shape), target[name])
         progress()
@@ -178,7 +183,7 @@ def load_params(
             goal.shape[1:], goal.dtype, sharding=_drop_first_axis(goal.sharding) if goal.sharding else None
         )
         stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
-        for index in range(config.num_hidden_layers):
+        for index in range(goal.shape[0]):
             tensor = tensors.read(f"model.layers.{index}.{theirs}.weight", _their_shape(layer.shape, inputs))
             tensor = tensor.T.reshape(layer.shape) if inputs else tensor
             stacked = _put(stacked, _place(tensor, layer), index)

@@ -43,7 +43,7 @@ def read_model_config(path: Path) -> ModelConfig:
 def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Weights into arrays of the target's shapes, dtypes and shardings."""
     if huggingface.is_huggingface(path):
-        return huggingface.load_params(path, huggingface.read_model_config(path), target, progress)
+        return huggingface.load_params(path, target, progress)
     return checkpoints.restore_params(checkpoints.find_step(path)[1], target)
 
 

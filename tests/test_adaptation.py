@@ -9,7 +9,7 @@ import tokenizers
 from conftest import ROOT, run, tiny_model
 from flax import nnx
 
-from refusion_jax import UserError, huggingface, load_model, load_tokenizer
+from refusion_jax import DecodeSettings, UserError, decode, huggingface, load_model, load_tokenizer
 from refusion_jax.checkpoints import saved_steps
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 
@@ -87,6 +87,23 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
     assert json.loads((tmp_path / "export" / "config.json").read_text())["mask_token_id"] == tokenizer.mask_id
     out, _ = run("generate", f"--checkpoint={tmp_path}/export", "--prompt=What is 5?", "--decode.max_new_tokens=8")
     assert isinstance(json.loads(out)["text"], str)
+
+
+def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never_predicted(source):
+    tokenizer = load_tokenizer(source)
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    (source / "config.json").unlink()
+    rows = tokenizer.size - 1  # none for the mask token
+    huggingface.save(tiny_model(vocab_size=rows, num_tokens=rows, mask_token_id=-1), source)
+    model = load_model(source)
+    assert model.config.vocab_size == model.embed_tokens[...].shape[0] == 384
+    assert model.config.num_tokens == tokenizer.size
+    assert model.config.mask_token_id == rows
+    assert not model.embed_tokens[...][rows:].any()
+    prompts = tokenizer.encode_prompts([f"What is {i}?" for i in range(4)])
+    out = decode(model, prompts, DecodeSettings(max_new_tokens=16, slot_size=4, temperature=2.0))
+    assert max(token for tokens in out.commit_tokens for token in tokens) < rows
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_weights_go_straight_to_a_mesh_and_missing_rows_become_zeros(tmp_path):
         nnx.to_pure_dict(nnx.state(model)),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    params = huggingface.load_params(path, huggingface.read_model_config(path), target)
+    params = huggingface.load_params(path, target)
     jax.tree.map(
         lambda x, t: x.sharding == t.sharding or pytest.fail(f"{x.sharding}, not {t.sharding}"), params, target
     )
@@ -145,6 +145,10 @@ BAD = {
     "no size": (lambda p: change_config(p, head_dim="gone"), "config.json: head_dim is missing"),
     "no mask token": (lambda p: change_config(p, mask_token_id="gone"), "has no mask_token_id; name one with --mask"),
     "mask out of range": (lambda p: change_config(p, mask_token_id=99), "mask_token_id=99 is no row of the embedding"),
+    "config of another kind": (
+        lambda p: (p / "config.json").write_text("[]"),
+        "config.json cannot be read: it must hold",
+    ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
     "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read"),
     "broken index": (lambda p: (p / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
@@ -200,7 +204,7 @@ def watch():
 
 watcher, before = threading.Thread(target=watch), anonymous()
 watcher.start()
-params = jax.block_until_ready(huggingface.load_params(path, config, target))
+params = jax.block_until_ready(huggingface.load_params(path, target))
 running = False
 watcher.join()
 sizes = [x.nbytes for x in jax.tree.leaves(params)]
