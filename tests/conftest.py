@@ -38,6 +38,13 @@ TINY_RUN = [
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _free_compiled_programs():
+    """Each takes memory mappings, of which Linux grants a process 65,530: all of the tests' together are too many."""
+    yield
+    jax.clear_caches()
+
+
 def start(command: str, *flags: str, devices: int = 1) -> subprocess.Popen:
     """Starts a command of ours as a user would, on the CPU."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
