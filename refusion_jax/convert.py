@@ -78,9 +78,10 @@ def main() -> None:
             model = load_model(source, _DTYPE.value)
             partial.mkdir(parents=True)
             huggingface.save(model, partial)
+        directory = source if huggingface.is_huggingface(source) else checkpoints.find_step(source)[0]
         for name in _TOKENIZER_FILES:
-            if (source / name).exists():
-                shutil.copy(source / name, partial / name)
+            if (directory / name).exists():
+                shutil.copy(directory / name, partial / name)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

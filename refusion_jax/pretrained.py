@@ -1,6 +1,5 @@
 """A model and its tokenizer from wherever they are: a run of ours, or a Hugging Face directory."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ def read_model_config(path: Path) -> ModelConfig:
     return workdir.read_model_config(checkpoints.find_step(path)[0])
 
 
-def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def load_params(path: Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights into arrays of the target's shapes, dtypes and shardings."""
     if huggingface.is_huggingface(path):
-        return huggingface.load_params(path, target, progress)
+        return huggingface.load_params(path, target)
     return checkpoints.restore_params(checkpoints.find_step(path)[1], target)
 
 

@@ -83,7 +83,8 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
     run(*resume)
     assert saved_steps(workdir)[-1] == 4
 
-    run("convert", "--format=huggingface", f"--from={workdir}", f"--to={tmp_path}/export", "--dtype=bfloat16")
+    step = workdir / "checkpoints" / "4"
+    run("convert", "--format=huggingface", f"--from={step}", f"--to={tmp_path}/export", "--dtype=bfloat16")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["mask_token_id"] == tokenizer.mask_id
     out, _ = run("generate", f"--checkpoint={tmp_path}/export", "--prompt=What is 5?", "--decode.max_new_tokens=8")
     assert isinstance(json.loads(out)["text"], str)

@@ -104,11 +104,19 @@ def test_every_case_decodes_as_recorded(batch_size):
 
 
 def test_bfloat16_keeps_as_many_cases_as_the_authors_do():
-    """Rounding decides some choices; theirs keeps 82 % of the cases recorded here (golden README)."""
+    """Rounding decides some choices: theirs keeps 82 % of the cases in the default folder (golden README).
+
+    Another folder of as many cases may have 2.5 standard deviations less by chance, which is 75 %.
+    """
     decoded = decode_all(1, "bfloat16")
     same = [got["tokens"] == case["answer_ids"] for case, got in zip(cases(), decoded, strict=True)]
-    print(f"bfloat16 decodes {np.mean(same):.1%} of {len(same)} cases as float32 does")
-    assert np.mean(same) >= 0.75  # a fifth changes, more or less by the folder
+    kept = sum(
+        sum(a == b for a, b in zip(got["tokens"], case["answer_ids"], strict=False))
+        for case, got in zip(cases(), decoded, strict=True)
+    )
+    tokens = kept / sum(len(case["answer_ids"]) for case in cases())
+    print(f"bfloat16 keeps {np.mean(same):.1%} of {len(same)} cases and {tokens:.1%} of their tokens")
+    assert np.mean(same) >= (0.82 if GOLDEN == SHARED / "golden" else 0.75)
 
 
 def test_settings_that_lose_or_break_something_are_refused():
