@@ -3,115 +3,57 @@
   python -m refusion_jax.generate --checkpoint=runs/quickstart --prompt='Sort 7 3 9 1.'
   python -m refusion_jax.generate --checkpoint=runs/quickstart --input=prompts.jsonl --output=answers.jsonl
 
-Each line of --input is {"prompt": "text"} or {"prompt_ids": [ids]}, with an "id" if you like. Each line of --output has
-id, text, tokens (reading order, through the end of text), commit_order (positions in the order in which tokens were
-written), forwards, rounds and finish_reason (eos or length). Without --output the lines go to the terminal.
+Each line of --input is {"prompt": "text"} or {"prompt_ids": [ids]}, with an "id" if you like. A template,
+{"template": ["text", 40, "more text", 24]}, gives some of the text and the lengths, in tokens, of the gaps to fill; it
+follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3}} changes settings for one line.
+
+Each line of --output has id, text, tokens (reading order, through the end of text; of a template the given ones too),
+commit_order (positions in the order in which tokens were written), forwards, rounds and finish_reason (eos, length or
+stop). Without --output the lines go to the terminal.
+
+Memory beside the weights: mostly the cache, which takes 2 x layers x key/value heads x head size x bytes of --dtype for
+each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456 bytes a token, 4.5 GiB for 64 rows of
+512. What cannot fit is refused before anything is compiled.
 """
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
+import jax
 from absl import flags
+from rich.console import Console
+from rich.progress import track
 
 from refusion_jax import cli
 from refusion_jax.checkpoints import find_step
-from refusion_jax.data.fast_tokenizer import FastTokenizer
-from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.decoding.api import decode
+from refusion_jax.decoding.batching import stream
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import METHODS, DecodeSettings
 from refusion_jax.errors import UserError
 from refusion_jax.huggingface import is_huggingface
 from refusion_jax.pretrained import find_tokenizer, load_model
+from refusion_jax.prompts import encode_prompt, read_prompts, to_record
+from refusion_jax.sharding import MESH_AXES, make_mesh
 from refusion_jax.workdir import check_output, read_config, write_file
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; the terminal by default")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and computation")
+_STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
+_DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
+_TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _METHOD = flags.DEFINE_enum("decode.method", None, METHODS, "How; by default what the model was trained for")
-_DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float}
+_DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
 _MEANING = cli.declared_settings(DecodeSettings)
 _SETTINGS = {
     field.name: _DEFINE[field.type](f"decode.{field.name}", field.default, _MEANING[field.name][1])
     for field in dataclasses.fields(DecodeSettings)
     if field.name != "method"
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One line of the input."""
-
-    id: object
-    ids: list[int]
-    where: str  # for messages
-
-
-def generate(
-    checkpoint: Path,
-    tokenizer: Tokenizer | FastTokenizer | None,
-    prompts: list[Prompt],
-    settings: DecodeSettings,
-    dtype: str,
-) -> list[dict]:
-    """Answers to prompts, as the records that --output holds.
-
-    Raises:
-      UserError: where a prompt does not fit, or the model cannot decode with the method.
-    """
-    out = decode(load_model(checkpoint, dtype), [p.ids for p in prompts], settings, [p.where for p in prompts])
-    return [
-        {
-            "id": prompt.id,
-            "text": tokenizer.decode(out.tokens[i]) if tokenizer else None,
-            "tokens": out.tokens[i],
-            "commit_order": out.commit_order[i],
-            "forwards": out.forwards[i],
-            "rounds": out.rounds[i],
-            "finish_reason": out.finish_reason[i],
-        }
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def read_prompts(path: Path, tokenizer: Tokenizer | FastTokenizer | None) -> list[Prompt]:
-    """The prompts of a JSONL file; UserError names the file and line at fault."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--input={path} cannot be read: {error}") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: not JSON: {error}") from error
-        if isinstance(item, dict) and isinstance(item.get("prompt"), str):
-            ids = encode(item["prompt"], tokenizer, where)
-        elif isinstance(item, dict) and _is_id_list(item.get("prompt_ids")):
-            ids = item["prompt_ids"]
-        else:
-            raise UserError(f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}')
-        prompts.append(Prompt(item.get("id", number - 1), ids, where))
-    if not prompts:
-        raise UserError(f"--input={path} holds no prompt")
-    return prompts
-
-
-def encode(text: str, tokenizer: Tokenizer | FastTokenizer | None, where: str) -> list[int]:
-    """Token ids of a prompt; UserError where the model came without a tokenizer."""
-    if tokenizer is None:
-        raise UserError(f"{where}: this model came without a tokenizer; give prompt_ids")
-    return tokenizer.encode_prompts([text])[0]
-
-
-def _is_id_list(value: object) -> bool:
-    return isinstance(value, list) and all(type(x) is int for x in value)
 
 
 def choose_method(checkpoint: Path, method: str | None) -> str:
@@ -141,16 +83,27 @@ def main() -> None:
         check_output("output", output)
     method = choose_method(checkpoint, _METHOD.value)
     settings = DecodeSettings(method, **{name: flag.value for name, flag in _SETTINGS.items()})
+    split = {"data": _DATA.value, "tensor": _TENSOR.value}
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.devices()[: _DATA.value * _TENSOR.value])
 
     tokenizer = find_tokenizer(checkpoint)
     if _INPUT.value is None:
-        prompts = [Prompt(0, encode(_PROMPT.value, tokenizer, "--prompt"), "--prompt")]
+        prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
     else:
-        prompts = read_prompts(Path(_INPUT.value), tokenizer)
-    lines = [
-        json.dumps(answer, ensure_ascii=False)
-        for answer in generate(checkpoint, tokenizer, prompts, settings, _DTYPE.value)
-    ]
+        prompts = read_prompts(Path(_INPUT.value), tokenizer, settings)
+    ids, requests = zip(*prompts, strict=True)
+    model = load_model(checkpoint, _DTYPE.value, mesh)
+    requests = prepare(requests, settings, model.config)
+
+    answers = track(
+        stream(model, requests, settings.batch_size),
+        total=len(requests),
+        description="decoding",
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
+    records = {i: to_record(ids[i], answer, tokenizer, _STOP.value) for i, answer in answers}
+    lines = [json.dumps(records[i], ensure_ascii=False) for i in range(len(requests))]
     if output:
         write_file(output, "".join(line + "\n" for line in lines))
         print(f"{output}: {len(lines)} answers")

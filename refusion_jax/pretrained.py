@@ -10,25 +10,35 @@ from refusion_jax import checkpoints, huggingface, workdir
 from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
 from refusion_jax.errors import UserError
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.sharding import MESH_AXES, make_mesh, sharding, ways
 
 
-def load_model(path: Path | str, dtype: str = "float32") -> Transformer:
-    """Reads a trained model onto one device.
+def load_model(path: Path | str, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None) -> Transformer:
+    """Reads a trained model onto one device, or split over a mesh of them.
 
     Args:
       path: a run's directory (its newest checkpoint is taken), its checkpoints/, one step in it, or a Hugging Face
         directory of the Qwen3 family.
       dtype: of weights and computation, "float32" or "bfloat16".
+      mesh: from `sharding.make_mesh`; the first device by default.
 
     Raises:
-      UserError: where no model is there, or none that we can read.
+      UserError: where no model is there, or none that we can read, or its weights cannot be split like that.
     """
     path = Path(path)
     config = read_model_config(path)
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype)))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=device), nnx.to_pure_dict(abstract))
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))
+    mesh = mesh or make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+
+    def place(x: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        for size, name in zip(x.shape, names, strict=True):
+            if size % ways(mesh, name):
+                raise UserError(f"--mesh.tensor={mesh.shape['tensor']}: does not divide the model's {size} {name}")
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *names))
+
+    graphdef, abstract = nnx.split(model)
+    target = jax.tree.map(place, nnx.to_pure_dict(abstract), logical_axes(model))
     return nnx.merge(graphdef, load_params(path, target))
 
 

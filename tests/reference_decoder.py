@@ -24,7 +24,7 @@ def _logits(graphdef, params, tokens, positions, visible):
     model = nnx.merge(graphdef, params)
     c = model.config
     none = jnp.zeros((c.num_hidden_layers, 1, 0, c.num_key_value_heads, c.head_dim))
-    return model.extend(tokens[None], positions[None], KeyValues(none, none), visible[None])[0][0]
+    return model.extend(tokens[None], positions[None], KeyValues(none, none), jnp.zeros(1, int), visible[None])[0][0]
 
 
 class Text:

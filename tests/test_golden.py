@@ -6,8 +6,8 @@ ours must agree with that; the docstrings of `decoding.refusion` and `objectives
 """
 
 import collections
-import concurrent.futures
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
@@ -20,6 +20,8 @@ from conftest import SHARED
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, slots
+from refusion_jax.decoding.batching import Answer, stream
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.objectives import hybrid_batch, loss_terms
 
 GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden"))
@@ -38,8 +40,11 @@ def cases() -> list[dict]:
     return [json.loads(line) for line in (GOLDEN / "decode.jsonl").read_text().splitlines()]
 
 
-def settings(case: dict, batch_size: int) -> DecodeSettings:
-    return DecodeSettings(
+OVERLAPS = list(itertools.product((False, True), repeat=2))
+
+
+def request(case: dict, planning: bool, infilling: bool) -> Request:
+    settings = DecodeSettings(
         "refusion",
         case["gen_length"],
         case["slot_size"],
@@ -47,46 +52,31 @@ def settings(case: dict, batch_size: int) -> DecodeSettings:
         case["slot_threshold"],
         case["token_threshold"],
         case["temperature"],
-        batch_size=batch_size,
+        overlap_planning=planning,
+        overlap_infilling=infilling,
         eos_id=case["eos_id"],
         mask_id=case["mask_id"],
     )
+    return Request(case["prompt_ids"], settings=settings, name=case["id"])
 
 
-def decode_all(batch_size: int, dtype: str = "float32") -> list[dict]:
-    """What ours makes of every case: sizes by sizes, on two threads, because most of the time goes into compiling."""
-    model(dtype)
-    of_sizes, results = collections.defaultdict(list), {}
+def decode_all(batch_size: int, dtype: str = "float32", overlaps=OVERLAPS) -> list[tuple[dict, tuple, Answer]]:
+    """(case, overlaps, what ours makes of it): all cases with the same compiled-in settings as one queue."""
+    of_sizes, results = collections.defaultdict(list), []
     for case in cases():
-        of_sizes[case["gen_length"], case["slot_size"], case["serial_num_blocks"]].append(case)
-
-    def decode_some(some: list[dict]) -> None:
-        results.update({case["id"]: decode_case(case, batch_size, dtype) for case in some})
-
-    groups = list(of_sizes.values())
-    for start in range(0, len(groups), 24):
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(decode_some, groups[start : start + 24]))
-        jax.clear_caches()  # 300 memory mappings a program, of which a process may have 65,530
-    return [results[case["id"]] for case in cases()]
+        of_sizes[case["slot_size"], case["eos_id"], case["mask_id"]].append(case)
+    for some in of_sizes.values():
+        jobs = [(case, overlap) for case in some for overlap in overlaps]
+        requests = [request(case, *overlap) for case, overlap in jobs]
+        requests = prepare(requests, requests[0].settings, model(dtype).config)
+        results += [(*jobs[i], answer) for i, answer in stream(model(dtype), requests, batch_size)]
+    return results
 
 
-def decode_case(case: dict, batch_size: int, dtype: str) -> dict:
-    """One case, decoded among others: prompts of other cases fill its batch, or follow it where it is alone.
-
-    One of them is the longest, so that all cases with the same sizes share a compilation.
-    """
-    others = sorted((c["prompt_ids"] for c in cases()), key=len)
-    others = [others[-1], *others[case["gen_length"] % 7 :: 11]]
-    prompts = [case["prompt_ids"], *others[: max(batch_size - 1, 1)]]
-    out = decode(model(dtype), prompts, settings(case, batch_size))
-    return {name: values[0] for name, values in vars(out).items()}
-
-
-@pytest.mark.parametrize("batch_size", [1, 3], ids=["alone", "in a mixed batch"])
-def test_every_case_decodes_as_recorded(batch_size):
+@pytest.mark.parametrize("batch_size", [1, 16, 64])
+def test_every_case_decodes_as_recorded_whatever_is_overlapped(batch_size):
     wrong = []
-    for case, got in zip(cases(), decode_all(batch_size), strict=True):
+    for case, overlap, got in decode_all(batch_size):
         expected = {
             "tokens": case["answer_ids"],
             "commit_tokens": case["commit_ids"],
@@ -95,12 +85,21 @@ def test_every_case_decodes_as_recorded(batch_size):
         }
         if not case["mended"] and case.get("rounds"):
             expected["rounds"] = len(case["rounds"])
-        differs = [name for name in expected if got[name] != expected[name]]
-        if got["forwards"] > case["n_forwards"]:
-            differs.append(f"{got['forwards']} forwards, not {case['n_forwards']}")
+        differs = [name for name in expected if getattr(got, name) != expected[name]]
+        plain = not any(overlap) and not case["mended"]
+        if got.forwards != case["n_forwards"] if plain else got.forwards > case["n_forwards"]:
+            differs.append(f"{got.forwards} forwards, not {case['n_forwards']}")
         if differs:
-            wrong.append((case["id"], differs))
-    assert not wrong, f"{len(wrong)} of {len(cases())} cases: {wrong}"
+            wrong.append((case["id"], overlap, differs))
+    assert not wrong, f"{len(wrong)} of {4 * len(cases())} decodings: {wrong}"
+
+
+def test_public_decode_gives_the_recorded_answers():
+    """The same through `decode`, for a few cases with settings of their own."""
+    for case in cases()[::20]:
+        settings = request(case, True, True).settings
+        out = decode(model(), [case["prompt_ids"]], settings)
+        assert (out.tokens[0], out.commit_order[0]) == (case["answer_ids"], case["commit_pos"]), case["id"]
 
 
 def test_bfloat16_keeps_as_many_cases_as_the_authors_do():
@@ -108,14 +107,11 @@ def test_bfloat16_keeps_as_many_cases_as_the_authors_do():
 
     Another folder of as many cases may have 2.5 standard deviations less by chance, which is 75 %.
     """
-    decoded = decode_all(1, "bfloat16")
-    same = [got["tokens"] == case["answer_ids"] for case, got in zip(cases(), decoded, strict=True)]
-    kept = sum(
-        sum(a == b for a, b in zip(got["tokens"], case["answer_ids"], strict=False))
-        for case, got in zip(cases(), decoded, strict=True)
-    )
-    tokens = kept / sum(len(case["answer_ids"]) for case in cases())
-    print(f"bfloat16 keeps {np.mean(same):.1%} of {len(same)} cases and {tokens:.1%} of their tokens")
+    decoded = [(case, got.tokens) for case, _, got in decode_all(16, "bfloat16", [(True, True)])]
+    same = [tokens == case["answer_ids"] for case, tokens in decoded]
+    kept = sum(sum(a == b for a, b in zip(tokens, case["answer_ids"], strict=False)) for case, tokens in decoded)
+    share = kept / sum(len(case["answer_ids"]) for case in cases())
+    print(f"bfloat16 keeps {np.mean(same):.1%} of {len(same)} cases and {share:.1%} of their tokens")
     assert np.mean(same) >= (0.82 if GOLDEN == SHARED / "golden" else 0.75)
 
 

@@ -3,7 +3,7 @@
 New keys and values are written right behind the committed ones: *committing is only advancing a counter*, and
 throwing away is doing nothing.
 
-Axes: B rows, L layers, C cache entries, P prompt tokens, T new tokens, K key/value heads, H head size, V vocabulary.
+Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary.
 """
 
 import dataclasses
@@ -11,7 +11,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.decoding.requests import Given
+from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
+from refusion_jax.sharding import constrain
+
+_CHUNK = 256  # prompt tokens a forward
 
 
 @jax.tree_util.register_dataclass
@@ -22,24 +26,42 @@ class Cache:
     entries: KeyValues  # [L, B, C, K, H]
     length: jax.Array  # [B] int32, committed entries
 
+    @classmethod
+    def empty(cls, model: Transformer, rows: int, capacity: int) -> "Cache":
+        """No entries yet; split over the mesh, where there is one, by rows and by heads."""
+        c = model.config
+        shape = (c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim)
+        zeros = constrain(jnp.zeros(shape, model.dtype), "layers", "batch", None, "kv_heads", None)
+        return cls(KeyValues(zeros, zeros), jnp.zeros((rows,), jnp.int32))
 
-def prefill(model: Transformer, prompts: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
-    """Computes the prompts' keys and values in one forward.
+
+def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes of the cache that one token of one row takes."""
+    per_layer = 2 * model.num_key_value_heads * model.head_dim * jnp.dtype(dtype).itemsize
+    return model.num_hidden_layers * per_layer
+
+
+def prefill(model: Transformer, given: Given) -> Cache:
+    """Keys and values of prompts of any length, a chunk of tokens a forward; as many chunks as the longest needs.
 
     Args:
       model: the transformer.
-      prompts: [B, P] int32, padded on the right with anything.
-      lengths: [B] int32, tokens of each prompt that count.
-      capacity: C, entries a row; at least P.
+      given: [B, C] tokens, padded on the right with anything; C is the cache's capacity too.
     """
-    B, P = prompts.shape
-    c = model.config
-    none = jnp.zeros((c.num_hidden_layers, B, 0, c.num_key_value_heads, c.head_dim), model.dtype)
-    positions = jnp.broadcast_to(jnp.arange(P), (B, P))
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((P, P), bool)), (B, P, P))
-    _, new = model.extend(prompts, positions, KeyValues(none, none), causal)
-    room = ((0, 0), (0, 0), (0, capacity - P), (0, 0), (0, 0))
-    return Cache(jax.tree.map(lambda x: jnp.pad(x, room), new), lengths)
+    B, C = given.tokens.shape
+    T = min(_CHUNK, C)
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
+
+    def chunk(i, cache):
+        # The last chunk of a full cache begins earlier instead of reaching beyond it: it says some tokens again.
+        at = jnp.minimum(i * T, C - T)
+        tokens, positions = (jax.lax.dynamic_slice_in_dim(x, at, T, 1) for x in (given.tokens, given.positions))
+        _, cache = extend(model, Cache(cache.entries, jnp.full((B,), at)), tokens, positions, causal)
+        return cache
+
+    chunks = (jnp.max(given.length) + T - 1) // T
+    cache = jax.lax.fori_loop(0, chunks, chunk, Cache.empty(model, B, C))
+    return Cache(cache.entries, given.length)
 
 
 def extend(
@@ -57,19 +79,28 @@ def extend(
     Returns:
       ([B, T, V] float32 logits, the cache with the new entries behind the committed ones).
     """
-    B, T = tokens.shape
-    C = cache.entries.keys.shape[2]
-    committed = jnp.broadcast_to(jnp.arange(C)[None, None] < cache.length[:, None, None], (B, T, C))
-    mask = jnp.concatenate([committed, visible], axis=2)
-    logits, new = model.extend(tokens, positions, cache.entries, mask)
-    write = jax.vmap(put, in_axes=(1, 1, 0), out_axes=1)  # over rows
-    entries = jax.tree.map(lambda old, new: write(old, new, cache.length), cache.entries, new)
-    return logits, Cache(entries, cache.length)
+    logits, new = model.extend(tokens, positions, cache.entries, cache.length, visible)
+    return logits, write(cache, new)
 
 
-def put(buffer: jax.Array, values: jax.Array, at: jax.Array) -> jax.Array:
-    """Writes values [L, T, ...] into a buffer [L, C, ...] of one row, from entry `at` on."""
-    return jax.lax.dynamic_update_slice_in_dim(buffer, values, at, axis=1)
+def write(cache: Cache, new: KeyValues) -> Cache:
+    """Puts entries [L, B, T, K, H] behind the committed ones, in place."""
+    # One scatter that is told that rows are independent and indices in bounds; a vmapped dynamic_update_slice clamps
+    # its indices, for which XLA copies the whole cache (seen on CPU).
+    windows = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(0, 2, 3, 4),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=(2,),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+
+    def put(entries, new):
+        return jax.lax.scatter(
+            entries, cache.length[:, None], new, windows, unique_indices=True, mode="promise_in_bounds"
+        )
+
+    return Cache(jax.tree.map(put, cache.entries, new), cache.length)
 
 
 def commit(cache: Cache, count: jax.Array) -> Cache:

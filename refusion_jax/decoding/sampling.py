@@ -1,6 +1,6 @@
 """From logits to tokens and probabilities, and the record of what was committed.
 
-Axes: B rows, T tokens, V vocabulary, G new tokens.
+Axes: B rows, T tokens, V vocabulary, R capacity of the record.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.decoding.settings import Static
+from refusion_jax.decoding.settings import Dials, Static
 
 
 @jax.tree_util.register_dataclass
@@ -16,8 +16,8 @@ from refusion_jax.decoding.settings import Static
 class Record:
     """Committed tokens in the order of commitment; entries at or behind `count` mean nothing."""
 
-    tokens: jax.Array  # [B, G + T] int32
-    offsets: jax.Array  # [B, G + T] int32, each token's place in the answer
+    tokens: jax.Array  # [B, R] int32
+    positions: jax.Array  # [B, R] int32, each token's place in the text
     count: jax.Array  # [B] int32
 
     @classmethod
@@ -25,45 +25,87 @@ class Record:
         zeros = jnp.zeros((rows, capacity), jnp.int32)
         return cls(zeros, zeros, jnp.zeros((rows,), jnp.int32))
 
-    def append(self, tokens: jax.Array, offsets: jax.Array, count: jax.Array) -> "Record":
-        """Adds the first `count` [B] of tokens and offsets [B, T]; needs room for all T."""
+    def append(self, tokens: jax.Array, positions: jax.Array, count: jax.Array) -> "Record":
+        """Adds the first `count` [B] of tokens and positions [B, T]; needs room for all T."""
         write = jax.vmap(lambda buffer, new, at: jax.lax.dynamic_update_slice_in_dim(buffer, new, at, axis=0))
         return Record(
-            write(self.tokens, tokens, self.count), write(self.offsets, offsets, self.count), self.count + count
+            write(self.tokens, tokens, self.count), write(self.positions, positions, self.count), self.count + count
         )
 
 
-def mask_logits(logits: jax.Array, static: Static) -> tuple[jax.Array, jax.Array]:
+def mask_logits(logits: jax.Array, may_end: jax.Array, static: Static) -> tuple[jax.Array, jax.Array]:
     """(logits of the real vocabulary, logits of what may be chosen): mask and pad count in softmax, but never win.
 
     The authors' code can choose the mask token; here it cannot, nor padding.
 
     Args:
       logits: [B, T, V] float32.
+      may_end: [B, T] bool, where EOS may be chosen.
       static: names the tokens.
     """
     ids = jnp.arange(logits.shape[-1])[None, None]
     real = jnp.where(ids < static.num_tokens, logits, -jnp.inf)
-    return real, jnp.where((ids == static.mask_id) | (ids == static.pad_id), -jnp.inf, real)
+    banned = (ids == static.mask_id) | (ids == static.pad_id) | ((ids == static.eos_id) & ~may_end[:, :, None])
+    return real, jnp.where(banned, -jnp.inf, real)
 
 
-def sample(logits: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Draws a token at every place: argmax at temperature 0, else Gumbel-max, which is softmax(logits / temperature).
+def sample(logits: jax.Array, draw: jax.Array, keys: jax.Array, positions: jax.Array, dials: Dials) -> jax.Array:
+    """Chooses a token at every place: the best, or where `draw` says so one of softmax(logits / temperature).
+
+    Drawing is Gumbel-max in float32, among the top_k tokens and of those among the nucleus of top_p (Holtzman et al.,
+    arXiv 1904.09751). At temperature 0 no noise is made and the best is chosen everywhere.
 
     Args:
       logits: [B, T, V] float32.
-      keys: [B] PRNG keys; a row's draw depends on its own key only.
-      temperature: float32 scalar; at 0 no noise is drawn.
+      draw: [B, T] bool.
+      keys: [B] PRNG keys; a row's draw depends on its own key and the token's position only.
+      positions: [B, T] int32.
+      dials: temperature, top_k, top_p of each row.
 
     Returns:
       [B, T] int32.
     """
 
-    def perturb(logits):
-        return logits + temperature * jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    def drawn(logits):
+        draws = draw & (dials.temperature > 0)[:, None]
+        scaled = logits / jnp.where(draws, dials.temperature[:, None], 1.0)[:, :, None]
+        k = jnp.where(dials.top_k > 0, dials.top_k, logits.shape[-1])
+        scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
+        nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), dials.top_p)
+        # The shares of all tokens need not sum to exactly 1.
+        scaled = jnp.where((dials.top_p < 1)[:, None, None], nucleus, scaled)
+        gumbel = jax.vmap(
+            jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:]), (None, 0))
+        )
+        return jnp.where(draws[:, :, None], scaled + gumbel(keys, positions), logits)
 
-    noisy = jax.lax.cond(temperature > 0, perturb, lambda logits: logits, logits)
+    noisy = jax.lax.cond(jnp.any(dials.temperature > 0), drawn, lambda logits: logits, logits)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def keep_top(logits: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+    """Logits of the fewest highest tokens whose weights reach the target, -inf elsewhere; equal logits stay together.
+
+    The lowest logit to keep is found by bisection over the 2^32 float32 values in their order: 32 sums over the
+    vocabulary, where a sort takes many more passes.
+
+    Args:
+      logits, weights: [B, T, V] float32.
+      target: [B] float32.
+    """
+    bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
+    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the floats
+
+    def halve(_, bounds):
+        low, high = bounds  # the tokens at or above `low` reach the target, those at or above `high` do not
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        reaches = jnp.sum(jnp.where(ordered >= middle[:, :, None], weights, 0.0), axis=-1) >= target[:, None]
+        return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle)
+
+    info = jnp.iinfo(jnp.int32)
+    start = (jnp.full(logits.shape[:2], info.min), jnp.full(logits.shape[:2], info.max))
+    low, _ = jax.lax.fori_loop(0, 32, halve, start)
+    return jnp.where(ordered >= low[:, :, None], logits, -jnp.inf)
 
 
 def probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -1,9 +1,10 @@
 """What a user can set about decoding, split into what is compiled in and what is traced."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
@@ -27,9 +28,13 @@ class DecodeSettings:
     slot_threshold: float = 0.9  # slots are chosen whose first token is more probable than this
     token_threshold: float = 0.9  # drafted tokens are accepted to which their predecessor gives more than this
     temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # with a temperature: draw among this many most probable tokens; 0: all
+    top_p: float = 1.0  # with a temperature: draw among the fewest tokens that hold this share of the probability
     seed: int = 0  # of the sampling noise; prompt i of a call draws from (seed, i)
+    overlap_planning: bool = True  # plan the next slots in the forward that checks these; the same text, sooner
+    overlap_infilling: bool = True  # draft a slot's likely rest in the forward that checks it; the same text, sooner
     batch_size: int = 64  # prompts decoded at once, at most
-    cache_length: int = 0  # tokens, prompt and answer together, that a row may hold; 0: what the model was trained on
+    cache_length: int = 0  # tokens, prompt and answer together, that a row may hold; 0: what the longest prompt needs
     eos_id: int = -1  # end of text; -1: the model's own
     mask_id: int = -1  # mask token; -1: the model's own
 
@@ -42,9 +47,11 @@ class DecodeSettings:
         for name in ("slot_size", "serial_blocks", "batch_size"):
             if getattr(self, name) < 1:
                 refuse(name, "must be at least 1")
-        for name in ("max_new_tokens", "temperature", "cache_length"):
+        for name in ("max_new_tokens", "temperature", "top_k", "cache_length"):
             if getattr(self, name) < 0:
                 refuse(name, "must be at least 0")
+        if not 0 < self.top_p <= 1:
+            refuse("top_p", "must be above 0 and at most 1")
         if self.method == "refusion" and self.new_tokens % self._unit:
             refuse(
                 "max_new_tokens",
@@ -70,12 +77,14 @@ class DecodeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """The part of the settings that is compiled in."""
+    """What is compiled in: one program serves all requests with these sizes."""
 
     method: str
-    new_tokens: int
     slot_size: int
-    serial_blocks: int
+    slots: int  # of a row, at most
+    block_slots: int  # of a serial block, at most
+    widths: tuple[int, ...]  # tokens a row that one forward may feed, rising; each forward takes the least that serves
+    cache_length: int  # entries of a row's cache
     eos_id: int
     mask_id: int
     pad_id: int
@@ -85,15 +94,31 @@ class Static:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dials:
-    """The part of the settings that is traced."""
+    """What is traced: the settings of each row. Axis: B rows."""
 
-    slot_threshold: jax.Array  # float32 scalar
-    token_threshold: jax.Array  # float32 scalar
-    temperature: jax.Array  # float32 scalar
+    slot_threshold: jax.Array  # [B] float32
+    token_threshold: jax.Array  # [B] float32
+    temperature: jax.Array  # [B] float32
+    top_k: jax.Array  # [B] int32
+    top_p: jax.Array  # [B] float32
+    overlap_planning: jax.Array  # [B] bool
+    overlap_infilling: jax.Array  # [B] bool
+
+    @classmethod
+    def of(cls, rows: Sequence[DecodeSettings]) -> "Dials":
+        """The traced part of each row's settings."""
+        dtypes = {"float": np.float32, "int": np.int32, "bool": np.bool_}
+        kinds = {
+            field.name: dtypes[field.type.__name__]
+            for field in dataclasses.fields(DecodeSettings)
+            if field.name != "method"
+        }
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(*(np.array([getattr(row, name) for row in rows], kinds[name]) for name in names))
 
 
-def split_settings(settings: DecodeSettings, model: ModelConfig) -> tuple[Static, Dials]:
-    """Fills in the model's own ids and separates static from traced.
+def token_ids(settings: DecodeSettings, model: ModelConfig) -> dict[str, int]:
+    """The ids in Static: the settings' own, or else the model's.
 
     Raises:
       UserError: where neither settings nor model know the EOS or the mask id, or where one is no id of the model's.
@@ -105,14 +130,4 @@ def split_settings(settings: DecodeSettings, model: ModelConfig) -> tuple[Static
             raise UserError(
                 f"--decode.{name}={ids[name]} is no token of this model; it has 0 to {model.vocab_size - 1}"
             )
-    static = Static(
-        settings.method,
-        settings.new_tokens,
-        settings.slot_size,
-        settings.serial_blocks,
-        pad_id=model.pad_token_id,
-        num_tokens=model.num_tokens,
-        **ids,
-    )
-    numbers = (settings.slot_threshold, settings.token_threshold, settings.temperature)
-    return static, Dials(*(jnp.float32(number) for number in numbers))
+    return ids | {"pad_id": model.pad_token_id, "num_tokens": model.num_tokens}

@@ -20,18 +20,53 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.
     Returns:
       [B, T, N, H], of q's dtype.
     """
+    weights = jax.nn.softmax(_scores(q, k, mask), axis=-1)
+    return _mix(weights, v)
+
+
+def cached_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    cached_k: jax.Array,
+    cached_v: jax.Array,
+    is_cached: jax.Array,
+) -> jax.Array:
+    """`attention` over cached keys and new ones, as if they were concatenated.
+
+    Only the scores are: concatenating the keys and values themselves would copy the cache in every layer.
+
+    Args:
+      q, k, v, mask: of the T new tokens, as for `attention`; mask is [B, T, T].
+      cached_k, cached_v: [B, S, K, H].
+      is_cached: [B, S] bool, the cached entries that count; every query sees them.
+    """
+    old, new = _scores(q, cached_k, is_cached[:, None]), _scores(q, k, mask)
+    weights = jax.nn.softmax(jnp.concatenate([old, new], axis=-1), axis=-1)
+    S = cached_k.shape[1]
+    return _mix(weights[..., :S], cached_v) + _mix(weights[..., S:], v)
+
+
+def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+    """Masked scaled scores [B, K, G, T, S] float32, from [B, T, N, H], [B, S, K, H] and [B, T or 1, S]."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     G = N // K
     # Heads before tokens and the group folded into the queries: plain batched products, and a third faster on CPU
     # than jax.nn.dot_product_attention, forward and backward.
     q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, K, S, H]
+    k = k.transpose(0, 2, 1, 3)  # [B, K, S, H]
     scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32).reshape(B, K, G, T, S)
-    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(B, K, G * T, S)
-    heads = jnp.einsum("bkqs,bksh->bkqh", weights, v)
-    return heads.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """The values [B, S, K, H] mixed by weights [B, K, G, T, S] float32: [B, T, N, H], of v's dtype."""
+    B, K, G, T, S = weights.shape
+    v = v.transpose(0, 2, 1, 3)  # [B, K, S, H]
+    heads = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v.dtype).reshape(B, K, G * T, S), v)
+    return heads.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, -1)
 
 
 def packed_causal_mask(segment_ids: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from refusion_jax.model.attention import attention, packed_causal_mask
+from refusion_jax.model.attention import attention, cached_attention, packed_causal_mask
 from refusion_jax.sharding import constrain
 
 
@@ -120,7 +120,7 @@ class Transformer(nnx.Module):
         return logits
 
     def extend(
-        self, tokens: jax.Array, positions: jax.Array, cached: KeyValues, mask: jax.Array
+        self, tokens: jax.Array, positions: jax.Array, cached: KeyValues, length: jax.Array, visible: jax.Array
     ) -> tuple[jax.Array, KeyValues]:
         """Logits of new tokens on top of cached ones, and the new tokens' own keys and values.
 
@@ -130,16 +130,16 @@ class Transformer(nnx.Module):
           tokens: [B, T] int32.
           positions: [B, T] int32.
           cached: keys and values [L, B, S, K, H].
-          mask: [B, T, S + T] bool: which cached entries, then which of the new tokens, each new token sees.
+          length: [B] int32, the leading cached entries that every new token of the row sees.
+          visible: [B, T, T] bool, which of the new tokens each new token sees.
 
         Returns:
           ([B, T, V] float32, keys and values [L, B, T, K, H]).
         """
+        is_cached = jnp.arange(cached.keys.shape[2])[None] < length[:, None]  # [B, S]
 
         def attend(q, k, v, cached):
-            keys = jnp.concatenate([cached.keys, k], axis=1)
-            values = jnp.concatenate([cached.values, v], axis=1)
-            return attention(q, keys, values, mask), KeyValues(k, v)
+            return cached_attention(q, k, v, visible, cached.keys, cached.values, is_cached), KeyValues(k, v)
 
         return self._run(tokens, positions, attend, cached)
 

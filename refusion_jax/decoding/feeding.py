@@ -1,0 +1,149 @@
+"""What one forward of the ReFusion decoder feeds, as one strip of tokens behind the cache.
+
+A strip has three parts, each of which may be empty:
+
+    drafts    tokens that are to be checked, or that masks behind them build on, slot by slot in text order
+    plan      mask tokens of whole slots that wait for a plan: the block's remaining ones, or the next block's
+    guesses   mask tokens for the rest of slots whose drafts are taken to be right up to their `cut`
+
+Laid out on the grid [3 parts, M slots, K tokens] most places are empty; the strip is the others, moved together. What
+is committed is always a prefix of the drafts, and so its cache entries are a prefix of those just written.
+
+Axes: B rows, N slots of a row, M slots of a block, K slot size, U = 3 M K places of the grid, W width of the strip.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.decoding.requests import Canvas
+from refusion_jax.decoding.settings import Static
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The slots of each row's serial block."""
+
+    start: jax.Array  # [B, M] int32, position of each slot's first token
+    size: jax.Array  # [B, M] int32, 0 where there is no slot
+    may_end: jax.Array  # [B, M] bool, an EOS may be written there
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What to feed, on the grid."""
+
+    drafted: jax.Array  # [B, M] int32, tokens of each slot's draft
+    planned: jax.Array  # [B, M] bool, slots of `plan_block`
+    plan_block: Block
+    guessed: jax.Array  # [B, M] bool
+    cut: jax.Array  # [B, M] int32, where the guess begins
+    alone: jax.Array  # [B] bool, drafts do not see those of other slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """What a forward feeds; behind `length` stands filler."""
+
+    tokens: jax.Array  # [B, W] int32
+    positions: jax.Array  # [B, W] int32, in the text
+    visible: jax.Array  # [B, W, W] bool
+    may_end: jax.Array  # [B, W] bool, an EOS may be written there
+    is_draft: jax.Array  # [B, W] bool
+    is_plan: jax.Array  # [B, W] bool
+    length: jax.Array  # [B] int32
+    place: jax.Array  # [B, U] int32, where on the strip each place of the grid stands; no meaning for empty ones
+
+    def to_grid(self, x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Values [B, W] of the strip as [B, M, K] of drafts, plan and guesses; `like` is any [B, M, K]."""
+        B, M, K = like.shape
+        parts = jnp.take_along_axis(x, self.place, axis=1).reshape(B, 3, M, K)
+        return parts[:, 0], parts[:, 1], parts[:, 2]
+
+
+def block_of(canvas: Canvas, index: jax.Array, static: Static) -> Block:
+    """The slots of serial block `index` [B] of each row; none behind the last."""
+    M, N = static.block_slots, canvas.size.shape[1]
+    slot = jnp.arange(M)[None]
+    at = index[:, None] * canvas.per_block[:, None] + slot
+    exists = (slot < canvas.per_block[:, None]) & (at < N)
+    start, size, may_end = (
+        jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1) for x in (canvas.start, canvas.size, canvas.may_end)
+    )
+    return Block(start, jnp.where(exists, size, 0), may_end)
+
+
+def build_strip(parts: Parts, here: Block, drafts: jax.Array, static: Static) -> Strip:
+    """Moves the parts together.
+
+    Args:
+      parts: at most static.widths[-1] tokens a row.
+      here: the block that drafts and guesses belong to.
+      drafts: [B, M, K] int32.
+      static: names the mask token and the widths.
+    """
+    B, M, K = drafts.shape
+    W = static.widths[-1]
+    offset = jnp.arange(K)[None, None]
+    there = parts.plan_block
+    is_fed = jnp.stack(
+        [
+            offset < parts.drafted[:, :, None],
+            parts.planned[:, :, None] & (offset < there.size[:, :, None]),
+            parts.guessed[:, :, None] & (offset >= parts.cut[:, :, None]) & (offset < here.size[:, :, None]),
+        ],
+        axis=1,
+    ).reshape(B, 3 * M * K)
+    seen = jnp.cumsum(is_fed, axis=1, dtype=jnp.int32)
+    source = jnp.sum(seen[:, None] <= jnp.arange(W)[None, :, None], axis=2, dtype=jnp.int32)  # [B, W], strip -> grid
+    source = jnp.minimum(source, 3 * M * K - 1)  # filler
+
+    def pick(*parts):  # three of [B, M, K], or that broadcast to it -> [B, W]
+        grid = jnp.stack([jnp.broadcast_to(part, (B, M, K)) for part in parts], axis=1).reshape(B, 3 * M * K)
+        return jnp.take_along_axis(grid, source, axis=1)
+
+    mask = jnp.full((1, 1, 1), static.mask_id)
+    begin, end = here.start[:, :, None], here.may_end[:, :, None]
+    return Strip(
+        tokens=pick(drafts, mask, mask),
+        positions=pick(begin + offset, there.start[:, :, None] + offset, begin + offset),
+        visible=visibility(source, parts, M, K),
+        may_end=pick(end, there.may_end[:, :, None], end),
+        is_draft=source < M * K,
+        is_plan=source // (M * K) == 1,
+        length=seen[:, -1],
+        place=jnp.clip(seen - 1, 0, W - 1),
+    )
+
+
+def visibility(source: jax.Array, parts: Parts, M: int, K: int) -> jax.Array:
+    """Which tokens of the strip each one sees: [B, W, W] bool, always itself and nothing behind it.
+
+    For two slots a and b of two tokens that are checked together, a plan for slot c and a guess for the second token
+    of b (row: query, column: key); `x` only where drafts are not alone
+
+               a1 a2 b1 b2  c1 c2  B2
+        a1      1  .  .  .   .  .   .
+        a2      1  1  .  .   .  .   .
+        b1      x  x  1  .   .  .   .
+        b2      x  x  1  1   .  .   .
+        c1      1  1  1  1   1  .   .
+        c2      1  1  1  1   1  1   .
+        B2      .  .  1  .   .  .   1
+
+    Args:
+      source: [B, W] int32, the place on the grid of each token of the strip.
+      parts: says who is alone, and where guesses are cut.
+      M, K: of the grid.
+    """
+    part, slot, offset = source // (M * K), source // K % M, source % K
+    index = jnp.arange(source.shape[1])
+    causal = (index[:, None] >= index[None])[None]
+    same_slot = slot[:, :, None] == slot[:, None, :]
+    before_cut = offset[:, None] < jnp.take_along_axis(parts.cut, slot, axis=1)[:, :, None]
+    of_draft = same_slot | ~parts.alone[:, None, None]
+    of_guess = same_slot & jnp.where(part[:, None] == 0, before_cut, part[:, None] == 2)
+    query = part[:, :, None]
+    return causal & jnp.where(query == 0, of_draft, (query == 1) | of_guess)

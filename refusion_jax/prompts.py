@@ -1,0 +1,135 @@
+"""Prompts and templates from JSONL to token ids, and answers back to text."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.decoding.batching import Answer
+from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.errors import UserError
+
+_OF_A_LINE = {field.name for field in dataclasses.fields(DecodeSettings)} - {
+    *("method", "slot_size", "eos_id", "mask_id"),  # compiled in
+    *("batch_size", "cache_length"),  # of the whole batch
+}
+
+
+def read_prompts(
+    path: Path, tokenizer: Tokenizer | FastTokenizer | None, settings: DecodeSettings
+) -> list[tuple[object, Request]]:
+    """(id, request) of each line of a JSONL file.
+
+    Raises:
+      UserError: naming the file and line at fault.
+    """
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--input={path} cannot be read: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: not JSON: {error}") from error
+        if not isinstance(item, dict) or not {"prompt", "prompt_ids", "template"} & set(item):
+            raise UserError(
+                f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}, '
+                f'{{"template": ["text", 40, "text"]}}, or both'
+            )
+        prompts.append((item.get("id", number - 1), read_request(item, tokenizer, settings, where)))
+    if not prompts:
+        raise UserError(f"--input={path} holds no prompt")
+    return prompts
+
+
+def read_request(
+    item: dict, tokenizer: Tokenizer | FastTokenizer | None, settings: DecodeSettings, where: str
+) -> Request:
+    """One line: its prompt, its template, and settings of its own.
+
+    Raises:
+      UserError: naming the line, the key at fault and what it must be.
+    """
+    prompt = item.get("prompt_ids", item.get("prompt"))
+    if not (prompt is None or _is_id_list(prompt) if "prompt_ids" in item else isinstance(prompt, str | None)):
+        raise UserError(f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}')
+    template = item.get("template", [])
+    if not isinstance(template, list) or not all(
+        isinstance(x, str) or type(x) is int or _is_id_list(x) for x in template
+    ):
+        raise UserError(f"{where}: template must list given texts (or lists of ids) and lengths of gaps")
+    own = item.get("decode", {})
+    if not isinstance(own, dict) or not set(own) <= _OF_A_LINE:
+        raise UserError(f"{where}: decode must be an object with keys of {', '.join(sorted(_OF_A_LINE))}")
+    try:
+        changed = dataclasses.replace(settings, **own) if own else None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    return Request(
+        prompt if isinstance(prompt, list) else encode_prompt(prompt, tokenizer, where, bool(template)),
+        tuple(encode(x, tokenizer, where) if isinstance(x, str) else x for x in template),
+        changed,
+        name=where,
+    )
+
+
+def encode_prompt(
+    text: str | None, tokenizer: Tokenizer | FastTokenizer | None, where: str, may_lack: bool = False
+) -> list[int]:
+    """Token ids of a prompt as the model is trained on them; without a text, of no prompt at all."""
+    if text is None and tokenizer is None and may_lack:
+        return []  # the template brings its own ids
+    _need(tokenizer, where)
+    return tokenizer.encode_prompts([text])[0]
+
+
+def encode(text: str, tokenizer: Tokenizer | FastTokenizer | None, where: str) -> list[int]:
+    """Token ids of a given text inside a template."""
+    _need(tokenizer, where)
+    return tokenizer.encode([text])[0]
+
+
+def to_record(
+    id: object, answer: Answer, tokenizer: Tokenizer | FastTokenizer | None, stops: Sequence[str]
+) -> dict[str, object]:
+    """An answer as a line of --output; cut where the first of the stop strings begins."""
+    tokens, reason = answer.tokens, answer.finish_reason
+    text = tokenizer.decode(tokens) if tokenizer else None
+    if text is not None and (found := [at for stop in stops if (at := text.find(stop)) >= 0]):
+        text, reason = text[: min(found)], "stop"
+        tokens = _tokens_of(text, tokens, tokenizer)
+    return {
+        "id": id,
+        "text": text,
+        "tokens": tokens,
+        "commit_order": answer.commit_order,
+        "forwards": answer.forwards,
+        "rounds": answer.rounds,
+        "finish_reason": reason,
+    }
+
+
+def _tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer | FastTokenizer) -> list[int]:
+    """The fewest leading tokens whose text covers this beginning of theirs."""
+    low, high = 0, len(tokens)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(tokenizer.decode(tokens[:middle])) >= len(text) else (middle + 1, high)
+    return tokens[:low]
+
+
+def _need(tokenizer: Tokenizer | FastTokenizer | None, where: str) -> None:
+    if tokenizer is None:
+        raise UserError(f"{where}: this model came without a tokenizer; give ids instead of text")
+
+
+def _is_id_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(x) is int for x in value)
