@@ -4,7 +4,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -35,14 +35,16 @@ def run(main: Callable[[], None], settings: dict[str, str] | None = None) -> Non
             _fail(UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag"))
         return argv[:1]
 
-    def guarded(_: Sequence[str]) -> None:
-        try:
-            main()
-        except UserError as error:
-            _fail(error)
-
     logging.set_verbosity(logging.WARNING)
-    app.run(guarded, flags_parser=parse)
+    app.run(lambda _: guard(main), flags_parser=parse)
+
+
+def guard(main: Callable[[], None]) -> None:
+    """Runs a command; UserError and bad flags end in one line on stderr and exit code 2."""
+    try:
+        main()
+    except (UserError, flags.Error) as error:
+        _fail(error)
 
 
 def check_config_flags(argv: Sequence[str], settings: dict[str, str]) -> None:
@@ -81,11 +83,16 @@ def _help(settings: dict[str, str]) -> str:
     """The command's own story, its flags, and its config keys."""
     story = sys.modules["__main__"].__doc__.strip()
     own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-    listed = {f.name: f"{f.help}{'' if f.default in (None, '') else f' (default: {f.default})'}" for f in own}
-    sections = [story, _listing("Flags:", listed)]
+    sections = [explain(story, own)]
     if settings:
         sections.append(_listing("Config keys, and their values unless the config file sets others:", settings))
     return "\n\n".join(sections)
+
+
+def explain(story: str, own: Iterable[flags.Flag]) -> str:
+    """A story, and what each flag is for."""
+    listed = {f.name: f"{f.help}{'' if f.default in (None, '') else f' (default: {f.default})'}" for f in own}
+    return "\n\n".join([story.strip(), _listing("Flags:", listed)])
 
 
 def _listing(title: str, entries: dict[str, str]) -> str:

@@ -25,6 +25,8 @@ def files(tmp_path, trained_run):
         "prompts.jsonl": '{"prompt": "Sort 3 1."}\n{"promt": "Sort 3 1."}\n',
         "ids.jsonl": '{"prompt_ids": [1, 5000]}\n',
         "blank.jsonl": "\n",
+        "many.jsonl": '{"prompt": "Sort 3 1."}\n' * 9,
+        "gapless.jsonl": '{"template": ["Sort 3 1."]}\n',
         "long_prompt.jsonl": json.dumps({"prompt": "Sort" + " 7" * 99 + "."}) + "\n",
     }
     for name, content in contents.items():
@@ -105,6 +107,15 @@ BAD = {
         [*GENERATE, "--prompt=x", "--decode.slot_size=0"],
         "--decode.slot_size=0: must be",
     ),
+    "template without gaps": ([*GENERATE, "--input={dir}/gapless.jsonl"], "gapless.jsonl:1: a template needs gaps"),
+    "batch beyond memory": (
+        [*GENERATE, "--input={dir}/many.jsonl", "--decode.batch_size=1000000000", "--decode.cache_length=1000000000"],
+        "GiB are free: ",
+    ),
+    "impossible share": ([*GENERATE, "--prompt=x", "--decode.top_p=0"], "--decode.top_p=0.0: must be above 0"),
+    "unknown benchmark": (["bench", "speed"], "bench 'speed': unknown; known: "),
+    "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),
+    "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
@@ -120,6 +131,11 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
     assert len(err.splitlines()) == 1, err
     assert said in err
     assert contents(files, trained_run) == before
+
+
+def test_a_benchmark_explains_itself():
+    out, _ = run("bench", "decode", "--help")
+    assert "--batch_sizes\n      Rows at once" in out
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "train_tokenizer", "quickstart"])

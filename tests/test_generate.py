@@ -4,7 +4,8 @@ import pytest
 from conftest import TINY_RUN, run
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
-from refusion_jax.generate import read_prompts
+from refusion_jax.decoding.batching import Answer
+from refusion_jax.prompts import read_prompts, to_record
 
 KEYS = ["id", "text", "tokens", "commit_order", "forwards", "rounds", "finish_reason"]
 
@@ -48,11 +49,74 @@ def test_an_older_step_can_be_loaded(trained_run):
 def test_prompts_are_named_by_file_and_line(trained_run, tmp_path):
     tokenizer, path = load_tokenizer(trained_run), tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    assert [p.where for p in read_prompts(path, tokenizer)] == [f"{path}:1", f"{path}:3"]
-    for line in ('{"prompt": 3}', '{"prompt_ids": [true]}', '{"prompt_ids": "1 2"}', "[]", "nonsense"):
+    assert [r.name for _, r in read_prompts(path, tokenizer, DecodeSettings())] == [f"{path}:1", f"{path}:3"]
+    for line in (
+        *('{"prompt": 3}', '{"prompt_ids": [true]}', '{"prompt_ids": "1 2"}', "[]", "nonsense", '{"template": "a"}'),
+        *('{"template": [1.5]}', '{"prompt": "a", "decode": {"slot_size": 4}}', '{"prompt": "a", "decode": 3}'),
+        *('{"prompt": "a", "decode": {"temperature": -1}}', '{"prompt": "a", "decode": {"seed": "x"}}'),
+    ):
         path.write_text('{"prompt": "a"}\n' + line)
         with pytest.raises(UserError, match="in.jsonl:2: "):
-            read_prompts(path, tokenizer)
+            read_prompts(path, tokenizer, DecodeSettings())
+
+
+def test_templates_and_settings_of_a_line(trained_run, tmp_path):
+    tokenizer = load_tokenizer(trained_run)
+    lines = [
+        {"prompt": "Sort 7 3.", "template": ["12", 8, ", 5", 4]},
+        {"template": ["Sort 7 3.", 6]},
+        {"prompt": "Sort 7 3.", "decode": {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}},
+        {"prompt": "Sort 7 3.", "decode": {"max_new_tokens": 8, "temperature": 0.7, "seed": 5}},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--decode.slot_size=4", "--decode.max_new_tokens=16", "--decode.token_threshold=0.3"]
+    out, _ = run("generate", f"--checkpoint={trained_run}", f"--input={tmp_path}/in.jsonl", *flags)
+    answers = [json.loads(line) for line in out.splitlines()]
+    given, behind = tokenizer.encode(["12", ", 5"])
+    first = answers[0]["tokens"]
+    assert first[: len(given)] == given
+    assert first[len(given) + 8 : len(given) + 8 + len(behind)] == behind
+    assert answers[0]["text"].startswith("12")
+    prompt = tokenizer.encode_prompts(["Sort 7 3."])[0]
+    assert answers[1]["tokens"][: len(prompt)] == prompt  # a template without a prompt begins with no text
+    assert len(answers[1]["commit_order"]) <= 6
+    assert len(answers[2]["commit_order"]) <= 8
+    assert answers[2] | {"id": 3} == answers[3]  # noise is that of the line's own seed, whatever its place
+
+
+class Letters:
+    """A tokenizer of letters: token 65 is A."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "tokens", "reason"),
+    [
+        ([], "ABCDEF", 6, "length"),
+        (["X"], "ABCDEF", 6, "length"),
+        (["DE"], "ABC", 3, "stop"),
+        (["E", "B"], "A", 1, "stop"),
+        (["A"], "", 0, "stop"),
+    ],
+)
+def test_answers_are_cut_where_a_stop_string_begins(stops, text, tokens, reason):
+    answer = Answer(list(b"ABCDEF"), [0, 1, 2, 3, 4, 5], list(b"ABCDEF"), 3, 1, "length")
+    record = to_record(7, answer, Letters(), stops)
+    assert (record["text"], record["tokens"], record["finish_reason"]) == (text, list(b"ABCDEF")[:tokens], reason)
+
+
+def test_several_devices_answer_as_one(trained_run, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Sort 7 3."}\n{"prompt": "Quote ann fig."}\n{"prompt": "Add 3."}')
+    flags = [f"--checkpoint={trained_run}", f"--input={tmp_path}/in.jsonl", "--decode.max_new_tokens=8"]
+    one, _ = run("generate", *flags)
+    four, _ = run("generate", *flags, "--mesh.data=2", devices=4)
+    assert one == four
+    _, err = run("generate", *flags, "--mesh.tensor=3", devices=4, code=2)
+    assert "--mesh.tensor=3: does not divide the model's" in err
+    _, err = run("generate", *flags, "--mesh.data=8", devices=4, code=2)
+    assert "mesh.data=8 does not multiply to the 4 devices" in err
 
 
 def test_a_tokenizer_trained_by_our_command_serves_a_run(tmp_path):

@@ -16,7 +16,8 @@ GROUPS = [
     {"errors", "cli", "sharding", "config"},
     {"slots", "objectives", "model", "data", "flops", "optimizer"},
     {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained"},
-    {"train", "generate", "train_tokenizer", "quickstart", "convert"},  # the commands, which nothing imports
+    {"prompts", "benchmarks"},
+    {"train", "generate", "train_tokenizer", "quickstart", "convert", "bench"},  # the commands, which nothing imports
 ]
 
 

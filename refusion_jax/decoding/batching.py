@@ -130,6 +130,12 @@ def read_answer(request: Request, record: Record, forwards: np.ndarray, rounds: 
     )
 
 
+def decode_once(graphdef, params, newcomers: tuple, rows: int, static: Static) -> Record:
+    """Fills a batch and decodes it to the end: all that the device does, as one function to be lowered and planned."""
+    state = _admit(graphdef, params, _empty(graphdef, params, rows, static), *newcomers, static)
+    return _run(graphdef, params, state, rows, static).record
+
+
 def _decoder(static: Static):
     return refusion if static.method == "refusion" else left_to_right
 

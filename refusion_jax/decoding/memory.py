@@ -27,7 +27,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, stati
     """
     c, width = model.config, static.widths[-1]
     per_row = static.cache_length * bytes_per_token(c, model.dtype)
-    logits = 2 * width * c.vocab_size * _FLOAT32  # as they come, and masked
+    logits = 4 * width * c.vocab_size * _FLOAT32  # as they come, twice masked, and with noise
     scores = 2 * width * c.num_attention_heads * (static.cache_length + width) * _FLOAT32  # before and after softmax
     batch, tensor = ways(mesh, "batch"), ways(mesh, "heads")
     return (-(-rows // batch) * (per_row + logits + scores) + admitted * per_row) // tensor
@@ -43,7 +43,11 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, stati
     if bytes_needed(model, mesh, rows, admitted, static) <= free:
         return
     fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, -(-n // 8), static) <= free]
-    fix = f"--decode.batch_size={fitting[-1]} would fit" if fitting else "lower --decode.max_new_tokens, or split it"
+    fix = (
+        f"--decode.batch_size={fitting[-1]} would fit"
+        if fitting
+        else "lower --decode.cache_length or --decode.max_new_tokens"
+    )
     raise UserError(
         f"--decode.batch_size={rows}: {rows} rows of {static.cache_length:,} tokens, of "
         f"{bytes_per_token(model.config, model.dtype):,} bytes of cache each, need "

@@ -29,7 +29,7 @@ class Request:
     prompt: Sequence[int]
     template: tuple[Sequence[int] | int, ...] = ()
     settings: DecodeSettings | None = None  # where they are not those of the call
-    noise: int = 0  # its sampling noise is a function of (settings.seed, this, position)
+    noise: int = 0  # below 2^32; its sampling noise is a function of (settings.seed, this, position)
     name: str = ""  # for messages
 
     @property
@@ -68,12 +68,13 @@ def slots_of(request: Request) -> tuple[list[int], list[int], list[bool], int]:
     """(starts, sizes, may_end, slots a block) of a request's slots: each gap cut into slots, the last may be short."""
     starts, sizes, ends, at = [], [], [], 0
     pieces, K = request.pieces, request.settings.slot_size
+    last_given = max(index for index, piece in enumerate(pieces) if not isinstance(piece, int))
     for index, piece in enumerate(pieces):
         if isinstance(piece, int):
             cut = range(at, at + piece, K)
             starts += cut
             sizes += [min(K, at + piece - start) for start in cut]
-            ends += [index == len(pieces) - 1] * len(cut)
+            ends += [index > last_given] * len(cut)
         at += piece if isinstance(piece, int) else len(piece)
     return starts, sizes, ends, -(-len(starts) // request.settings.serial_blocks)
 

@@ -42,14 +42,21 @@ class DecodeSettings:
         def refuse(name: str, why: str):
             raise UserError(f"--decode.{name}={getattr(self, name)}: {why}")
 
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wanted = (int, float) if field.type is float else field.type
+            if not isinstance(value, wanted) or (isinstance(value, bool) and field.type is not bool):
+                refuse(field.name, f"must be of type {field.type.__name__}")
         if self.method not in METHODS:
             refuse("method", f"unknown; known: {', '.join(METHODS)}")
         for name in ("slot_size", "serial_blocks", "batch_size"):
             if getattr(self, name) < 1:
                 refuse(name, "must be at least 1")
-        for name in ("max_new_tokens", "temperature", "top_k", "cache_length"):
+        for name in ("max_new_tokens", "temperature", "top_k", "seed", "cache_length"):
             if getattr(self, name) < 0:
                 refuse(name, "must be at least 0")
+        if self.seed >= 2**32:
+            refuse("seed", f"must be below {2**32}")
         if not 0 < self.top_p <= 1:
             refuse("top_p", "must be above 0 and at most 1")
         if self.method == "refusion" and self.new_tokens % self._unit:

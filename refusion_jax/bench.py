@@ -1,0 +1,40 @@
+"""The measurements in BENCHMARKS.md, each a command of its own.
+
+  python -m refusion_jax.bench decode --help
+  python -m refusion_jax.bench decode --batch_sizes=1,8,32
+
+Prints one JSON object a line, then a table; what is compared is measured side by side in one run.
+"""
+
+import importlib
+import pkgutil
+import sys
+
+from absl import flags
+
+from refusion_jax import benchmarks, cli
+from refusion_jax.errors import UserError
+
+NAMES = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+
+
+def main(argv: list[str]) -> None:
+    """Runs the measurement that the first argument names; the others are its flags.
+
+    Raises:
+      UserError: where there is none of that name.
+    """
+    name, *rest = argv or [""]
+    if name not in NAMES:
+        raise UserError(f"bench {name!r}: unknown; known: {', '.join(NAMES)}")
+    benchmark = importlib.import_module(f"refusion_jax.benchmarks.{name}")
+    if "--help" in rest:
+        own = flags.FlagValues()
+        benchmark.define_flags(own)
+        print(cli.explain(benchmark.__doc__, {name: own[name] for name in own}.values()))
+    else:
+        benchmark.main(rest)
+
+
+if __name__ == "__main__":
+    cli.guard(lambda: main(sys.argv[1:]))

@@ -1,0 +1,201 @@
+"""Decoding side by side in one process on the same weights: ReFusion, plain and overlapped, and left to right.
+
+  python -m refusion_jax.bench decode --batch_sizes=1,8,32
+  python -m refusion_jax.bench decode --checkpoint=runs/quickstart --max_new_tokens=32 --slot_size=4
+  python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --max_new_tokens=512 --serial_blocks=16
+
+Without a checkpoint the weights are random, in the shape that --size names; thresholds of 0 then accept every draft
+(--token_threshold=0) or all slots at once (--slot_threshold=0). Of each way: tokens a second, forwards, tokens a
+forward, milliseconds a forward; `bare_ms` is one forward of the widest width alone, with its logits, and `of_bandwidth`
+the share of the memory bandwidth that reading weights and cache once a forward takes, bandwidth being that of a copy
+measured here. Compilation is not counted, but told.
+"""
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.decoding.batching import batch_rows, mesh_of, stream
+from refusion_jax.decoding.cache import Cache, bytes_per_token
+from refusion_jax.decoding.requests import prepare, sizes_for
+from refusion_jax.decoding.settings import DecodeSettings, Static
+from refusion_jax.errors import UserError
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.pretrained import load_model
+
+# hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
+SIZES = {
+    "tiny": (128, 3, 4, 2, 32, 384, 512, True),
+    "small": (512, 8, 8, 4, 64, 1536, 4096, True),
+    "0.6b": (1024, 28, 16, 8, 128, 3072, 151936, True),
+    "1.7b": (2048, 28, 16, 8, 128, 6144, 151936, True),
+    "8b": (4096, 36, 32, 8, 128, 12288, 151936, False),
+}
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    text = functools.partial(flags.DEFINE_string, flag_values=own)
+    number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
+    share = functools.partial(flags.DEFINE_float, flag_values=own)
+    text("checkpoint", "", "Trained weights; random ones by default")
+    text("size", "tiny", f"Shape of random weights: {', '.join(SIZES)}")
+    text("dtype", "float32", "Of weights, cache and computation: float32 or bfloat16")
+    flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)
+    number("prompts_per_row", 2, "Prompts for every row of the batch")
+    number("prompt_length", 32, "Tokens of a prompt, at random")
+    number("max_new_tokens", 128, "Tokens to decode")
+    number("slot_size", 8, "Tokens a slot")
+    number("serial_blocks", 4, "Serial blocks of an answer")
+    share("slot_threshold", 0.6, "As --decode.slot_threshold of generate")
+    share("token_threshold", 0.0, "As --decode.token_threshold of generate")
+    number("repeats", 3, "Runs of each way, in turns; the median counts")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints one JSON object a way and batch size, then a table."""
+    own = flags.FlagValues()
+    define_flags(own)
+    own(["bench decode", *argv])
+    if own.size not in SIZES:
+        raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
+    if not all(size.isdigit() and int(size) for size in own.batch_sizes):
+        raise UserError(f"--batch_sizes={','.join(own.batch_sizes)}: must be numbers of rows, as in 1,8,32")
+    model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
+    bandwidth = copy_bandwidth()
+    table = Table("way", "batch", "tokens/s", "forwards", "tokens/forward", "ms/forward", "/ bare", "of bandwidth")
+    for batch_size in map(int, own.batch_sizes):
+        for record in measure(model, own, batch_size, bandwidth):
+            print(json.dumps(record), flush=True)
+            table.add_row(
+                record["way"],
+                str(batch_size),
+                f"{record['tokens_per_second']:,.0f}",
+                f"{record['forwards']:,}",
+                f"{record['tokens_per_forward']:.2f}",
+                f"{record['ms_per_forward']:.2f}",
+                f"{record['ms_per_forward'] / record['bare_ms']:.2f}",
+                f"{record['of_bandwidth']:.0%}",
+            )
+    Console().print(table)
+
+
+def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
+    """The ways to decode, in turns, at one batch size."""
+    refusion = DecodeSettings(
+        *("refusion", own.max_new_tokens, own.slot_size, own.serial_blocks, own.slot_threshold, own.token_threshold),
+        batch_size=batch_size,
+    )
+    plain = dataclasses.replace(refusion, overlap_planning=False, overlap_infilling=False)
+    one_by_one = dataclasses.replace(refusion, method="sequential")
+    ways = {"refusion, overlapped": refusion, "refusion, plain": plain, "sequential": one_by_one}
+    rng, c = np.random.default_rng(0), model.config
+    shape = (own.prompts_per_row * batch_size, own.prompt_length)
+    prompts = rng.integers(5, min(c.num_tokens, 500), shape).tolist()
+
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    answers, compiling = {}, {}
+    for turn in range(own.repeats + 1):
+        for way, settings in ways.items():
+            requests = prepare(prompts, settings, c)
+            began = time.perf_counter()
+            answers[way] = [answer for _, answer in stream(model, requests, batch_size)]
+            took = time.perf_counter() - began
+            if turn:
+                seconds[way].append(took)
+            else:
+                compiling[way] = took
+
+    records = []
+    for way, settings in ways.items():
+        static = sizes_for(prepare(prompts, settings, c), c)
+        rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[way]))
+        forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.commit_order) for a in answers[way])
+        # Rows share forwards, and a batch runs as many as its busiest rows; the queue keeps the others as busy.
+        each = took / (forwards / rows)
+        moved = weight_bytes(model) + rows * static.cache_length * bytes_per_token(c, model.dtype)
+        records.append(
+            {
+                "benchmark": "decode",
+                "way": way,
+                "batch_size": batch_size,
+                "tokens_per_second": tokens / took,
+                "forwards": forwards,
+                "tokens_per_forward": tokens / forwards,
+                "ms_per_forward": 1e3 * each,
+                "bare_ms": 1e3 * bare_forward(model, rows, static),
+                "of_bandwidth": moved / each / bandwidth,
+                "compile_seconds": compiling[way] - took,
+                "width": static.widths[-1],
+                "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
+                "dtype": own.dtype,
+                "device": jax.devices()[0].device_kind,
+            }
+        )
+    return records
+
+
+def random_model(size: str, dtype: str) -> Transformer:
+    """Random weights of a named shape, made where they are used."""
+    D, L, N, K, H, F, V, tied = SIZES[size]
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 4}
+    # An EOS would end answers at random: no answer of random weights has one, so all have the same length.
+    config = ModelConfig(V, D, L, N, K, H, F, 1e6, 1e-6, tied, 40960, V, **special | {"eos_token_id": 0})
+
+    @jax.jit
+    def init():
+        model = Transformer(config, nnx.Rngs(0), dtype)
+        return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(nnx.state(model)))
+
+    graphdef = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype)))[0]
+    return nnx.merge(graphdef, init())
+
+
+def bare_forward(model: Transformer, rows: int, static: Static, repeats: int = 5) -> float:
+    """Seconds of one forward of the widest width and its best tokens, and nothing else."""
+    W = static.widths[-1]
+
+    @jax.jit
+    def run(model, cache, tokens):
+        visible = jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (rows, W, W))
+        positions = jnp.broadcast_to(jnp.arange(W), (rows, W))
+        length = jnp.full((rows,), static.cache_length - W)
+        logits, new = model.extend(tokens, positions, cache.entries, length, visible)
+        return jnp.argmax(logits, axis=-1), new
+
+    cache, tokens = Cache.empty(model, rows, static.cache_length), jnp.full((rows, W), 5)
+    jax.block_until_ready(run(model, cache, tokens))
+    return _median_seconds(lambda: run(model, cache, tokens), repeats)
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Bytes of the weights that a forward reads: all but an embedding that is no output head as well."""
+    every = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    return every - (0 if model.config.tie_word_embeddings else model.embed_tokens[...].nbytes)
+
+
+def copy_bandwidth(size: int = 2**28) -> float:
+    """Bytes a second of reading and writing, measured by copying an array larger than any cache."""
+    x = jnp.zeros((size // 4,), jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(copy(x))
+    return 2 * size / _median_seconds(lambda: copy(x), 5)
+
+
+def _median_seconds(run, repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds))
