@@ -16,10 +16,11 @@ again after a kill are lost, whichever session took them.
 
 import collections
 import concurrent.futures
+import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ class EventLog:
         """Adds an event that happened now, or at a Unix time."""
         if self._file:
             print(json.dumps({"time": at or time.time(), "event": event, **values}), file=self._file, flush=True)
+
+    @contextlib.contextmanager
+    def timed(self, event: str, **values: Any) -> Iterator[None]:
+        """Adds an event with the seconds that the block took."""
+        began = time.monotonic()
+        yield
+        self.write(event, seconds=round(time.monotonic() - began, 4), **values)
 
     def close(self) -> None:
         """Closes the file."""

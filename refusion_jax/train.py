@@ -20,6 +20,7 @@ import ml_collections
 from absl import flags
 from etils import epath
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_flags
 
 from refusion_jax import cli, events, sharding
@@ -111,18 +112,19 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
         restore_began = time.time()
         restored = checkpoints.restore(target)
         restore_seconds = time.time() - restore_began
-        if restored is None and initial_params is None:
+        if restored and {key: restored[1][key] for key in data_position} != data_position:
+            raise UserError(
+                f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
+                f"bring the data back, or start a new --workdir"
+            )
+        keep_compiled(workdir / "compilation_cache")
+        if restored:
+            state = restored[0]
+        elif initial_params is None:
             state = jax.jit(fresh_state, out_shardings=shardings)()
-        elif restored is None:
+        else:
             start = jax.jit(lambda params: init_state(params, optimizer), donate_argnums=0, out_shardings=shardings)
             state = start(initial_params)
-        else:
-            state, position = restored
-            if {key: position[key] for key in data_position} != data_position:
-                raise UserError(
-                    f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
-                    f"bring the data back, or start a new --workdir"
-                )
         claim(workdir, config, shape, tokenizer)
         first_step = int(state.step)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
@@ -142,11 +144,9 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
         metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, mesh.devices)
         stack.callback(metrics.close)
         batch_sharding = sharding.sharding(mesh, "batch", "length")
-        compile_began = time.time()
-        train_step = train_step.lower(
-            state, abstract_batch(batch_sharding, config.batch_size, config.row_length)
-        ).compile()
-        log.write("compile", seconds=time.time() - compile_began)
+        with log.timed("compile"):
+            batch = abstract_batch(batch_sharding, config.batch_size, config.row_length)
+            train_step = train_step.lower(state, batch).compile()
 
         # 7. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
         batches = global_batches(
@@ -173,30 +173,38 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
             if pending:
                 metrics.write(*pending)
                 pending = None
-            is_last = preemption.reached(step) or step == config.steps
-            if step % config.log_every == 0 or is_last:
+            if step % config.log_every == 0 or step == config.steps:
                 pending = step, step_metrics
+            is_last = preemption.reached(step) or step == config.steps
             if step % config.checkpoint.every == 0 or is_last:
                 clock.flush()
-                save_began = time.time()
                 check_finite(step, step_metrics)
-                checkpoints.save(step, state, data_position | {"next_row": step * config.batch_size})
-                log.write("save", step=step, seconds=time.time() - save_began)
+                with log.timed("save", step=step):
+                    checkpoints.save(step, state, data_position | {"next_row": step * config.batch_size})
                 logs.sync()
             if is_last:
                 break
-        metrics.write(*pending)
-        end_began = time.time()
-        checkpoints.wait()
+        if pending:
+            metrics.write(*pending)
         is_complete = step == config.steps
-        reason = "complete" if is_complete else "preempted"
-        log.write("end", step=step, reason=reason, seconds=time.time() - end_began)
+        with log.timed("end", step=step, reason="complete" if is_complete else "preempted"):
+            checkpoints.wait()
     if is_complete:
         say(f"trained to step {config.steps}; the run is in {workdir}")
     else:
         say(f"told to go: saved step {step} of {config.steps}; start it again to resume")
     say(events.summary(workdir))
     return is_complete
+
+
+def keep_compiled(directory: epath.Path) -> None:
+    """Has programs read from a cache that outlives this machine, or written to it; the user's own cache goes first.
+
+    JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        compilation_cache.reset_cache()  # it may have been found missing before
 
 
 def say(line: str) -> None:
