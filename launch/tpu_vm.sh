@@ -72,7 +72,8 @@ if [[ $command == create || $command == run ]]; then
 fi
 if [[ $command == run ]]; then
   [[ " ${flags[*]} " == *" --config="* ]] || fail "the flags of train stand behind --, and --config=configs/NAME.py is one of them"
-  [[ " ${flags[*]} " == *" --workdir=gs://"* ]] || fail "--workdir=gs://BUCKET/DIR is needed behind --: all workers share it, and it outlives them"
+  [[ " ${flags[*]} " =~ " --workdir="(gs:/)?/ ]] ||
+    fail "--workdir=gs://BUCKET/DIR (or the absolute path of a mounted one) is needed behind --: all workers share it, and it outlives them"
 fi
 if [[ $command == resume ]]; then ((${#flags[@]} > 0)) || fail "no run of $name is remembered; start one with: run"; fi
 

@@ -67,7 +67,6 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
     check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
-    check_shared(workdir)
 
     # 2. The data.
     tokenizer, rows = load_dataset(config, workdir)
@@ -106,6 +105,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
         initial_params = load_params(epath.Path(config.init_from), target.params)
 
     # 5. The state: the newest checkpoint's, or a fresh one. From here on the directory is written to.
+    check_shared(workdir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
