@@ -103,7 +103,7 @@ def save_params(workdir: epath.Path, params: Any) -> None:
 def saved_steps(workdir: epath.Path) -> list[int]:
     """Steps of the finished checkpoints of a run, ascending."""
     directory = workdir / "checkpoints"
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit()) if directory.is_dir() else []
+    return sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
 
 
 def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
