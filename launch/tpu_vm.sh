@@ -153,14 +153,14 @@ create() { # until the TPU is there; what is left of a preempted one is deleted 
 }
 
 setup() {
-  local archive=refusion_jax.tgz folder tries
-  folder=$(mktemp -d)
-  tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE || exit 1
+  local archive=refusion_jax.tgz folder=/tmp tries
+  if [ -z "$dry_run" ]; then folder=$(mktemp -d); fi
+  [ -n "$dry_run" ] || tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE || exit 1
   for ((tries = 0; tries < 10; tries++)); do # a new machine takes a while to answer
     if gcloud_ scp "$folder/$archive" "$name:$archive" --node=all --worker=all &&
       gcloud_ ssh "$name" --node=all --worker=all \
         --command="mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && bash refusion_jax/launch/worker.sh install"; then
-      rm -rf "$folder"
+      if [ -z "$dry_run" ]; then rm -rf "$folder"; fi
       return
     fi
     sleep "$POLL_SECONDS"

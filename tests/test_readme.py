@@ -17,8 +17,7 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
 ]
-LAUNCHED = [command for command in COMMANDS if re.search(r"launch/(local_hosts|tpu_vm)\.sh", command)]
-OURS = LAUNCHED + [command for command in COMMANDS if "python -m refusion_jax." in command]
+OURS = [command for command in COMMANDS if re.search(r"python -m refusion_jax\.|launch/(local_hosts|tpu_vm)", command)]
 SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
 SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128", "--config.decay_steps=1"]
 
