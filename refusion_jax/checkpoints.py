@@ -79,7 +79,7 @@ class Checkpoints:
                     ),
                 )
             except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way; an older one may be whole
-                failure = error
+                failure = str(error).partition("\n")[0]
             if all_agree(restored is not None):
                 return TrainState(params=restored.params, **restored.optimizer), restored.data
             logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, failure)

@@ -110,7 +110,7 @@ def check_shared(workdir: epath.Path) -> None:
     """
     if jax.process_count() == 1:
         return
-    made = not workdir.exists()
+    made = [path for path in (workdir, *workdir.parents) if not path.exists()]
     mark = workdir / f".shared.{int(multihost_utils.broadcast_one_to_all(np.int32(os.getpid())))}"
     if jax.process_index() == 0:
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +119,8 @@ def check_shared(workdir: epath.Path) -> None:
     is_shared = all_agree(mark.exists())
     if jax.process_index() == 0:
         mark.unlink()
-        if made and not is_shared:
-            workdir.rmdir()
+        for path in [] if is_shared else made:
+            path.rmdir()
     if not is_shared:
         raise UserError(
             f"--workdir={workdir} is not one directory for all hosts; give one that they share: gs://BUCKET/DIR, or a "

@@ -101,6 +101,26 @@ def read_events(workdir) -> list[dict]:
     return events.read_events((workdir / events.FILE).read_text())
 
 
+def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
+    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    both = []
+    for index in range(2):  # a relative path, on machines of their own
+        home = tmp_path / str(index)
+        home.mkdir()
+        line = [sys.executable, "-m", "refusion_jax.train", *FLAGS, "--workdir=runs/new"]
+        line[3] = f"--config={ROOT}/configs/quickstart.py"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        both.append(subprocess.Popen(line, cwd=home, env=env | {"JAX_PROCESS_ID": str(index)}, **pipes))
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2, err
+        assert "error: --workdir=runs/new is not one directory for all hosts; give one that they share" in err
+    assert list(tmp_path.rglob("runs")) == []
+
+
 @pytest.mark.slow
 def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path, one_process):
     process = start_hosts(4, *FLAGS, "--config.checkpoint.every=5", f"--workdir={tmp_path}", RESTARTS="1")
