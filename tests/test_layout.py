@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 GROUPS = [
     {"errors", "cli", "storage", "distributed", "preemption", "events", "profiling", "sharding", "config"},
     {"slots", "objectives", "model", "data", "flops", "optimizer"},
-    {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained"},
+    {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained", "prompts"},
     {"train", "generate", "train_tokenizer", "quickstart", "convert", "goodput"},  # the commands, which nothing imports
 ]
 
