@@ -1,6 +1,7 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: goes to the project's root, makes .venv where there is none, and installs the project with
 # the extras in $1 ("" or "[test]"). Done once; again only after requirements.txt or pyproject.toml have changed.
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 if [ ! -x .venv/bin/python ]; then
   for python in python3 python3.13 python3.12 python3.11 none; do
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi

@@ -4,22 +4,25 @@
 (JSON). Saving is asynchronous; a save that fails stops the run at the next one.
 """
 
-from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from absl import logging
+from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from refusion_jax.distributed import all_agree
 from refusion_jax.errors import UserError
+from refusion_jax.storage import absolute
 from refusion_jax.train_step import TrainState
 
 
 class Checkpoints:
     """The checkpoints of one run. Close it (or leave its `with` block) to wait for the last save."""
 
-    def __init__(self, workdir: Path, keep: int):
-        self._directory = workdir.absolute() / "checkpoints"
+    def __init__(self, workdir: epath.Path, keep: int):
+        self._directory = absolute(workdir) / "checkpoints"
         self._manager = ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
@@ -31,8 +34,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
-        self._manager.close()
+    def __exit__(self, failure: type[BaseException] | None, *_) -> None:
+        if failure is None or jax.process_count() == 1:  # closing waits for peers, who may not know of a failure
+            self._manager.close()
 
     def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
         """Begins to save; returns as soon as the arrays are copied off the devices."""
@@ -48,6 +52,10 @@ class Checkpoints:
             ),
         )
 
+    def wait(self) -> None:
+        """Waits until the last save is whole on disk."""
+        self._manager.wait_until_finished()
+
     def restore(self, target: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest readable checkpoint, or None where there is none at all.
 
@@ -60,6 +68,7 @@ class Checkpoints:
         rest = {"step": target.step, "tokens": target.tokens, "opt_state": target.opt_state}
         steps = sorted(self._manager.all_steps(), reverse=True)
         for step in steps:
+            restored, failure = None, "another host cannot"
             try:
                 restored = self._manager.restore(
                     step,
@@ -70,39 +79,40 @@ class Checkpoints:
                     ),
                 )
             except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way; an older one may be whole
-                logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, error)
-                continue
-            return TrainState(params=restored.params, **restored.optimizer), restored.data
+                failure = str(error).partition("\n")[0]
+            if all_agree(restored is not None):
+                return TrainState(params=restored.params, **restored.optimizer), restored.data
+            logging.warning("checkpoint %d cannot be read (%s); trying the one before", step, failure)
         if steps:
             raise UserError(f"none of the checkpoints in {self._directory} can be read; move them away to start over")
         return None
 
 
-def restore_params(directory: Path, target: Any) -> Any:
+def restore_params(directory: epath.Path, target: Any) -> Any:
     """Weights alone, from one step's directory, into arrays of the target's shapes, dtypes and shardings."""
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(directory.absolute() / "params", target)
+        return checkpointer.restore(absolute(directory) / "params", target)
 
 
-def save_params(workdir: Path, params: Any) -> None:
+def save_params(workdir: epath.Path, params: Any) -> None:
     """Writes weights alone, as step 0 of a directory from which models are loaded, not runs resumed."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(workdir.absolute() / "checkpoints" / "0" / "params", params)
+        checkpointer.save(absolute(workdir) / "checkpoints" / "0" / "params", params)
 
 
-def saved_steps(workdir: Path) -> list[int]:
+def saved_steps(workdir: epath.Path) -> list[int]:
     """Steps of the finished checkpoints of a run, ascending."""
     directory = workdir / "checkpoints"
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit()) if directory.is_dir() else []
+    return sorted(ocp.utils.checkpoint_steps(directory)) if directory.is_dir() else []
 
 
-def find_step(path: Path) -> tuple[Path, Path]:
+def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
     """(run directory, one step's directory): of a run directory or its checkpoints/ the newest, or the step given.
 
     Raises:
       UserError: where no checkpoint is there.
     """
-    path = path.absolute()
+    path = absolute(path)
     if path.name.isdigit() and path.parent.name == "checkpoints":
         workdir, steps = path.parent.parent, [int(path.name)]
     else:

@@ -99,10 +99,17 @@ def _listing(title: str, entries: dict[str, str]) -> str:
     return "\n".join([title, *(f"  --{name}\n      {text}" for name, text in entries.items())])
 
 
-def _fail(error: Exception) -> None:
-    """One line on stderr; of a config file that raises, the flag and the exception, not the traceback between."""
+def explain(error: Exception) -> int:
+    """Says in one line on stderr what is wrong with the input, and returns the exit code that means so.
+
+    Of a config file that raises, the flag and the exception are named, not the traceback between.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if any(line.startswith("Traceback") for line in lines):
         lines = [lines[0], lines[-1]]
-    print("error:", " ".join(lines), file=sys.stderr)
-    sys.exit(2)
+    print("error:", " ".join(lines), file=sys.stderr, flush=True)
+    return 2
+
+
+def _fail(error: Exception) -> None:
+    sys.exit(explain(error))

@@ -33,6 +33,7 @@ def default_config() -> ml_collections.ConfigDict:
     c.remat = "none"  # none | full: recompute each layer in the backward pass
     c.dtype = "float32"  # of computation, float32 | bfloat16; weights, softmax and loss are float32 always
     c.log_every = 10  # steps between metrics
+    c.profile_steps = ()  # first and last step to profile, such as (10,12); TensorBoard shows it
 
     c.mesh = ml_collections.ConfigDict()
     c.mesh.replica = 1  # copies of the whole over the data-centre network
@@ -75,7 +76,7 @@ def default_config() -> ml_collections.ConfigDict:
 
 
 # May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
-RESUMABLE = ("accumulation", "remat", "log_every", "mesh", "checkpoint", "steps")
+RESUMABLE = ("accumulation", "remat", "log_every", "profile_steps", "mesh", "checkpoint", "steps")
 
 _CHOICES = {
     "objective": ("refusion", "ar"),
@@ -124,6 +125,9 @@ def check(c: ml_collections.ConfigDict) -> None:
         refuse("warmup_steps", f"must not exceed --config.steps={c.steps}")
     if c.schedule == "wsd" and not 0 < c.decay_steps <= c.steps - c.warmup_steps:
         refuse("decay_steps", f"must be 1 to {c.steps - c.warmup_steps} for schedule=wsd (steps without warm-up)")
+
+    if c.profile_steps and not (len(c.profile_steps) == 2 and 1 <= c.profile_steps[0] <= c.profile_steps[1]):
+        refuse("profile_steps", "must be a first and a last step, counted from 1, such as (10,12)")
 
     m = c.model
     if m.num_attention_heads % m.num_key_value_heads:

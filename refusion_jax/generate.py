@@ -23,6 +23,7 @@ from pathlib import Path
 
 import jax
 from absl import flags
+from etils import epath
 from rich.console import Console
 from rich.progress import track
 
@@ -77,7 +78,7 @@ def choose_method(checkpoint: Path, method: str | None) -> str:
 def main() -> None:
     if _CHECKPOINT.value is None or (_INPUT.value is None) == (_PROMPT.value is None):
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
-    checkpoint = Path(_CHECKPOINT.value)
+    checkpoint = epath.Path(_CHECKPOINT.value)
     output = _OUTPUT.value and Path(_OUTPUT.value)
     if output:
         check_output("output", output)

@@ -3,15 +3,16 @@
 import json
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import tensorboardX
+from etils import epath
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from refusion_jax.errors import UserError
 from refusion_jax.flops import peak_flops
+from refusion_jax.storage import LogDirectory
 from refusion_jax.train_step import wide_to_int
 from refusion_jax.workdir import write_file
 
@@ -23,12 +24,20 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, workdir: Path, last_step: int, first_step: int, tokens: int, flops_per_step: float, devices: np.ndarray
+        self,
+        workdir: epath.Path,
+        logs: LogDirectory,
+        last_step: int,
+        first_step: int,
+        tokens: int,
+        flops_per_step: float,
+        devices: np.ndarray,
     ):
         """Opens the files and drops what a killed run had logged behind its last checkpoint.
 
         Args:
           workdir: the run's directory.
+          logs: where its files are appended to.
           last_step: steps of the whole run.
           first_step: steps taken so far.
           tokens: trained on so far.
@@ -44,9 +53,9 @@ class MetricsWriter:
         self._is_writer = jax.process_index() == 0
         if not self._is_writer:
             return
-        write_file(workdir / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = (workdir / "metrics.jsonl").open("a")
-        self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
+        write_file(logs.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = (logs.path / "metrics.jsonl").open("a")
+        self._board = tensorboardX.SummaryWriter(str(logs.path / "tensorboard"), purge_step=first_step + 1)
         self._bar = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
@@ -103,7 +112,7 @@ def check_finite(step: int, metrics: dict[str, jax.Array]) -> None:
         )
 
 
-def read_metrics(workdir: Path, up_to: int | None = None) -> list[dict]:
+def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
     """The logged records of a run, up to a step; a last line that a kill cut off is left out."""
     path = workdir / "metrics.jsonl"
     records = []

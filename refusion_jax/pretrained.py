@@ -1,9 +1,9 @@
 """A model and its tokenizer from wherever they are: a run of ours, or a Hugging Face directory."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from flax import nnx
 
 from refusion_jax import checkpoints, huggingface, workdir
@@ -14,7 +14,7 @@ from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axe
 from refusion_jax.sharding import MESH_AXES, make_mesh, sharding, ways
 
 
-def load_model(path: Path | str, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None) -> Transformer:
+def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None) -> Transformer:
     """Reads a trained model onto one device, or split over a mesh of them.
 
     Args:
@@ -26,7 +26,7 @@ def load_model(path: Path | str, dtype: str = "float32", mesh: jax.sharding.Mesh
     Raises:
       UserError: where no model is there, or none that we can read, or its weights cannot be split like that.
     """
-    path = Path(path)
+    path = epath.Path(path)
     config = read_model_config(path)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))
     mesh = mesh or make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
@@ -42,29 +42,29 @@ def load_model(path: Path | str, dtype: str = "float32", mesh: jax.sharding.Mesh
     return nnx.merge(graphdef, load_params(path, target))
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: epath.Path) -> ModelConfig:
     """The shape of the model at a path; UserError where there is none."""
     if huggingface.is_huggingface(path):
         return huggingface.read_model_config(path, find_tokenizer(path))
     return workdir.read_model_config(checkpoints.find_step(path)[0])
 
 
-def load_params(path: Path, target: dict[str, Any]) -> dict[str, Any]:
+def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights into arrays of the target's shapes, dtypes and shardings."""
     if huggingface.is_huggingface(path):
         return huggingface.load_params(path, target)
     return checkpoints.restore_params(checkpoints.find_step(path)[1], target)
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer | FastTokenizer:
+def load_tokenizer(path: epath.PathLike) -> Tokenizer | FastTokenizer:
     """The tokenizer of a run or model, given as for `load_model`; UserError where it has none."""
-    tokenizer = find_tokenizer(Path(path))
+    tokenizer = find_tokenizer(epath.Path(path))
     if tokenizer is None:
         raise UserError(f"{path} holds no tokenizer.model or tokenizer.json: give its prompts as prompt_ids")
     return tokenizer
 
 
-def check_fits(path: Path, config: ModelConfig) -> None:
+def check_fits(path: epath.Path, config: ModelConfig) -> None:
     """Refuses weights that are not those of this model.
 
     Raises:
@@ -82,7 +82,7 @@ def check_fits(path: Path, config: ModelConfig) -> None:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
 
 
-def find_tokenizer(path: Path) -> Tokenizer | FastTokenizer | None:
+def find_tokenizer(path: epath.Path) -> Tokenizer | FastTokenizer | None:
     """The tokenizer of a run or model, if it has one."""
     directory = path if huggingface.is_huggingface(path) else checkpoints.find_step(path)[0]
     file = find_tokenizer_file(directory)

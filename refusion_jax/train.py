@@ -3,31 +3,42 @@
   python -m refusion_jax.train --config=configs/quickstart.py --workdir=runs/first
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path='my/*.jsonl'
 
-DIR (the --workdir) will hold checkpoints/STEP/ (Orbax), metrics.jsonl, tensorboard/, config.json and
+DIR (the --workdir) will hold checkpoints/STEP/ (Orbax), metrics.jsonl, tensorboard/, events.jsonl, config.json and
 tokenizer.model. Any config key can be set by a flag; all of them are listed below.
+
+On every host of a TPU pod, or under any other launcher (launch/local_hosts.sh), the same command trains on all of them
+together; DIR must be one that they share. On SIGTERM or a maintenance notice the run is saved and left with exit code
+75: start it again. Exit code 2 means that the input is at fault: it would fail again.
 """
 
 import contextlib
-from pathlib import Path
+import sys
+import time
 
 import jax
 import ml_collections
 from absl import flags
+from etils import epath
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_flags
 
-from refusion_jax import cli, sharding
+from refusion_jax import cli, events, sharding
 from refusion_jax.checkpoints import Checkpoints, saved_steps
 from refusion_jax.config import check, check_mesh, default_config
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.loader import global_batches
+from refusion_jax.data.loader import abstract_batch, global_batches
+from refusion_jax.distributed import check_same, check_shared, together
 from refusion_jax.errors import UserError
 from refusion_jax.flops import train_flops_per_token
 from refusion_jax.metrics import MetricsWriter, check_finite
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.objectives import make_objective
 from refusion_jax.optimizer import make_optimizer, make_schedule
+from refusion_jax.preemption import EXIT_CODE, Preemption
 from refusion_jax.pretrained import check_fits, load_params
+from refusion_jax.profiling import Profile
+from refusion_jax.storage import LogDirectory
 from refusion_jax.train_step import init_state, make_train_step, state_shardings, wide_to_int
 from refusion_jax.workdir import check_same_run, claim, model_config
 
@@ -37,20 +48,25 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 
 
-def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
-    """Trains from where the run's directory stands to the last step.
+def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
+    """Trains from where the run's directory stands to the last step, together with the other processes.
+
+    Returns:
+      Whether the run is complete; else it was told to go, and is saved.
 
     Raises:
       UserError: where config, data or directory cannot be used; nothing has been written then.
     """
     # 1. What is asked for, and is any of it left to do?
+    preemption = Preemption()
     check(config)
     check_same_run(workdir, config)
     if (steps := saved_steps(workdir)) and steps[-1] >= config.steps:
         say(f"training is complete: {workdir} holds step {steps[-1]} of {config.steps}")
-        return
+        return True
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
+    check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
 
     # 2. The data.
     tokenizer, rows = load_dataset(config, workdir)
@@ -58,6 +74,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
         f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
         f"vocabulary of {tokenizer.size}"
     )
+    check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
     data_position = {"rows": len(rows), "fingerprint": rows.fingerprint()}
 
     # 3. The model (its shape only), the objective and the optimizer make the step.
@@ -80,60 +97,114 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
     abstract_state = jax.eval_shape(fresh_state)
     shardings = state_shardings(mesh, axes, optimizer, abstract_state)
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
-    train_step = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, None))
+    train_step = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, sharding.sharding(mesh)))
 
     initial_params = None
     if config.init_from and not steps:
-        check_fits(Path(config.init_from), shape)
-        initial_params = load_params(Path(config.init_from), target.params)
+        check_fits(epath.Path(config.init_from), shape)
+        initial_params = load_params(epath.Path(config.init_from), target.params)
 
     # 5. The state: the newest checkpoint's, or a fresh one. From here on the directory is written to.
+    check_shared(workdir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
+        restore_began = time.time()
         restored = checkpoints.restore(target)
-        if restored is None and initial_params is None:
+        restore_seconds = time.time() - restore_began
+        if restored and {key: restored[1][key] for key in data_position} != data_position:
+            raise UserError(
+                f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
+                f"bring the data back, or start a new --workdir"
+            )
+        keep_compiled(workdir / "compilation_cache")
+        if restored:
+            state = restored[0]
+        elif initial_params is None:
             state = jax.jit(fresh_state, out_shardings=shardings)()
-        elif restored is None:
+        else:
             start = jax.jit(lambda params: init_state(params, optimizer), donate_argnums=0, out_shardings=shardings)
             state = start(initial_params)
-        else:
-            state, position = restored
-            if {key: position[key] for key in data_position} != data_position:
-                raise UserError(
-                    f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
-                    f"bring the data back, or start a new --workdir"
-                )
         claim(workdir, config, shape, tokenizer)
         first_step = int(state.step)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
         say(f"{parameters:,} parameters on {sharding.describe(mesh)}; step {first_step} of {config.steps}")
 
-        # 6. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
+        # 6. The logs, and the compiled step (from the cache, where a session before has compiled it).
+        logs = LogDirectory(workdir)
+        stack.callback(logs.close)
+        log = events.EventLog(logs.fetch(events.FILE))
+        stack.callback(log.close)
+        began = events.process_began()
+        log.write("start", at=began, step=first_step)
+        log.write("restore", seconds=restore_seconds)
+        log.write("init", seconds=time.time() - began - restore_seconds)
         flops = config.batch_size * config.row_length * train_flops_per_token(shape, config.row_length)
-        metrics = MetricsWriter(workdir, config.steps, first_step, wide_to_int(state.tokens), flops, mesh.devices)
+        tokens = wide_to_int(state.tokens)
+        metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, mesh.devices)
         stack.callback(metrics.close)
+        batch_sharding = sharding.sharding(mesh, "batch", "length")
+        with log.timed("compile"):
+            batch = abstract_batch(batch_sharding, config.batch_size, config.row_length)
+            train_step = train_step.lower(state, batch).compile()
+
+        # 7. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
         batches = global_batches(
             rows,
-            sharding.sharding(mesh, "batch", "length"),
+            batch_sharding,
             batch_size=config.batch_size,
             seed=config.seed,
             first_step=first_step,
             last_step=config.steps,
         )
+        profile = Profile(config.profile_steps, logs.path / "tensorboard")
+        stack.callback(profile.stop)
+        clock = events.StepClock(log, first_step)
+        preemption.training = True
         pending = None
-        for step, batch in enumerate(batches, first_step + 1):
+        for step in range(first_step + 1, config.steps + 1):
+            profile.before(step)
+            fetch_began = time.monotonic()
+            batch = next(batches)
+            fetch_ended = time.monotonic()
             state, step_metrics = train_step(state, batch)
+            clock.dispatched(fetch_began, fetch_ended, step_metrics)
+            profile.after(step, step_metrics)
             if pending:
                 metrics.write(*pending)
                 pending = None
             if step % config.log_every == 0 or step == config.steps:
                 pending = step, step_metrics
-            if step % config.checkpoint.every == 0 or step == config.steps:
-                check_finite(step, step_metrics)  # saving waits for the step anyway
-                checkpoints.save(step, state, data_position | {"next_row": step * config.batch_size})
-        metrics.write(*pending)
-    say(f"trained to step {config.steps}; the run is in {workdir}")
+            is_last = preemption.reached(step) or step == config.steps
+            if step % config.checkpoint.every == 0 or is_last:
+                clock.flush()
+                check_finite(step, step_metrics)
+                with log.timed("save", step=step):
+                    checkpoints.save(step, state, data_position | {"next_row": step * config.batch_size})
+                logs.sync()
+            if is_last:
+                break
+        if pending:
+            metrics.write(*pending)
+        is_complete = step == config.steps
+        with log.timed("end", step=step, reason="complete" if is_complete else "preempted"):
+            checkpoints.wait()
+    if is_complete:
+        say(f"trained to step {config.steps}; the run is in {workdir}")
+    else:
+        say(f"told to go: saved step {step} of {config.steps}; start it again to resume")
+    say(events.summary(workdir))
+    return is_complete
+
+
+def keep_compiled(directory: epath.Path) -> None:
+    """Has programs read from a cache that outlives this machine, or written to it; the user's own cache goes first.
+
+    JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        compilation_cache.reset_cache()  # it may have been found missing before
 
 
 def say(line: str) -> None:
@@ -145,7 +216,10 @@ def say(line: str) -> None:
 def main() -> None:
     if _CONFIG.value is None or _WORKDIR.value is None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
-    train(_CONFIG.value, Path(_WORKDIR.value))
+    with together():
+        is_complete = train(_CONFIG.value, epath.Path(_WORKDIR.value))
+    if not is_complete:
+        sys.exit(EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -4,39 +4,49 @@ DIR/config.json         the config the run was last started with
 DIR/model.json          the shape of the model, and what its token ids mean
 DIR/tokenizer.model     the sentencepiece model, or the files of a Hugging Face tokenizer (tokenizer.json ...)
 DIR/checkpoints/STEP/   see checkpoints.py
-DIR/metrics.jsonl, DIR/tensorboard/
+DIR/metrics.jsonl, DIR/tensorboard/, DIR/events.jsonl (where the time went), DIR/compilation_cache/
 """
 
 import dataclasses
 import json
 import os
-from pathlib import Path
 
 import jax
 import ml_collections
+from etils import epath
 
 from refusion_jax.config import RESUMABLE, differing_keys
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.storage import is_remote
 
 
-def write_file(path: Path, content: bytes | str) -> None:
+def write_file(path: epath.Path, content: bytes | str) -> None:
     """Writes a whole file or nothing: a kill in between leaves the old one."""
     content = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
+    if is_remote(path):
+        path.write_bytes(content)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
-def check_output(flag: str, path: Path, directory: bool = False) -> None:
+def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
     """Refuses a path that cannot be written, before any work is done for it.
 
     Raises:
       UserError: naming the flag.
     """
+    if is_remote(path):
+        try:
+            epath.Path(path).exists()
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
+        return
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     reason = None
     if nearest == path.absolute() and path.is_dir() != directory:
@@ -49,7 +59,7 @@ def check_output(flag: str, path: Path, directory: bool = False) -> None:
         raise UserError(f"--{flag}={path}: {reason}")
 
 
-def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
+def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
     """Refuses a directory that holds another run.
 
     Raises:
@@ -68,7 +78,7 @@ def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:
 
 
 def claim(
-    workdir: Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer | FastTokenizer
+    workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer | FastTokenizer
 ) -> None:
     """Makes the directory this run's: writes its tokenizer and model, then its config."""
     if jax.process_index() == 0:
@@ -78,7 +88,7 @@ def claim(
         write_file(workdir / "config.json", config.to_json(indent=2) + "\n")
 
 
-def read_config(workdir: Path) -> ml_collections.ConfigDict:
+def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     """The config of a run; UserError where the file cannot be read."""
     path = workdir / "config.json"
     try:
@@ -87,7 +97,7 @@ def read_config(workdir: Path) -> ml_collections.ConfigDict:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def read_model_config(workdir: Path) -> ModelConfig:
+def read_model_config(workdir: epath.Path) -> ModelConfig:
     """The model of a run; UserError where the file cannot be read."""
     path = workdir / "model.json"
     try:

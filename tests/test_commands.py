@@ -118,6 +118,8 @@ BAD = {
     "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
+    "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
+    "no gcsfs": ([*TRAIN, "--workdir=az://bucket/run"], "--workdir=az://bucket/run cannot be reached: "),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
 }
 
@@ -138,7 +140,7 @@ def test_a_benchmark_explains_itself():
     assert "--batch_sizes\n      Rows at once" in out
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "train_tokenizer", "quickstart"])
+@pytest.mark.parametrize("command", ["train", "generate", "train_tokenizer", "quickstart", "goodput"])
 def test_help_explains_every_flag(command):
     out, _ = run(command, "--help")
     assert out.index(f"python -m refusion_jax.{command}") < out.index("Flags:")

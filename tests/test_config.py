@@ -85,6 +85,8 @@ def test_the_keys_that_must_hold_are_there():
         ({"slots.sizes": ()}, "--config.slots.sizes=.*one or more sizes of at least 1"),
         ({"slots.sizes": (4, 0)}, "--config.slots.sizes=.*one or more sizes of at least 1"),
         ({"slots.eps": 1.0}, "--config.slots.eps=1.0: must be below 1"),
+        ({"profile_steps": (3, 2)}, "--config.profile_steps=.*must be a first and a last step"),
+        ({"profile_steps": (3,)}, "--config.profile_steps=.*must be a first and a last step"),
         ({"warmup_steps": 2000}, "--config.warmup_steps=2000: must not exceed --config.steps=1000"),
         ({"schedule": "wsd"}, "--config.decay_steps=0: must be 1 to 1000 for schedule=wsd"),
         ({"model.num_key_value_heads": 3}, "num_attention_heads=4: must be a multiple of num_key_value_heads=3"),

@@ -13,11 +13,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports run one way: never to the left, and never in a circle. A name stands for a module or for its whole folder.
 GROUPS = [
-    {"errors", "cli", "sharding", "config"},
+    {"errors", "cli", "storage", "distributed", "preemption", "events", "profiling", "sharding", "config"},
     {"slots", "objectives", "model", "data", "flops", "optimizer"},
-    {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained"},
-    {"prompts", "benchmarks"},
-    {"train", "generate", "train_tokenizer", "quickstart", "convert", "bench"},  # the commands, which nothing imports
+    {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained", "prompts"},
+    {"benchmarks"},
+    {"train", "generate", "train_tokenizer", "quickstart", "convert", "bench", "goodput"},  # the commands
 ]
 
 
@@ -58,10 +58,10 @@ def test_files_are_small_and_say_what_they_are_for(path):
         assert ast.get_docstring(ast.parse(text)), "no docstring"
 
 
-def test_the_core_can_be_read_in_an_evening():
-    core = [PACKAGE / "slots.py", PACKAGE / "objectives.py", PACKAGE / "train_step.py", PACKAGE / "train.py"]
-    core += [*(PACKAGE / "model").glob("*.py"), *(PACKAGE / "decoding").glob("*.py")]
-    assert sum(len(path.read_text().splitlines()) for path in core) < 2000
+def test_training_can_be_read_in_an_evening_and_decoding_in_another():
+    training = [PACKAGE / "slots.py", PACKAGE / "objectives.py", PACKAGE / "train_step.py", PACKAGE / "train.py"]
+    for core in ([*training, *(PACKAGE / "model").glob("*.py")], (PACKAGE / "decoding").glob("*.py")):
+        assert sum(len(path.read_text().splitlines()) for path in core) < 1500
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
@@ -94,7 +94,12 @@ def test_every_requirement_has_a_range_and_is_used():
         if line and not line.startswith("#")
     }
     source = "".join(path.read_text() for path in MODULES)
-    modules = {"absl-py": "absl", "orbax-checkpoint": "orbax", "ml-collections": "ml_collections"}
+    modules = {
+        "absl-py": "absl",
+        "etils[epath]": "etils",
+        "orbax-checkpoint": "orbax",
+        "ml-collections": "ml_collections",
+    }
     for package, line in wanted.items():
         assert ">=" in line, line
         assert "<" in line, line

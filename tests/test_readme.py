@@ -17,7 +17,7 @@ COMMANDS = [
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
 ]
-OURS = [command for command in COMMANDS if "python -m refusion_jax." in command]
+OURS = [command for command in COMMANDS if re.search(r"python -m refusion_jax\.|launch/(local_hosts|tpu_vm)", command)]
 WRITES = [command for command in COMMANDS if command.startswith("echo ")]  # input for the others
 SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
 SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128", "--config.decay_steps=1"]
@@ -28,6 +28,7 @@ def user(tmp_path_factory, trained_run):
     """A directory as a user's who has run the quickstart and has text of their own."""
     home = tmp_path_factory.mktemp("user")
     (home / "configs").symlink_to(ROOT / "configs")
+    (home / "launch").symlink_to(ROOT / "launch")
     (home / "runs").mkdir()
     (home / "runs" / "quickstart").symlink_to(trained_run)
     (home / "prompts.jsonl").write_text('{"prompt": "Sort 3 1."}\n{"prompt_ids": [1, 7, 9]}\n')
@@ -49,7 +50,7 @@ def tiny_qwen3(path) -> None:
 
 
 def shell(command: str, home) -> str:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
     done = subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -64,7 +65,7 @@ def test_the_two_commands_are_the_ones_that_ci_and_the_quickstart_test_run():
 @pytest.mark.parametrize("command", OURS)
 def test_a_command_works_as_written(command, user):
     small = command.replace("python -m", f"{sys.executable} -m")
-    if ".train " in command:
+    if ".train " in command or "local_hosts" in command:
         own = {flag.split("=")[0] for flag in command.split()}
         small += " " + " ".join(flag for flag in SMALLER if flag.split("=")[0] not in own)
         small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""

@@ -101,6 +101,12 @@ def test_data_that_changed_under_a_run_is_refused(trained_run, tmp_path):
     assert (workdir / "config.json").read_text() == config
 
 
+def test_a_window_of_steps_is_profiled(tmp_path):
+    run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.steps=6", "--config.profile_steps=(3,4)")
+    (trace,) = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb")
+    assert trace.read_bytes().count(b"train_step") > 0
+
+
 def test_divergence_is_one_line_and_leaves_no_spoiled_checkpoint(tmp_path):
     flags = ["--config.learning_rate=1e30", "--config.warmup_steps=0", "--config.clip_norm=1e30"]
     flags += ["--config.log_every=60", "--config.checkpoint.every=2"]  # noticed although nothing is logged yet

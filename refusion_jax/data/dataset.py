@@ -1,9 +1,9 @@
 """The data of a run, from its config: examples, tokenizer, packed rows."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import ml_collections
+from etils import epath
 
 from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.packing import PackedRows, pack, tokenize, usable
@@ -11,7 +11,9 @@ from refusion_jax.data.sources import Example, read_examples
 from refusion_jax.data.tokenizer import Tokenizer
 
 
-def load_dataset(config: ml_collections.ConfigDict, workdir: Path) -> tuple[Tokenizer | FastTokenizer, PackedRows]:
+def load_dataset(
+    config: ml_collections.ConfigDict, workdir: epath.Path
+) -> tuple[Tokenizer | FastTokenizer, PackedRows]:
     """Reads, tokenizes and packs all of config.data into memory.
 
     Args:

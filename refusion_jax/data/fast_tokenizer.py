@@ -1,11 +1,11 @@
 """Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
 
 import json
-from pathlib import Path
 
 import jinja2
 import jinja2.sandbox
 import tokenizers
+from etils import epath
 
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
@@ -21,7 +21,7 @@ class FastTokenizer:
     the text of an answer, but a template's own are.
     """
 
-    def __init__(self, path: Path, mask_piece: str):
+    def __init__(self, path: epath.Path, mask_piece: str):
         """Reads the files.
 
         Raises:
@@ -51,7 +51,7 @@ class FastTokenizer:
         except (OSError, ValueError) as error:
             raise UserError(f"{self._config_path} cannot be read: {error}") from error
 
-    def _read_template(self, path: Path, config: dict) -> jinja2.Template | None:
+    def _read_template(self, path: epath.Path, config: dict) -> jinja2.Template | None:
         """The chat template, run in a sandbox: it is data."""
         file = path.with_name("chat_template.jinja")
         self._template_source = file.read_text() if file.exists() else config.get("chat_template")
@@ -112,13 +112,13 @@ def _content(token: str | dict | None) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def load_tokenizer_file(path: Path | str, mask_piece: str) -> Tokenizer | FastTokenizer:
+def load_tokenizer_file(path: epath.PathLike, mask_piece: str) -> Tokenizer | FastTokenizer:
     """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model."""
-    path = Path(path)
+    path = epath.Path(path)
     return FastTokenizer(path, mask_piece) if path.suffix == ".json" else Tokenizer.load(path, mask_piece)
 
 
-def find_tokenizer_file(directory: Path) -> Path | None:
+def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
     """The tokenizer file of a directory, if it has one."""
     candidates = (directory / name for name in ("tokenizer.model", "tokenizer.json"))
     return next((path for path in candidates if path.exists()), None)

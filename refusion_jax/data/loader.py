@@ -45,6 +45,13 @@ def global_batches(
         yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})
 
 
+def abstract_batch(sharding: NamedSharding, batch_size: int, row_length: int) -> Rows:
+    """Shape, dtypes and sharding of a global batch, to compile for."""
+    shape = (batch_size, row_length)
+    kinds = {"tokens": np.int32, "segment_ids": np.int32, "is_response": np.bool_}
+    return Rows(**{name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()})
+
+
 def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
     """Rows of the global batch that this host's devices hold."""
     held = sharding.addressable_devices_indices_map(shape).values()

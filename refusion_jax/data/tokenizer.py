@@ -2,9 +2,9 @@
 
 import io
 from collections.abc import Iterable
-from pathlib import Path
 
 import sentencepiece
+from etils import epath
 
 from refusion_jax.errors import UserError
 
@@ -47,10 +47,10 @@ class Tokenizer:
                 raise UserError(f"{origin} has no {name} token; train it with {name}_id set")
 
     @classmethod
-    def load(cls, path: Path | str, mask_piece: str = MASK_PIECE) -> "Tokenizer":
+    def load(cls, path: epath.PathLike, mask_piece: str = MASK_PIECE) -> "Tokenizer":
         """Reads a model file; UserError where there is none."""
         try:
-            return cls(Path(path).read_bytes(), str(path), mask_piece)
+            return cls(epath.Path(path).read_bytes(), str(path), mask_piece)
         except OSError as error:
             raise UserError(f"tokenizer {path}: {error.strerror}") from error
 

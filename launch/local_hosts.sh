@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Trains with N processes on this machine, which find each other as the hosts of a pod do.
+#   bash launch/local_hosts.sh N --config=configs/NAME.py --workdir=DIR [flags of `train`]
+# From the environment: DEVICES (virtual CPU devices of each process, 1), RESTARTS (how often to start again after a
+# preemption or a lost process, 0), PYTHON (python).
+# SIGTERM and Ctrl-C save one checkpoint and end the run. When one process dies the others are killed. The exit code is that
+# of the process that ended first with another than 0: 75 preempted (start it again), 2 bad input (never started again).
+# Process 0 speaks; another one is heard if it dies.
+set -uo pipefail
+hosts=${1:-}
+if ! [[ $hosts =~ ^[1-9][0-9]*$ ]]; then
+  echo "error: the first argument is the number of processes, such as: bash launch/local_hosts.sh 2 --config=..." >&2
+  exit 2
+fi
+shift
+python=${PYTHON:-python}
+export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+export XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=${DEVICES:-1}"
+export NPROC=${NPROC:-32} # threads of XLA: virtual devices that share too few of them wait for each other for ever
+export JAX_NUM_PROCESSES=$hosts
+logs=$(mktemp -d)
+pids=()
+told=
+trap 'rm -rf "$logs"' EXIT
+trap 'told=1; kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
+
+train() { # starts all processes and waits for them; sets code
+  local index finished status first=
+  JAX_COORDINATOR_ADDRESS=localhost:$("$python" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
+  export JAX_COORDINATOR_ADDRESS
+  pids=()
+  for ((index = 0; index < hosts; index++)); do
+    if ((index == 0)); then
+      JAX_PROCESS_ID=$index "$python" -m refusion_jax.train "$@" &
+    else
+      JAX_PROCESS_ID=$index "$python" -m refusion_jax.train "$@" >"$logs/$index" 2>&1 &
+    fi
+    pids[index]=$!
+  done
+  code=0
+  while ((${#pids[@]} > 0)); do
+    wait -n -p finished "${pids[@]}"
+    status=$?
+    if [ -z "${finished:-}" ]; then continue; fi # a signal woke us, and has been passed on
+    for index in "${!pids[@]}"; do
+      if [ "${pids[index]}" = "$finished" ]; then
+        unset "pids[index]"
+        break
+      fi
+    done
+    if ((status == 0 || code != 0)); then continue; fi
+    code=$status
+    first=$index
+    if ((status != 75)); then # told to go they leave together; else the others would wait for the dead one
+      sleep 1                 # if the input is at fault process 0 is about to say so itself
+      if ((first != 0)) && [ -n "${pids[0]:-}" ] && kill -0 "${pids[0]}" 2>/dev/null; then
+        echo "process $first ended with exit code $status:" >&2
+        grep -v '^\[Gloo\]' "$logs/$first" | tail -n 30 >&2
+      fi
+      if ((${#pids[@]} > 0)); then kill -KILL "${pids[@]}" 2>/dev/null; fi
+    fi
+  done
+}
+
+for ((start = 0; start <= ${RESTARTS:-0}; start++)); do
+  if ((start > 0)); then echo "starting again after exit code $code ($start of $RESTARTS)"; fi
+  train "$@"
+  if [ -n "$told" ] || ((code != 75 && code != 137)); then break; fi # 137: killed, as a lost machine is
+done
+exit "$code"

@@ -1,0 +1,230 @@
+#!/usr/bin/env bash
+# Trains on a Cloud TPU, one slice or several, from any machine that has gcloud.
+#   bash launch/tpu_vm.sh run NAME --zone=us-east5-a --accelerator=v5p-64 --spot -- --config=configs/NAME.py --workdir=gs://BUCKET/DIR
+# does it all. The commands, each with a NAME of your choice for the TPU:
+#   create    asks for the TPU (a queued resource) and waits until it is there
+#   setup     copies this project to all workers and installs it
+#   run       creates and sets up what is missing, starts `train` with the flags behind -- on all workers, and watches it:
+#             a preempted TPU is created again and the run resumed, until it is complete
+#   resume    goes on watching the last `run` of NAME, and starts it again if it is not running
+#   logs      what `train` prints (--worker=0)
+#   delete    has the run saved, then deletes the TPU
+# Options, remembered from `create` and `run` on:
+#   --zone=Z --accelerator=TYPE (v4-32, v5litepod-64, v5p-64, v6e-32 ...) --project=P --slices=N --spot
+#   --runtime=VERSION (that of the accelerator's generation)
+#   --dry_run prints every command instead of running it
+# Exit codes: that of `train`; 2 for bad input, which is never tried again. Interrupt this script and the run goes on.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+POLL_SECONDS=${POLL_SECONDS:-30}
+MEMORY=${XDG_STATE_HOME:-$HOME/.local/state}/refusion_jax
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+command=${1:-} name=${2:-}
+case $command in
+  create | setup | run | resume | logs | delete) ;;
+  *) fail "${command:-no command}: the first argument is one of create, setup, run, resume, logs, delete" ;;
+esac
+[[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || fail "${name:-no name}: the second argument names the TPU: a-z, 0-9 and -"
+shift 2
+
+zone='' accelerator='' project='' slices=1 spot='' runtime='' dry_run='' worker=0 flags=() options=()
+read_options() { # of the command line, or remembered ones; what follows -- are flags of `train`
+  while (($# > 0)); do
+    case $1 in
+      --zone=* | --accelerator=* | --project=* | --slices=* | --runtime=* | --worker=*)
+        local key=${1%%=*}
+        printf -v "${key#--}" %s "${1#*=}"
+        ;;
+      --spot) spot=1 ;;
+      --dry_run) dry_run=1 ;;
+      --)
+        shift
+        flags=("$@")
+        return
+        ;;
+      *) fail "$1: no such option; flags of train stand behind --" ;;
+    esac
+    shift
+  done
+}
+if [ -f "$MEMORY/$name" ]; then
+  mapfile -d '' -t options <"$MEMORY/$name"
+  read_options "${options[@]}"
+fi
+read_options "$@"
+[ -n "$zone" ] || fail "--zone=Z is needed, such as --zone=us-east5-a"
+[[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices=$slices: must be a number of at least 1"
+if [[ $command == create || $command == run ]]; then
+  [ -n "$accelerator" ] || fail "--accelerator=TYPE is needed, such as --accelerator=v5p-64"
+  case $accelerator in
+    v4-*) default=tpu-ubuntu2204-base ;;
+    v5litepod-*) default=v2-alpha-tpuv5-lite ;;
+    v5p-*) default=v2-alpha-tpuv5 ;;
+    v6e-*) default=v2-alpha-tpuv6e ;;
+    *) [ -n "$runtime" ] || fail "--accelerator=$accelerator: known are v4-N, v5litepod-N, v5p-N, v6e-N; else give --runtime=VERSION" ;;
+  esac
+  runtime=${runtime:-$default}
+fi
+if [[ $command == run ]]; then
+  [[ " ${flags[*]} " == *" --config="* ]] || fail "the flags of train stand behind --, and --config=configs/NAME.py is one of them"
+  [[ " ${flags[*]} " =~ " --workdir="(gs:/)?/ ]] ||
+    fail "--workdir=gs://BUCKET/DIR (or the absolute path of a mounted one) is needed behind --: all workers share it, and it outlives them"
+fi
+if [[ $command == resume ]]; then ((${#flags[@]} > 0)) || fail "no run of $name is remembered; start one with: run"; fi
+
+remember() {
+  if [ -n "$dry_run" ]; then return; fi
+  mkdir -p "$MEMORY"
+  printf '%s\0' "--zone=$zone" "--accelerator=$accelerator" "--project=$project" "--slices=$slices" ${spot:+--spot} \
+    "--runtime=$runtime" -- "${flags[@]}" >"$MEMORY/$name"
+}
+
+gcloud_() { # gcloud compute tpus queued-resources VERB NAME ..., in the right place
+  local line=(gcloud compute tpus queued-resources "$@" "--zone=$zone" ${project:+"--project=$project"})
+  if [ -n "$dry_run" ]; then
+    printf '%q ' "${line[@]}"
+    echo
+  else
+    "${line[@]}"
+  fi
+}
+
+on_all() { # runs launch/worker.sh COMMAND on all workers of all slices; the exit code is that of the first that has not 0
+  local quoted
+  printf -v quoted '%q ' bash refusion_jax/launch/worker.sh "$@"
+  gcloud_ ssh "$name" --node=all --worker=all --command="${quoted% }"
+}
+
+get_state() { # sets state; NONE if there is no such TPU
+  if [ -n "$dry_run" ]; then
+    gcloud_ describe "$name" '--format=value(state.state)'
+    state=${created:+ACTIVE}
+    state=${state:-NONE}
+    return
+  fi
+  local tries error
+  error=$(mktemp)
+  for ((tries = 0; tries < 5; tries++)); do
+    if state=$(gcloud_ describe "$name" '--format=value(state.state)' 2>"$error"); then
+      rm -f "$error"
+      return
+    elif grep -qi not_found "$error"; then
+      state=NONE
+      rm -f "$error"
+      return
+    fi
+    sleep "$POLL_SECONDS"
+  done
+  cat "$error" >&2
+  rm -f "$error"
+  exit 1
+}
+
+create() { # until the TPU is there; what is left of a preempted one is deleted first
+  local nodes=("--node-id=$name") said=''
+  if ((slices > 1)); then nodes=("--node-count=$slices" "--node-prefix=$name"); fi
+  while :; do
+    get_state
+    case $state in
+      ACTIVE) return ;;
+      NONE)
+        gcloud_ create "$name" "${nodes[@]}" "--accelerator-type=$accelerator" "--runtime-version=$runtime" ${spot:+--spot} || exit 1
+        created=1
+        ;;
+      SUSPENDED | FAILED)
+        if [ "$state" = FAILED ] && [ -n "${created:-}" ]; then
+          echo "the request for $name has failed; why: gcloud compute tpus queued-resources describe $name --zone=$zone" >&2
+          exit 1
+        fi
+        gcloud_ delete "$name" --force --quiet
+        ;;
+      *)
+        if [ "$said" != "$state" ]; then echo "$name is $state"; fi
+        said=$state
+        sleep "$POLL_SECONDS"
+        ;;
+    esac
+  done
+}
+
+setup() {
+  local archive=refusion_jax.tgz folder=/tmp tries
+  if [ -z "$dry_run" ]; then folder=$(mktemp -d); fi
+  [ -n "$dry_run" ] || tar -czf "$folder/$archive" --exclude=__pycache__ refusion_jax configs launch requirements.txt pyproject.toml README.md LICENSE || exit 1
+  for ((tries = 0; tries < 10; tries++)); do # a new machine takes a while to answer
+    if gcloud_ scp "$folder/$archive" "$name:$archive" --node=all --worker=all &&
+      gcloud_ ssh "$name" --node=all --worker=all \
+        --command="mkdir -p refusion_jax && tar -xzf $archive -C refusion_jax && bash refusion_jax/launch/worker.sh install"; then
+      if [ -z "$dry_run" ]; then rm -rf "$folder"; fi
+      return
+    fi
+    sleep "$POLL_SECONDS"
+  done
+  rm -rf "$folder"
+  echo "error: $name cannot be set up" >&2
+  exit 1
+}
+
+watch() { # until the run is complete or fails by itself
+  local code silent=0
+  while :; do
+    on_all wait
+    code=$?
+    if ((code != 0 && code != 2 && code != 75 && code != 254 && code != 255)); then
+      on_all lost # the others fail, each in its way, where one machine is lost
+      case $? in
+        254) code=254 ;;
+        255) code=255 ;;
+      esac
+    fi
+    case $code in
+      75) echo "$name has been told to go, and the run is saved" ;;
+      254) echo "a machine of $name was lost" ;;
+      255) echo "$name does not answer" ;;
+      *) return "$code" ;;
+    esac
+    get_state
+    if [ "$state" != ACTIVE ]; then
+      echo "$name is $state: creating it again"
+      created=''
+      create
+      setup
+      on_all start "${flags[@]}"
+      silent=0
+    elif ((code != 255)); then
+      on_all start "${flags[@]}"
+      silent=0
+    elif ((++silent > 20)); then
+      echo "error: $name is ACTIVE, but has not answered $silent times" >&2
+      return 1
+    fi
+    sleep "$POLL_SECONDS"
+  done
+}
+
+case $command in
+  create)
+    remember
+    create
+    ;;
+  setup) setup ;;
+  run)
+    remember
+    create
+    setup
+    on_all start "${flags[@]}" || exit 1
+    echo "started; see it with: bash launch/tpu_vm.sh logs $name"
+    watch
+    ;;
+  resume) watch ;;
+  logs) gcloud_ ssh "$name" --node=0 "--worker=$worker" --command="bash refusion_jax/launch/worker.sh logs" ;;
+  delete)
+    on_all stop
+    gcloud_ delete "$name" --force --quiet && if [ -z "$dry_run" ]; then rm -f "$MEMORY/$name"; fi
+    ;;
+esac

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# What launch/tpu_vm.sh has every worker of a TPU do. Detached from the connection: a lost one ends nothing.
+#   install        into .venv, with TPU support
+#   start FLAGS    `train FLAGS` in the background; one that is still running is killed first
+#   wait           until it ends: its exit code, or 254 if it is gone without one (the machine was restarted)
+#   lost           254 if it is gone without an exit code, else 0
+#   stop           as a preemption does: one checkpoint, then the end
+#   logs           what it prints, from its last 100 lines on
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+is_running() {
+  [ -f train.pid ] && grep -q refusion_jax "/proc/$(cat train.pid)/cmdline" 2>/dev/null
+}
+
+case ${1:-} in
+  install)
+    if [ ! -x .venv/bin/python ] && ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+      python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --seed --python 3.12 .venv || exit 1
+    fi
+    source launch/install.sh "[tpu]"
+    ;;
+  start)
+    shift
+    if is_running; then kill -KILL "$(cat train.pid)"; fi
+    rm -f train.exit train.pid
+    nohup setsid bash launch/worker.sh job "$@" >>train.log 2>&1 </dev/null &
+    for ((i = 0; i < 50; i++)); do
+      if [ -s train.pid ]; then exit 0; fi
+      sleep 0.1
+    done
+    exit 1
+    ;;
+  job) # of `start`
+    shift
+    .venv/bin/python -m refusion_jax.train "$@" &
+    echo $! >train.pid
+    trap 'kill -TERM $! 2>/dev/null' TERM # of a machine that is shut down
+    while
+      wait $!
+      code=$?
+      kill -0 $! 2>/dev/null
+    do :; done
+    echo $code >train.exit
+    ;;
+  wait)
+    while is_running; do sleep 2; done
+    sleep 1 # for the exit code to be written
+    if [ -s train.exit ]; then exit "$(cat train.exit)"; fi
+    exit 254
+    ;;
+  lost)
+    if is_running || [ -s train.exit ]; then exit 0; fi
+    exit 254
+    ;;
+  stop)
+    if is_running; then kill -TERM "$(cat train.pid)"; fi
+    while is_running; do sleep 1; done
+    ;;
+  logs) exec tail -n 100 -F train.log ;;
+  *)
+    echo "error: $0 install|start|wait|lost|stop|logs" >&2
+    exit 2
+    ;;
+esac

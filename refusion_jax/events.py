@@ -1,0 +1,183 @@
+"""What the time of a run goes into: its event log, and the goodput that follows from it.
+
+DIR/events.jsonl holds one object an event, over all sessions (starts) of the run: `time` (Unix seconds), `event`, and
+
+  start       step: what the session resumed from; time: when the process began
+  init        seconds from there to the first compilation, without restoring
+  restore     seconds to read the checkpoint
+  compile     seconds to compile the step (or to find it in the compilation cache)
+  steps       first, last; seconds the devices worked on them; data_seconds they idled for want of rows
+  save        step, seconds the loop stood still for the checkpoint
+  end         step, reason: complete | preempted; seconds to finish writing
+
+Goodput is the share of the time since the first start in which devices took steps that count. Steps that were taken
+again after a kill are lost, whichever session took them.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from etils import epath
+
+FILE = "events.jsonl"
+PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
+_PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
+_WRITE_SECONDS = 10.0  # a kill leaves no more than this unaccounted
+_IN_FLIGHT = 2  # steps dispatched and not done: the devices never wait for the host, nor is a notice heard late
+
+
+class EventLog:
+    """Appends events; only process 0 does."""
+
+    def __init__(self, path: Path):
+        self._file = None
+        if jax.process_index() == 0:
+            is_cut_off = path.exists() and not path.read_bytes().endswith(b"\n")
+            self._file = path.open("a")
+            print(end="\n" if is_cut_off else "", file=self._file)
+
+    def write(self, event: str, at: float | None = None, **values: Any) -> None:
+        """Adds an event that happened now, or at a Unix time."""
+        if self._file:
+            print(json.dumps({"time": at or time.time(), "event": event, **values}), file=self._file, flush=True)
+
+    @contextlib.contextmanager
+    def timed(self, event: str, **values: Any) -> Iterator[None]:
+        """Adds an event with the seconds that the block took."""
+        began = time.monotonic()
+        yield
+        self.write(event, seconds=round(time.monotonic() - began, 4), **values)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file:
+            self._file.close()
+
+
+class StepClock:
+    """Measures what the devices do, beside a loop that never waits for the step it has just dispatched.
+
+    A step occupies them from its dispatch, or from the end of the step before it, to its own end. They idle for data
+    where the loop fetches rows and nothing is in flight.
+    """
+
+    def __init__(self, log: EventLog, first_step: int):
+        self._log = log
+        self._watcher = concurrent.futures.ThreadPoolExecutor(1, "steps")
+        self._pending = collections.deque()
+        self._done = time.monotonic()
+        self._written = self._last = first_step
+        self._wrote_at = self._done
+        self._busy = self._starved = 0.0
+
+    def dispatched(self, fetch_began: float, fetch_ended: float, outputs: Any) -> None:
+        """Notes a step; waits for the one before the one before it.
+
+        Args:
+          fetch_began: time.monotonic() when its rows were asked for.
+          fetch_ended: and when they were there, and the step was dispatched.
+          outputs: arrays that are ready when the step is done.
+        """
+        self._pending.append((fetch_began, fetch_ended, self._watcher.submit(_when_ready, outputs)))
+        self._settle(_IN_FLIGHT)
+        if time.monotonic() - self._wrote_at > _WRITE_SECONDS:
+            self._write()
+
+    def flush(self) -> None:
+        """Waits for all steps and writes them down."""
+        self._settle(0)
+        self._write()
+
+    def _settle(self, most: int) -> None:
+        while len(self._pending) > most:
+            fetch_began, fetch_ended, ready = self._pending.popleft()
+            done = ready.result()
+            self._starved += max(0.0, fetch_ended - max(fetch_began, self._done))
+            self._busy += done - max(fetch_ended, self._done)
+            self._done = done
+            self._last += 1
+
+    def _write(self) -> None:
+        if self._last > self._written:
+            seconds = {"seconds": round(self._busy, 4), "data_seconds": round(self._starved, 4)}
+            self._log.write("steps", first=self._written + 1, last=self._last, **seconds)
+        self._written, self._wrote_at = self._last, time.monotonic()
+        self._busy = self._starved = 0.0
+
+
+def _when_ready(outputs: Any) -> float:
+    jax.block_until_ready(outputs)
+    return time.monotonic()
+
+
+def process_began() -> float:
+    """Unix time at which this process was started; imports take seconds of it. Now, where the system does not tell."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError):
+        return time.time()
+
+
+def read_events(text: str) -> list[dict[str, Any]]:
+    """The events of a log; a line that a kill cut off is left out."""
+    events = []
+    for line in text.splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by PARTS, which add up to `total`; `goodput`: the share of `step`; and the number of `sessions`.
+
+    `other` is what sessions did besides; `down` lies between sessions, with the steps a kill left unwritten.
+    """
+    sessions = []
+    for event in events:
+        if event["event"] == "start":
+            sessions.append([])
+        if sessions:  # a first line that was cut off takes its session's others with it
+            sessions[-1].append(event)
+    spent = dict.fromkeys(PARTS, 0.0)
+    resumed_from = float("inf")  # by any later session: what was done behind that step was done again
+    for index in reversed(range(len(sessions))):
+        session = sessions[index]
+        for event in session:
+            if event["event"] == "steps":
+                count = event["last"] - event["first"] + 1
+                kept = min(max(0, min(event["last"], resumed_from) - event["first"] + 1) / count, 1.0)
+                spent["step"] += kept * event["seconds"]
+                spent["lost"] += (1 - kept) * event["seconds"]
+                spent["data"] += event["data_seconds"]
+            elif event["event"] in _PART_OF:
+                spent[_PART_OF[event["event"]]] += event["seconds"]
+        if index:
+            spent["down"] += max(0.0, session[0]["time"] - sessions[index - 1][-1]["time"])
+        resumed_from = min(resumed_from, session[0]["step"])
+    total = sessions[-1][-1]["time"] - sessions[0][0]["time"] if sessions else 0.0
+    spent["other"] = max(0.0, total - sum(spent.values()))
+    return {**spent, "total": total, "goodput": spent["step"] / total if total else 0.0, "sessions": len(sessions)}
+
+
+def summary(workdir: epath.Path) -> str:
+    """The goodput of a run, in one line for people."""
+    return describe(account(read_events((workdir / FILE).read_text())))
+
+
+def describe(spent: dict[str, float]) -> str:
+    """One line for people."""
+    minutes, seconds = divmod(round(spent["total"]), 60)
+    shares = ", ".join(f"{part} {spent[part] / spent['total']:.1%}" for part in PARTS if spent[part] > 0)
+    plural = "session" if spent["sessions"] == 1 else "sessions"
+    return f"goodput {spent['goodput']:.1%} of {minutes} min {seconds} s in {spent['sessions']} {plural}: {shares}"

@@ -1,0 +1,30 @@
+"""Prints what the time of a run went into, over all its restarts; works while it runs.
+
+python -m refusion_jax.goodput --workdir=runs/mine
+"""
+
+import json
+
+from absl import flags
+from etils import epath
+
+from refusion_jax import cli, events
+from refusion_jax.errors import UserError
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object: seconds by part, total, goodput (0 to 1), sessions")
+
+
+def main() -> None:
+    if _WORKDIR.value is None:
+        raise UserError("--workdir=DIR is needed; --help explains")
+    file = epath.Path(_WORKDIR.value) / events.FILE
+    found = events.read_events(file.read_text()) if file.exists() else []
+    if not found:
+        raise UserError(f"--workdir={_WORKDIR.value} holds no {events.FILE} of a training run")
+    spent = events.account(found)
+    print(json.dumps(spent) if _JSON.value else events.describe(spent))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,83 @@
+"""Being told to go: SIGTERM, or a maintenance notice of Google's machines, and what all hosts agree to do then.
+
+Every host saves the same step, once, and leaves with EXIT_CODE, on which the scripts in launch/ start the run again.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import jax
+from absl import logging
+from jax.experimental import multihost_utils
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not an error of the input, try again
+POLL_SECONDS = 5.0
+
+# Values of the metadata server that announce the end of the machine (a live migration does not).
+_NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
+
+
+class Preemption:
+    """Listens from its creation on. Until `training` is set a SIGTERM ends the process at once: nothing is lost."""
+
+    def __init__(self):
+        self.training = False
+        self._told = False
+        if not jax.distributed.is_initialized():  # else JAX listens, and tells the other hosts
+            signal.signal(signal.SIGTERM, self._hear)
+        if server := _metadata_server():
+            threading.Thread(target=_watch_maintenance, args=(server,), name="maintenance", daemon=True).start()
+
+    def _hear(self, *_) -> None:
+        if not self.training:
+            sys.exit(EXIT_CODE)
+        self._told = True
+
+    def reached(self, step: int) -> bool:
+        """Whether to save and leave behind this step; the same step on all hosts. To be asked at every step."""
+        if jax.distributed.is_initialized():
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._told
+
+
+def _metadata_server() -> str | None:
+    """Address of the metadata server, on machines of Google's that have one."""
+    if host := os.environ.get("GCE_METADATA_HOST"):
+        return host
+    product = Path("/sys/class/dmi/id/product_name")
+    is_google = product.exists() and product.read_text().startswith("Google")
+    return "metadata.google.internal" if is_google else None
+
+
+def _watch_maintenance(server: str) -> None:
+    """Turns a notice into SIGTERM, which is heard on every host.
+
+    A notice that stands already when we begin is left alone: the run has just been started in spite of it, and a
+    second SIGTERM comes when the machine really goes.
+    """
+    before = {key: _ask(server, key) for key in _NOTICES}
+    while True:
+        time.sleep(POLL_SECONDS)
+        for key, notice in _NOTICES.items():
+            now = _ask(server, key)
+            if now == notice and before[key] not in (notice, None):
+                logging.warning("%s says %s: saving and leaving", key, now)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            before[key] = now or before[key]
+
+
+def _ask(server: str, key: str) -> str | None:
+    url = f"http://{server}/computeMetadata/v1/instance/{key}"
+    try:
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with urllib.request.urlopen(request, timeout=POLL_SECONDS) as answer:
+            return answer.read().decode().strip()
+    except (OSError, urllib.error.URLError):
+        return None

@@ -1,0 +1,34 @@
+"""A profile of some steps, for TensorBoard's profile plugin."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Profile:
+    """Traces the steps from a first to a last one on process 0; none where `steps` is empty."""
+
+    def __init__(self, steps: Sequence[int], directory: Path):
+        self._first, self._last = steps or (0, 0)
+        self._directory = directory
+        self._is_tracing = False
+
+    def before(self, step: int) -> None:
+        """Begins to trace, where a step is the first of the window that this session takes."""
+        if self._first <= step <= self._last and not self._is_tracing and jax.process_index() == 0:
+            jax.profiler.start_trace(str(self._directory))
+            self._is_tracing = True
+
+    def after(self, step: int, outputs: Any) -> None:
+        """Writes the trace behind the last step, once its outputs are there."""
+        if self._is_tracing and step == self._last:
+            jax.block_until_ready(outputs)
+            self.stop()
+
+    def stop(self) -> None:
+        """Writes the trace so far, if there is one."""
+        if self._is_tracing:
+            jax.profiler.stop_trace()
+            self._is_tracing = False

@@ -1,0 +1,231 @@
+"""Several real processes on this machine, joined as the hosts of a pod are."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import rows_probe
+from conftest import ROOT, TINY_RUN, run
+
+from refusion_jax import distributed, events
+from refusion_jax.checkpoints import saved_steps
+from refusion_jax.errors import UserError
+from refusion_jax.metrics import read_metrics
+
+FLAGS = [*TINY_RUN, "--config.batch_size=16", "--config.steps=20", "--config.checkpoint.every=100"]
+
+
+def start_hosts(hosts: int, *flags: str, devices: int = 4, **variables: str) -> subprocess.Popen:
+    """launch/local_hosts.sh, in a process group of its own."""
+    env = os.environ | {"DEVICES": str(devices), "PYTHON": sys.executable, "XLA_FLAGS": ""} | variables
+    line = ["bash", "launch/local_hosts.sh", str(hosts), *flags]
+    return subprocess.Popen(
+        line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def until(process: subprocess.Popen, happened, seconds: float = 120) -> None:
+    """Waits for something to happen while a process runs."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.02)
+
+
+def workers(launcher: subprocess.Popen) -> list[int]:
+    """The training processes that local_hosts.sh has started, in order."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in children if "refusion_jax.train" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def losses(workdir) -> list[float]:
+    return [record["loss"] for record in read_metrics(workdir)]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The losses of 20 steps on one process with 8 devices."""
+    workdir = tmp_path_factory.mktemp("one") / "run"
+    run("train", *FLAGS, f"--workdir={workdir}", devices=8)
+    found = losses(workdir)
+    assert len(found) == 20
+    return found
+
+
+def test_two_processes_see_the_rows_and_the_noise_of_one():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
+    env |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    line = [sys.executable, "tests/rows_probe.py"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(line, cwd=ROOT, env=env | {"JAX_PROCESS_ID": str(i)}, **pipes) for i in range(2)]
+    (out, err), _ = [process.communicate() for process in both]
+    assert both[0].returncode == 0, err
+    found = json.loads(out.strip().splitlines()[-1])
+    assert found["processes"] == 2
+    expected = [rows_probe.digest(mesh, 2, 5) for mesh in rows_probe.MESHES]
+    assert len(set(expected)) == 1
+    assert found["digests"] == expected
+
+
+def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one(tmp_path, one_process):
+    """SIGTERM on one host: both save the same step, once, and leave with 75, on which they are started again."""
+    process = start_hosts(2, *FLAGS, f"--workdir={tmp_path}", RESTARTS="1")
+    until(process, lambda: len(read_metrics(tmp_path)) > 4)
+    os.kill(workers(process)[1], signal.SIGTERM)  # not the one that writes
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert "starting again after exit code 75 (1 of 1)" in out
+    step, last = saved_steps(tmp_path)
+    assert 4 < step < last == 20, "too late to show anything"
+    assert f"told to go: saved step {step} of 20" in out
+    assert f"step {step} of 20" in out.split("starting again")[1]
+    assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted", "complete"]
+    assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
+    spent = events.account(read_events(tmp_path))
+    assert spent["sessions"] == 2
+    assert spent["lost"] == 0
+    steps = [(e["first"], e["last"]) for e in read_events(tmp_path) if e["event"] == "steps"]
+    assert [first for first, _ in steps[1:]] == [last + 1 for _, last in steps[:-1]]
+
+
+def read_events(workdir) -> list[dict]:
+    return events.read_events((workdir / events.FILE).read_text())
+
+
+def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
+    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    both = []
+    for index in range(2):  # a relative path, on machines of their own
+        home = tmp_path / str(index)
+        home.mkdir()
+        line = [sys.executable, "-m", "refusion_jax.train", *FLAGS, "--workdir=runs/new"]
+        line[3] = f"--config={ROOT}/configs/quickstart.py"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        both.append(subprocess.Popen(line, cwd=home, env=env | {"JAX_PROCESS_ID": str(index)}, **pipes))
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2, err
+        assert "error: --workdir=runs/new is not one directory for all hosts; give one that they share" in err
+    assert list(tmp_path.rglob("runs")) == []
+
+
+@pytest.mark.slow
+def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path, one_process):
+    process = start_hosts(4, *FLAGS, "--config.checkpoint.every=5", f"--workdir={tmp_path}", RESTARTS="1")
+    until(process, lambda: saved_steps(tmp_path), 400)
+    first = workers(process)
+    os.kill(first[2], signal.SIGKILL)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert "starting again after exit code 137 (1 of 1)" in out
+    assert not any(Path(f"/proc/{pid}").exists() for pid in first)
+    assert "on 16 cpu" in out
+    assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
+    assert events.account(read_events(tmp_path))["sessions"] == 2
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A PYTHON for local_hosts.sh whose processes train nothing: each runs a line of shell that names its case."""
+
+    def make(case: str) -> str:
+        script = tmp_path / "python"
+        script.write_text(
+            f"""#!/usr/bin/env bash
+if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi
+echo start >>{tmp_path}/starts.$JAX_PROCESS_ID
+case $JAX_PROCESS_ID in {case} esac
+"""
+        )
+        script.chmod(0o755)
+        return str(script)
+
+    make.starts = lambda: (tmp_path / "starts.1").read_text().count("start")
+    return make
+
+
+WAIT = "trap 'exit 75' TERM; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "starts", "said"),
+    [
+        (f"0) {WAIT} ;; 1) echo bad; exit 2 ;;", 2, 1, "process 1 ended with exit code 2:\nbad"),  # never again
+        (f"1) {WAIT} ;; 0) echo bad >&2; exit 2 ;;", 2, 1, "bad"),
+        (f"0) {WAIT} ;; 1) exit 1 ;;", 1, 1, "process 1 ended with exit code 1"),  # a mistake of ours: never again
+        (f"0) {WAIT} ;; 1) kill -KILL $$ ;;", 137, 3, "process 1 ended with exit code 137"),  # lost: again
+        ("*) exit 75 ;;", 75, 3, ""),  # preempted: again
+        ("*) exit 0 ;;", 0, 1, ""),
+    ],
+)
+def test_when_one_process_ends_badly_the_others_are_ended_and_some_codes_start_it_again(
+    stand_in, case, code, starts, said
+):
+    process = start_hosts(2, PYTHON=stand_in(case), RESTARTS="2")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, out + err
+    assert stand_in.starts() == starts
+    assert said in err
+    assert out.count("starting again after exit code") == starts - 1
+
+
+def test_a_signal_is_passed_on_and_nothing_is_started_again(stand_in):
+    process = start_hosts(3, PYTHON=stand_in(f"*) {WAIT} ;;"), RESTARTS="3")
+    until(process, lambda: len(workers(process)) == 3)
+    time.sleep(0.5)  # for the traps
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert stand_in.starts() == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--config.batch_size=7"], "--config.batch_size=7 does not divide into 2 parts"),
+        (["--config.data.path=none.jsonl"], "--config.data.path: none.jsonl does not exist"),
+    ],
+    ids=["batch", "data"],
+)
+def test_bad_input_is_one_line_and_never_tried_again(tmp_path, flags, said):
+    process = start_hosts(2, *TINY_RUN, *flags, f"--workdir={tmp_path / 'new'}", devices=1, RESTARTS="3")
+    out, err = process.communicate()
+    assert process.returncode == 2, out + err
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1, err
+    assert said in lines[0]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS is not set, but JAX_PROCESS_ID is"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "JAX_PROCESS_ID is not set, but .* are"),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID=2 must be a number from 0 to below JAX_NUM_PROCESSES=2",
+        ),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h", "JAX_PROCESS_ID": "1"},
+            "JAX_COORDINATOR_ADDRESS=h must be host:port",
+        ),
+    ],
+)
+def test_an_environment_that_names_only_some_peers_is_refused(monkeypatch, variables, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=said):
+        distributed.initialize()

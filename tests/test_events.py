@@ -1,0 +1,123 @@
+import json
+
+import pytest
+from conftest import run
+
+from refusion_jax import events
+
+
+def event(time, event, **values):
+    return {"time": time, "event": event, **values}
+
+
+STRAIGHT = [
+    event(100, "start", step=0),
+    event(104, "init", seconds=4),
+    event(110, "compile", seconds=6),
+    event(130, "steps", first=1, last=10, seconds=18, data_seconds=1),
+    event(131, "save", step=10, seconds=0.5),
+    event(150, "steps", first=11, last=20, seconds=19, data_seconds=0),
+]
+
+
+def test_every_second_is_in_one_part():
+    spent = events.account(STRAIGHT)
+    assert spent["total"] == 50
+    assert sum(spent[part] for part in events.PARTS) == pytest.approx(50)
+    parts = {"step": 37, "init": 4, "compile": 6, "data": 1, "checkpoint": 0.5, "lost": 0, "other": 1.5, "down": 0}
+    assert {part: spent[part] for part in events.PARTS} == pytest.approx(parts)
+    assert spent["goodput"] == pytest.approx(37 / 50)
+    assert spent["sessions"] == 1
+    assert events.describe(spent).startswith("goodput 74.0% of 0 min 50 s in 1 session: step 74.0%, init 8.0%,")
+
+
+def test_steps_taken_again_after_a_kill_are_lost_and_the_time_between_is_down():
+    again = [
+        event(170, "start", step=15),  # its checkpoint was newer than the last save written down
+        event(173, "init", seconds=2),
+        event(173, "restore", seconds=1),
+        event(180, "steps", first=16, last=20, seconds=7, data_seconds=0),
+        event(181, "end", step=20, reason="complete", seconds=1),
+    ]
+    spent = events.account(STRAIGHT + again)
+    assert spent["lost"] == pytest.approx(19 / 2)
+    assert spent["step"] == pytest.approx(18 + 19 / 2 + 7)
+    assert spent["down"] == pytest.approx(20)
+    assert spent["checkpoint"] == pytest.approx(0.5 + 1 + 1)
+    assert sum(spent[part] for part in events.PARTS) == pytest.approx(spent["total"]) == pytest.approx(81)
+
+
+def test_a_step_can_be_lost_more_than_once():
+    sessions = []
+    for start in (0, 100, 200):
+        sessions += [
+            event(start, "start", step=0),
+            event(start + 10, "steps", first=1, last=5, seconds=10, data_seconds=0),
+        ]
+    spent = events.account(sessions)
+    assert (spent["lost"], spent["step"], spent["down"]) == (20, 10, 180)
+
+
+def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):
+    path = tmp_path / events.FILE
+    path.write_text(json.dumps(STRAIGHT[0]) + "\n" + json.dumps(STRAIGHT[1])[:-5])
+    writer = events.EventLog(path)
+    writer.write("start", at=120.0, step=7)
+    writer.close()
+    assert [(e["event"], e["time"]) for e in events.read_events(path.read_text())] == [("start", 100), ("start", 120.0)]
+
+
+def test_nothing_that_can_be_accounted_for_is_no_error():
+    assert events.account([])["goodput"] == 0.0
+    assert events.account([event(5, "init", seconds=1)])["total"] == 0.0  # its start was lost
+
+
+class Written(list):
+    def write(self, name, **values):
+        self.append(values)
+
+
+@pytest.mark.parametrize(
+    ("fetches", "ends", "busy", "starved"),
+    [
+        # (began, ended) of fetching the rows of each step; when the step ended
+        ([(0, 1), (1, 1), (1, 1)], [11, 21, 31], 30, 1),  # rows are always there
+        ([(0, 1), (1, 15), (15, 29)], [11, 25, 39], 30, 1 + 4 + 4),  # rows take longer than a step
+        ([(0, 0), (0, 8), (8, 16)], [10, 20, 30], 30, 0),  # rows take as long, but behind a step
+        ([(0, 0), (12, 12), (12, 12)], [10, 22, 32], 30, 0),  # the loop did something else: neither
+    ],
+)
+def test_devices_are_busy_from_a_dispatch_or_the_step_before_to_the_end(monkeypatch, fetches, ends, busy, starved):
+    monkeypatch.setattr(events, "_when_ready", lambda end: end)
+    written = Written()
+    clock = events.StepClock(written, 7)
+    clock._done = 0.0
+    for (began, ended), end in zip(fetches, ends, strict=True):
+        clock.dispatched(began, ended, end)
+    clock.flush()
+    assert written == [{"first": 8, "last": 10, "seconds": busy, "data_seconds": starved}]
+
+
+def test_a_failing_step_is_not_swallowed(monkeypatch):
+    def fail(_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(events, "_when_ready", fail)
+    clock = events.StepClock(Written(), 0)
+    clock.dispatched(0.0, 0.0, None)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        clock.flush()
+
+
+def test_a_real_run_is_accounted_for_to_the_second(trained_run):
+    out, _ = run("goodput", f"--workdir={trained_run}", "--json")
+    spent = json.loads(out)
+    assert sum(spent[part] for part in events.PARTS) == pytest.approx(spent["total"])
+    assert all(spent[part] >= 0 for part in events.PARTS)
+    assert min(spent["step"], spent["init"], spent["compile"], spent["checkpoint"]) > 0
+    assert spent["lost"] == spent["down"] == 0
+    found = events.read_events((trained_run / events.FILE).read_text())
+    steps = [step for e in found if e["event"] == "steps" for step in range(e["first"], e["last"] + 1)]
+    assert steps == list(range(1, 61))
+    out, _ = run("goodput", f"--workdir={trained_run}")
+    assert out.startswith("goodput ")

@@ -1,0 +1,199 @@
+"""The scripts in launch/: a stub of gcloud on PATH notes their calls, and stands for a TPU."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY_RUN
+
+from refusion_jax import events
+from refusion_jax.metrics import read_metrics
+
+PLACE = "--zone=us-east5-a"
+ALL = ["--node=all", "--worker=all"]
+TRAIN = ["--config=configs/small.py", "--config.data.path=my/*.jsonl", "--workdir=gs://bucket/run"]
+ASKED = [PLACE, "--accelerator=v5p-64", "--spot"]
+SEEN = ["describe", "tpu", "--format=value(state.state)", PLACE]
+CREATED = ["create", "tpu", "--node-id=tpu", "--accelerator-type=v5p-64", "--runtime-version=v2-alpha-tpuv5", "--spot"]
+DELETED = ["delete", "tpu", "--force", "--quiet", PLACE]
+ABSENT = (1, "ERROR: NOT_FOUND: no such thing")
+
+
+@pytest.fixture
+def gcloud(tmp_path):
+    """A directory of the stub's; its bin/ is to be on PATH."""
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin" / "gcloud"
+    stub.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests" / "gcloud_stub.py"} "$@"\n')
+    stub.chmod(0o755)
+    return tmp_path
+
+
+def start(gcloud, *arguments: str) -> subprocess.Popen:
+    env = os.environ | {"PATH": f"{gcloud / 'bin'}:{os.environ['PATH']}", "GCLOUD_STUB": str(gcloud)}
+    env |= {"POLL_SECONDS": "0.2", "XDG_STATE_HOME": str(gcloud), "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    line = ["bash", str(ROOT / "launch" / "tpu_vm.sh"), *arguments]
+    return subprocess.Popen(line, env=env, cwd=gcloud, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def tpu_vm(gcloud, *arguments: str, code: int = 0) -> tuple[str, str]:
+    process = start(gcloud, *arguments)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def answer(gcloud, **answers) -> None:
+    """Scripts the stub: wait=... answers `worker.sh wait`, describe=... the state."""
+    names = {key if key == "describe" else f"ssh {key}": value for key, value in answers.items()}
+    (gcloud / "answers.json").write_text(json.dumps(names))
+
+
+def calls(gcloud) -> list[list[str]]:
+    """All calls of gcloud, without what is the same in all; what is copied has no fixed name."""
+    lines = [json.loads(line)[3:] for line in (gcloud / "calls.jsonl").read_text().splitlines()]
+    return [["scp", "ARCHIVE", *call[2:]] if call[0] == "scp" else call for call in lines]
+
+
+def remote(*command: str) -> list[str]:
+    return ["ssh", "tpu", *ALL, "--command=" + " ".join(["bash refusion_jax/launch/worker.sh", *command]), PLACE]
+
+
+SET_UP = [
+    ["scp", "ARCHIVE", "tpu:refusion_jax.tgz", *ALL, PLACE],
+    [
+        *("ssh", "tpu", *ALL),
+        "--command=mkdir -p refusion_jax && tar -xzf refusion_jax.tgz -C refusion_jax && "
+        "bash refusion_jax/launch/worker.sh install",
+        PLACE,
+    ],
+]
+STARTED = remote("start", "--config=configs/small.py", r"--config.data.path=my/\*.jsonl", "--workdir=gs://bucket/run")
+
+
+def test_scripts_are_clean():
+    checker = shutil.which("shellcheck") or shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if not checker:
+        pytest.skip("shellcheck is not here; pip install -e '.[test]' brings it")
+    scripts = sorted(str(path) for path in (ROOT / "launch").glob("*.sh"))
+    assert len(scripts) > 4
+    done = subprocess.run([checker, "-x", "-P", "SCRIPTDIR", *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_run_asks_for_the_tpu_waits_for_it_and_trains_on_all_workers(gcloud):
+    answer(gcloud, describe=[ABSENT, (0, "WAITING_FOR_RESOURCES"), (0, "PROVISIONING"), (0, "ACTIVE")])
+    out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN)
+    assert "tpu is WAITING_FOR_RESOURCES" in out
+    assert calls(gcloud) == [SEEN, [*CREATED, PLACE], SEEN, SEEN, SEEN, *SET_UP, STARTED, remote("wait")]
+
+
+def test_dry_run_prints_the_calls_and_makes_none(gcloud):
+    out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--project=p", "--slices=2", "--dry_run", "--", *TRAIN)
+    assert not (gcloud / "calls.jsonl").exists()
+    assert not (gcloud / "refusion_jax").exists()
+    lines = [line for line in out.splitlines() if line.startswith("gcloud compute tpus queued-resources ")]
+    assert [line.split()[4] for line in lines] == "describe create describe scp ssh ssh ssh".split()
+    assert "--node-count=2 --node-prefix=tpu" in lines[1]
+    assert all(line.rstrip().endswith("--zone=us-east5-a --project=p") for line in lines)
+
+
+def test_a_preempted_tpu_is_created_again_and_the_run_resumed(gcloud):
+    there, gone = (0, "ACTIVE"), (0, "SUSPENDED")
+    answer(gcloud, describe=[there, gone, gone, ABSENT, there], wait=[(255, "ssh: no route to host"), (0, "")])
+    out, _ = tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN)
+    assert "tpu is SUSPENDED: creating it again" in out
+    again = [SEEN, SEEN, DELETED, SEEN, [*CREATED, PLACE], SEEN, *SET_UP, STARTED, remote("wait")]
+    assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *again]
+
+
+@pytest.mark.parametrize(
+    ("wait", "lost", "between"),
+    [
+        (75, 0, [SEEN, STARTED]),  # preempted, and the machines are still there
+        (254, 0, [SEEN, STARTED]),  # one was restarted under the run
+        (134, 254, [remote("lost"), SEEN, STARTED]),  # the others died of its absence
+        (255, 0, [SEEN]),  # only our connection was lost
+    ],
+)
+def test_what_is_started_again_and_what_is_not(gcloud, wait, lost, between):
+    answer(gcloud, describe=[(0, "ACTIVE")] * 2, wait=[(wait, ""), (0, "")], lost=[(lost, "")])
+    tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN)
+    assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *between, remote("wait")]
+
+
+@pytest.mark.parametrize("code", [2, 1])
+def test_an_error_of_the_run_itself_is_never_tried_again(gcloud, code):
+    answer(gcloud, describe=[(0, "ACTIVE")], wait=[(code, "")])
+    tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN, code=code)
+    asked = [remote("lost")] if code == 1 else []
+    assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *asked]
+
+
+def test_what_was_asked_for_is_remembered(gcloud):
+    answer(gcloud, describe=[(0, "ACTIVE")] * 2, wait=[(0, ""), (75, ""), (0, "")])
+    tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN)
+    (gcloud / "calls.jsonl").unlink()
+    tpu_vm(gcloud, "resume", "tpu")
+    tpu_vm(gcloud, "logs", "tpu", "--worker=1")
+    tpu_vm(gcloud, "delete", "tpu")
+    shown = ["ssh", "tpu", "--node=0", "--worker=1", "--command=bash refusion_jax/launch/worker.sh logs", PLACE]
+    assert calls(gcloud) == [remote("wait"), SEEN, STARTED, remote("wait"), shown, remote("stop"), DELETED]
+    _, err = tpu_vm(gcloud, "resume", "tpu", PLACE, code=2)
+    assert "no run of tpu is remembered" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no command: the first argument is one of create, setup, run"),
+        (["run"], "no name: the second argument names the TPU"),
+        (["run", "Tpu"], "Tpu: the second argument names the TPU"),
+        (["run", "tpu"], "--zone=Z is needed"),
+        (["run", "tpu", PLACE], "--accelerator=TYPE is needed, such as --accelerator=v5p-64"),
+        (["run", "tpu", PLACE, "--accelerator=h100-8"], "known are v4-N, v5litepod-N, v5p-N, v6e-N"),
+        (["run", "tpu", *ASKED, "--slices=0"], "--slices=0: must be a number of at least 1"),
+        (["run", "tpu", *ASKED, "--steps=1"], "--steps=1: no such option; flags of train stand behind --"),
+        (["run", "tpu", *ASKED], "--config=configs/NAME.py is one of them"),
+        (["run", "tpu", *ASKED, "--", "--config=c.py", "--workdir=runs/x"], "--workdir=gs://BUCKET/DIR"),
+        (["resume", "tpu", PLACE], "no run of tpu is remembered"),
+    ],
+)
+def test_bad_input_is_one_line_and_calls_nothing(gcloud, arguments, said):
+    _, err = tpu_vm(gcloud, *arguments, code=2)
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert said in err
+    assert not (gcloud / "calls.jsonl").exists()
+    assert not (gcloud / "refusion_jax").exists()
+
+
+def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, trained_run):
+    """The whole road with real processes: the stub's machine is killed, its folder removed, and made again."""
+    workdir = gcloud / "shared" / "run"
+    process = start(gcloud, "run", "tpu", *ASKED, "--", *TINY_RUN, f"--workdir={workdir}")
+    deadline = time.monotonic() + 120
+    while len(read_metrics(workdir)) < 25:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, (gcloud / "vm" / "refusion_jax" / "train.log").read_text()
+        time.sleep(0.02)
+    (gcloud / "state").write_text("SUSPENDED")
+    pid = int((gcloud / "vm" / "refusion_jax" / "train.pid").read_text())
+    os.killpg(os.getsid(pid), signal.SIGKILL)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    assert [call[0] for call in calls(gcloud)].count("create") == 2
+
+    def computed(run):
+        return [(record["step"], record["loss"], record["grad_norm"]) for record in read_metrics(run)]
+
+    assert computed(workdir) == computed(trained_run)
+    spent = events.account(events.read_events((workdir / events.FILE).read_text()))
+    assert spent["sessions"] == 2
+    assert spent["lost"] + spent["down"] > 0

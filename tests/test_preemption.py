@@ -1,0 +1,139 @@
+"""Being told to go, by real signals and by a metadata server as Google's machines have one."""
+
+import http.server
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY_RUN, run, start
+from test_train import computed
+
+from refusion_jax import events, preemption
+from refusion_jax.checkpoints import saved_steps
+from refusion_jax.metrics import read_metrics
+
+FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]
+
+
+def wait_for_steps(process, workdir, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(read_metrics(workdir)) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def read_events(workdir) -> list[dict]:
+    return events.read_events((workdir / events.FILE).read_text())
+
+
+def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trained_run):
+    process = start("train", *FLAGS, f"--workdir={tmp_path}")
+    wait_for_steps(process, tmp_path, 10)
+    for _ in range(3):  # an impatient scheduler
+        process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == preemption.EXIT_CODE == 75, err
+    (step,) = saved_steps(tmp_path)
+    compiled = {path.name for path in (tmp_path / "compilation_cache").glob("*-cache")}
+    assert any(name.startswith("jit_train_step") for name in compiled)
+    assert 10 <= step < 60, "too late to show anything"
+    assert f"told to go: saved step {step} of 60; start it again to resume" in out
+    assert "Traceback" not in err
+    out, _ = run("train", *FLAGS, f"--workdir={tmp_path}")
+    assert f"step {step} of 60" in out
+    assert "in 2 sessions" in out
+    assert computed(tmp_path) == computed(trained_run)
+    assert saved_steps(tmp_path) == [step, 60]
+    assert {path.name for path in (tmp_path / "compilation_cache").glob("*-cache")} == compiled  # nothing again
+
+
+def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(tmp_path):
+    process = start("train", *FLAGS, f"--workdir={tmp_path / 'run'}", "--config.data.examples=400000")
+    status = Path(f"/proc/{process.pid}/status")
+    while not int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) & 1 << (signal.SIGTERM - 1):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)  # it imports; then a minute of data begins
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 75, err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def metadata_server():
+    """Answers that can be changed while it runs."""
+    answers = {"maintenance-event": "NONE", "preempted": "FALSE"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):  # noqa: N802
+            assert self.headers["Metadata-Flavor"] == "Google"
+            assert self.path.startswith("/computeMetadata/v1/instance/")
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answers[self.path.rsplit("/", 1)[1]].encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.answers = answers
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("before", "notice"),
+    [("NONE", "TERMINATE_ON_HOST_MAINTENANCE"), ("MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE")],
+)
+def test_a_maintenance_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
+    heard = []
+    monkeypatch.setattr(preemption, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(preemption.os, "kill", lambda pid, number: heard.append(number))
+    metadata_server.answers["maintenance-event"] = before
+    address = f"localhost:{metadata_server.server_port}"
+    watcher = threading.Thread(target=preemption._watch_maintenance, args=(address,), daemon=True)
+    watcher.start()
+    time.sleep(0.3)
+    assert not heard
+    metadata_server.answers["maintenance-event"] = notice
+    watcher.join(5)
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_notice_that_stands_already_does_not_stop_the_run_again(metadata_server, monkeypatch):
+    heard = []
+    monkeypatch.setattr(preemption, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(preemption.os, "kill", lambda pid, number: heard.append(number))
+    metadata_server.answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+    address = f"localhost:{metadata_server.server_port}"
+    watcher = threading.Thread(target=preemption._watch_maintenance, args=(address,), daemon=True)
+    watcher.start()
+    time.sleep(0.3)
+    assert not heard
+    metadata_server.answers["preempted"] = "TRUE"
+    watcher.join(5)
+    assert heard == [signal.SIGTERM]
+
+
+def test_a_run_on_google_s_machines_leaves_on_a_notice(metadata_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("GCE_METADATA_HOST", f"localhost:{metadata_server.server_port}")
+    process = start("train", *FLAGS, f"--workdir={tmp_path}", "--config.steps=100000", "--config.log_every=10")
+    wait_for_steps(process, tmp_path, 3)
+    metadata_server.answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert len(saved_steps(tmp_path)) == 1
+    assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted"]
+
+
+def test_the_scripts_know_the_exit_code():
+    assert f"code != {preemption.EXIT_CODE}" in (ROOT / "launch" / "local_hosts.sh").read_text()
+    assert f"{preemption.EXIT_CODE}) echo" in (ROOT / "launch" / "tpu_vm.sh").read_text()
+    assert f"recover_on_exit_codes: [{preemption.EXIT_CODE}]" in (ROOT / "launch" / "skypilot.yaml").read_text()
