@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     if "--help" in rest:
         own = flags.FlagValues()
         benchmark.define_flags(own)
-        print(cli.explain(benchmark.__doc__, {name: own[name] for name in own}.values()))
+        print(cli.help_page(benchmark.__doc__, {name: own[name] for name in own}.values()))
     else:
         benchmark.main(rest)
 

@@ -81,15 +81,15 @@ def declared_settings(owner: Callable) -> dict[str, tuple[str, str]]:
 
 def _help(settings: dict[str, str]) -> str:
     """The command's own story, its flags, and its config keys."""
-    story = sys.modules["__main__"].__doc__.strip()
+    story = sys.modules["__main__"].__doc__
     own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-    sections = [explain(story, own)]
+    sections = [help_page(story, own)]
     if settings:
         sections.append(_listing("Config keys, and their values unless the config file sets others:", settings))
     return "\n\n".join(sections)
 
 
-def explain(story: str, own: Iterable[flags.Flag]) -> str:
+def help_page(story: str, own: Iterable[flags.Flag]) -> str:
     """A story, and what each flag is for."""
     listed = {f.name: f"{f.help}{'' if f.default in (None, '') else f' (default: {f.default})'}" for f in own}
     return "\n\n".join([story.strip(), _listing("Flags:", listed)])
