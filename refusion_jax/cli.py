@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -65,6 +66,24 @@ def check_config_flags(argv: Sequence[str], settings: dict[str, str]) -> None:
 def config_flag(argv: Sequence[str]) -> str:
     """The --config flag as it was given, for messages."""
     return next((argument for argument in argv if argument.lstrip("-").startswith("config=")), "--config")
+
+
+def check_output(flag: str, path: Path, directory: bool = False) -> None:
+    """Refuses a path that cannot be written, before any work is done for it.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    reason = None
+    if nearest == path.absolute() and path.is_dir() != directory:
+        reason = f"is a {'file' if directory else 'directory'}"
+    elif nearest != path.absolute() and not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK):
+        reason = f"no permission to write to {nearest}"
+    if reason:
+        raise UserError(f"--{flag}={path}: {reason}")
 
 
 def declared_settings(owner: Callable) -> dict[str, tuple[str, str]]:

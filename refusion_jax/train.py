@@ -20,7 +20,7 @@ from refusion_jax import cli, sharding
 from refusion_jax.checkpoints import Checkpoints, saved_steps
 from refusion_jax.config import check, check_mesh, default_config
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.loader import global_batches
+from refusion_jax.data.loader import epochs, global_batches
 from refusion_jax.errors import UserError
 from refusion_jax.flops import train_flops_per_token
 from refusion_jax.metrics import MetricsWriter, check_finite
@@ -128,7 +128,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
                 metrics.write(*pending)
                 pending = None
             if step % config.log_every == 0 or step == config.steps:
-                pending = step, step_metrics
+                pending = step, step_metrics | epochs(rows, step * config.batch_size)
             if step % config.checkpoint.every == 0 or step == config.steps:
                 check_finite(step, step_metrics)  # saving waits for the step anyway
                 checkpoints.save(step, state, data_position | {"next_row": step * config.batch_size})

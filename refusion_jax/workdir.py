@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import ml_collections
 
+from refusion_jax.cli import check_output
 from refusion_jax.config import RESUMABLE, differing_keys
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
@@ -29,24 +30,6 @@ def write_file(path: Path, content: bytes | str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
-
-
-def check_output(flag: str, path: Path, directory: bool = False) -> None:
-    """Refuses a path that cannot be written, before any work is done for it.
-
-    Raises:
-      UserError: naming the flag.
-    """
-    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    reason = None
-    if nearest == path.absolute() and path.is_dir() != directory:
-        reason = f"is a {'file' if directory else 'directory'}"
-    elif nearest != path.absolute() and not nearest.is_dir():
-        reason = f"{nearest} is a file"
-    elif not os.access(nearest, os.W_OK):
-        reason = f"no permission to write to {nearest}"
-    if reason:
-        raise UserError(f"--{flag}={path}: {reason}")
 
 
 def check_same_run(workdir: Path, config: ml_collections.ConfigDict) -> None:

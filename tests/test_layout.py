@@ -16,7 +16,15 @@ GROUPS = [
     {"errors", "cli", "sharding", "config"},
     {"slots", "objectives", "model", "data", "flops", "optimizer"},
     {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained"},
-    {"train", "generate", "train_tokenizer", "quickstart", "convert"},  # the commands, which nothing imports
+    {
+        "train",
+        "generate",
+        "train_tokenizer",
+        "quickstart",
+        "convert",
+        "prepare",
+        "inspect_data",
+    },  # the commands, which nothing imports
 ]
 
 
