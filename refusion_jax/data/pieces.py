@@ -27,6 +27,7 @@ from refusion_jax.data.examples import (
     parse,
     to_example,
 )
+from refusion_jax.errors import UserError
 
 LONGEST_LINE = 16 << 20  # bytes; a line is read whole
 LARGEST_LIST = 256 << 20  # bytes of a .json file, which is read whole
@@ -57,16 +58,26 @@ def find_files(pattern: str) -> list[str]:
         found = [p for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts)]
         return [str(p) for p in found if p.stat().st_size]  # it has empty __init__.py files
     path = epath.Path(pattern)
-    if "://" not in pattern and not path.is_dir():
+    if path.is_dir():
+        return sorted(map(str, _walk(path)))
+    if "://" not in pattern:
         return [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
-    if re.search(r"[*?\[]", pattern):
-        fixed = re.match(r"(.*?)/[^/]*[*?\[]", pattern)[1]
-        below = epath.Path(fixed).glob(pattern[len(fixed) + 1 :])
-        return sorted(str(p) for p in below if p.is_file())
-    if not path.is_dir():
-        return [pattern] if path.is_file() else []
-    below = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-    return sorted(str(p) for p in below if p.is_file())
+    if "**" in pattern:
+        raise UserError(f"{pattern}: give the directory instead of **; all files below it are read")
+    if found := re.match(r"(.*?)/([^/]*[*?\[].*)", pattern):
+        return sorted(str(p) for p in epath.Path(found[1]).glob(found[2]) if p.is_file())
+    return [pattern] if path.is_file() else []
+
+
+def _walk(directory: epath.Path) -> Iterator[epath.Path]:
+    """All files below, but for hidden ones."""
+    for path in directory.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _walk(path)
+        elif path.is_file():
+            yield path
 
 
 def whole(path: str) -> Piece:
@@ -130,8 +141,8 @@ def read(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
             yield from read_row_groups(path, piece.start, piece.end, fields)
         else:
             yield from reader(piece, fields)
-    except OSError as error:
-        yield Bad(path, error.strerror or str(error), "unreadable file")
+    except (OSError, RuntimeError) as error:  # ArrayRecord raises RuntimeError
+        yield Bad(path, getattr(error, "strerror", None) or " ".join(str(error).split())[:200], "unreadable file")
 
 
 def _json_lines(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
@@ -203,20 +214,19 @@ def _json_list(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
 def _array_records(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
     """Each record is a JSON object, or a text."""
     reader = ArrayRecordReader(piece.path)
-    try:
-        if not reader.num_records():
-            yield Bad(piece.path, "not a whole ArrayRecord file, or one without records", "unreadable file")
-        for index in range(piece.start, min(piece.end, reader.num_records())):
-            where = f"{piece.path}: record {index + 1}"
-            try:
-                (record,) = reader.read([index])
-            except Exception as error:  # noqa: BLE001  raises no exception of its own
-                yield Bad(where, f"cannot be read: {' '.join(str(error).split())[:200]}", "unreadable file")
-                continue
-            if record.lstrip()[:1] == b"{":
-                yield parse(record, where, fields)
-            else:
-                text = decode(record, where)
-                yield text if isinstance(text, Bad) else checked(Example(None, text, where))
-    finally:
-        reader.close()
+    if not reader.num_records():  # it does not raise where the file is broken
+        yield Bad(piece.path, "not a whole ArrayRecord file, or one without records", "unreadable file")
+        return
+    for index in range(piece.start, min(piece.end, reader.num_records())):
+        where = f"{piece.path}: record {index + 1}"
+        try:
+            (record,) = reader.read([index])
+        except Exception as error:  # noqa: BLE001  raises no exception of its own
+            yield Bad(where, f"cannot be read: {' '.join(str(error).split())[:200]}", "unreadable file")
+            continue
+        if record.lstrip()[:1] == b"{":
+            yield parse(record, where, fields)
+        else:
+            text = decode(record, where)
+            yield text if isinstance(text, Bad) else checked(Example(None, text, where))
+    reader.close()

@@ -90,7 +90,7 @@ def prepare(
             reports = _make(chunks, output, settings, processes, started, advance)
             return _finish(output, reports, chunks, settings, tokenizer, command, plan)
         except UserError:
-            if is_new and not any(output.glob("**/*.array_record")):
+            if is_new and not any([*output.glob("rows-*"), *output.glob("held_out/rows-*")]):
                 output.rmtree()
             raise
 
