@@ -45,6 +45,8 @@ NEW = "--workdir={dir}/new"
 DATA = "--config.data.path={dir}/"
 GENERATE = ["generate", "--checkpoint={run}", "--output={dir}/out.jsonl"]
 
+PREPARE = ["prepare", "--output={dir}/new", "--tokenizer={run}/tokenizer.model"]
+
 BAD = {
     "unknown key": (
         [*TRAIN, NEW, "--config.learning_rat=1"],
@@ -107,6 +109,23 @@ BAD = {
     ),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
+    "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
+    "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),
+    "input that is malformed": ([*PREPARE, "--input={dir}/malformed.jsonl"], "malformed.jsonl:3: not JSON"),
+    "input longer than a row": (
+        [*PREPARE, "--input={dir}/long.jsonl", "--row_length=16"],
+        "response tokens do not fit in --row_length=16",
+    ),
+    "input of other fields": (
+        [*PREPARE, "--input={dir}/fields.jsonl"],
+        "fields.jsonl:1: no field we know; found: frage, antwort; name them with --query_field",
+    ),
+    "impossible row length": ([*PREPARE, "--row_length=0"], "row_length"),
+    "output that is in use": (
+        ["prepare", "--input={dir}/good.jsonl", "--output={run}", "--tokenizer={run}/tokenizer.model"],
+        "is not empty; name a new directory",
+    ),
+    "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
 }
 
@@ -122,7 +141,7 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
     assert contents(files, trained_run) == before
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "train_tokenizer", "quickstart"])
+@pytest.mark.parametrize("command", ["train", "generate", "train_tokenizer", "quickstart", "prepare", "inspect_data"])
 def test_help_explains_every_flag(command):
     out, _ = run(command, "--help")
     assert out.index(f"python -m refusion_jax.{command}") < out.index("Flags:")

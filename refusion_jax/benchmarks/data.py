@@ -48,7 +48,7 @@ def measure_fill(documents: int, row_length: int) -> list[dict]:
     """Share of positions that hold a real token: packed, padded to the row, and padded to the longest of 32."""
     found = []
     for kind, draw in LENGTHS.items():
-        lengths = draw(np.random.default_rng(0), documents // 32 * 32)
+        lengths = np.minimum(draw(np.random.default_rng(0), documents // 32 * 32), row_length)
         rows = fit(lengths.tolist(), row_length)
         longest = lengths.reshape(-1, 32).max(axis=1).sum() * 32
         found.append(

@@ -5,6 +5,7 @@ newline), of the row groups of a Parquet file, or of the records of an ArrayReco
 and the wished size, and on nothing else.
 """
 
+import codecs
 import dataclasses
 import glob
 import re
@@ -157,17 +158,21 @@ def _json_lines(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
             number += 1
             where = Line(piece.path, start, number)
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                _skip_line(file)
+                offset += _skip_line(file)
                 yield Bad(where, f"longer than {LONGEST_LINE >> 20} MiB", "line too long")
-            elif stripped := line.strip():
-                if stripped != b"\xef\xbb\xbf":
-                    yield parse(line, where, fields)
-            offset = file.tell()
+            elif line.removeprefix(codecs.BOM_UTF8).strip():
+                yield parse(line, where, fields)
+            offset += len(line)
 
 
-def _skip_line(file) -> None:
-    while (block := file.readline(1 << 20)) and not block.endswith(b"\n"):
-        pass
+def _skip_line(file) -> int:
+    """Goes behind the next newline; how many bytes that was."""
+    skipped = 0
+    while block := file.readline(1 << 20):
+        skipped += len(block)
+        if block.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _text(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
