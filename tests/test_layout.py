@@ -24,6 +24,7 @@ GROUPS = [
         "convert",
         "prepare",
         "inspect_data",
+        "benchmarks",
     },  # the commands, which nothing imports
 ]
 
