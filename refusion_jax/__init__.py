@@ -1,9 +1,26 @@
 """refusion_jax: pretrain, adapt, evaluate and decode slot-diffusion language models (ReFusion) in JAX."""
 
-from refusion_jax.decoding.api import Decoded, decode
-from refusion_jax.decoding.requests import Request
-from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.errors import UserError
-from refusion_jax.pretrained import load_model, load_tokenizer
+import importlib
+
+# Imported when first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
+_HOME = {
+    "DecodeSettings": "refusion_jax.decoding.settings",
+    "Decoded": "refusion_jax.decoding.api",
+    "Request": "refusion_jax.decoding.requests",
+    "UserError": "refusion_jax.errors",
+    "decode": "refusion_jax.decoding.api",
+    "load_model": "refusion_jax.pretrained",
+    "load_tokenizer": "refusion_jax.pretrained",
+}
 
 __all__ = ["DecodeSettings", "Decoded", "Request", "UserError", "decode", "load_model", "load_tokenizer"]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,14 +2,17 @@
 
 import difflib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
+from etils import epath
 
 from refusion_jax.errors import UserError
+from refusion_jax.storage import is_remote
 
 
 def run(main: Callable[[], None], settings: dict[str, str] | None = None) -> None:
@@ -67,6 +70,30 @@ def check_config_flags(argv: Sequence[str], settings: dict[str, str]) -> None:
 def config_flag(argv: Sequence[str]) -> str:
     """The --config flag as it was given, for messages."""
     return next((argument for argument in argv if argument.lstrip("-").startswith("config=")), "--config")
+
+
+def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
+    """Refuses a path that cannot be written, before any work is done for it.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    if is_remote(path):
+        try:
+            epath.Path(path).exists()
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
+        return
+    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    reason = None
+    if nearest == path.absolute() and path.is_dir() != directory:
+        reason = f"is a {'file' if directory else 'directory'}"
+    elif nearest != path.absolute() and not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK):
+        reason = f"no permission to write to {nearest}"
+    if reason:
+        raise UserError(f"--{flag}={path}: {reason}")
 
 
 def declared_settings(owner: Callable) -> dict[str, tuple[str, str]]:

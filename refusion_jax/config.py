@@ -60,7 +60,9 @@ def default_config() -> ml_collections.ConfigDict:
     c.slots.mdm_weight = 1.0  # of the masked term beside the next-token term (lambda)
 
     c.data = ml_collections.ConfigDict()
-    c.data.path = "tasks"  # tasks | stdlib | a file or glob: .jsonl, .json (a list), anything else is plain text
+    c.data.path = "tasks"  # tasks | stdlib | a file or glob: .jsonl, .parquet, text ... | DIR or DIR,DIR of `prepare`
+    c.data.weights = ()  # share of each prepared directory in data.path, such as (3,1); empty: by their rows
+    c.data.verify = False  # compare each prepared row that is read with its checksum
     c.data.tokenizer = ""  # a sentencepiece model; empty trains one of model.vocab_size pieces on the data
     c.data.mask_piece = "<mask>"  # the tokenizer's piece that stands for a masked token
     c.data.query_field = ""  # JSON field of the prompt; empty: query, question or prompt, what is there

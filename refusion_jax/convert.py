@@ -21,7 +21,7 @@ from refusion_jax import checkpoints, cli, huggingface, sharding
 from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.pretrained import find_tokenizer, load_model
-from refusion_jax.workdir import check_output, write_file
+from refusion_jax.workdir import write_file
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read")
 _TO = flags.DEFINE_string("to", None, "Directory to make")
@@ -64,7 +64,7 @@ def main() -> None:
     if None in (_FROM.value, _TO.value, _FORMAT.value):
         raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface are needed; --help explains")
     source, target = Path(_FROM.value), Path(_TO.value)
-    check_output("to", target, directory=True)
+    cli.check_output("to", target, directory=True)
     if target.exists():
         raise UserError(f"--to={target} exists; name a new directory")
     if not source.is_dir():

@@ -37,7 +37,7 @@ from refusion_jax.huggingface import is_huggingface
 from refusion_jax.pretrained import find_tokenizer, load_model
 from refusion_jax.prompts import encode_prompt, read_prompts, to_record
 from refusion_jax.sharding import MESH_AXES, make_mesh
-from refusion_jax.workdir import check_output, read_config, write_file
+from refusion_jax.workdir import read_config, write_file
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
@@ -81,7 +81,7 @@ def main() -> None:
     checkpoint = epath.Path(_CHECKPOINT.value)
     output = _OUTPUT.value and Path(_OUTPUT.value)
     if output:
-        check_output("output", output)
+        cli.check_output("output", output)
     method = choose_method(checkpoint, _METHOD.value)
     settings = DecodeSettings(method, **{name: flag.value for name, flag in _SETTINGS.items()})
     split = {"data": _DATA.value, "tensor": _TENSOR.value}

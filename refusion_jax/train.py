@@ -27,7 +27,7 @@ from refusion_jax import cli, events, sharding
 from refusion_jax.checkpoints import Checkpoints, saved_steps
 from refusion_jax.config import check, check_mesh, default_config
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.loader import abstract_batch, global_batches
+from refusion_jax.data.loader import abstract_batch, epochs, global_batches
 from refusion_jax.distributed import check_same, check_shared, together
 from refusion_jax.errors import UserError
 from refusion_jax.flops import train_flops_per_token
@@ -174,7 +174,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
                 metrics.write(*pending)
                 pending = None
             if step % config.log_every == 0 or step == config.steps:
-                pending = step, step_metrics
+                pending = step, step_metrics | epochs(rows, step * config.batch_size)
             is_last = preemption.reached(step) or step == config.steps
             if step % config.checkpoint.every == 0 or is_last:
                 clock.flush()

@@ -17,7 +17,7 @@ from refusion_jax.data.packing import usable
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
-from refusion_jax.workdir import check_output, write_file
+from refusion_jax.workdir import write_file
 
 _INPUT = flags.DEFINE_string("input", None, "tasks | stdlib | a file or glob, as --config.data.path of `train`")
 _OUTPUT = flags.DEFINE_string("output", None, "The model file to write")
@@ -34,7 +34,7 @@ def main() -> None:
     if _INPUT.value is None or _OUTPUT.value is None:
         raise UserError("--input and --output are needed; --help explains")
     output = Path(_OUTPUT.value)
-    check_output("output", output)
+    cli.check_output("output", output)
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})

@@ -15,6 +15,7 @@ import jax
 import ml_collections
 from etils import epath
 
+from refusion_jax.cli import check_output
 from refusion_jax.config import RESUMABLE, differing_keys
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
@@ -33,30 +34,6 @@ def write_file(path: epath.Path, content: bytes | str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
-
-
-def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
-    """Refuses a path that cannot be written, before any work is done for it.
-
-    Raises:
-      UserError: naming the flag.
-    """
-    if is_remote(path):
-        try:
-            epath.Path(path).exists()
-        except Exception as error:  # noqa: BLE001  each store has errors of its own
-            raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
-        return
-    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    reason = None
-    if nearest == path.absolute() and path.is_dir() != directory:
-        reason = f"is a {'file' if directory else 'directory'}"
-    elif nearest != path.absolute() and not nearest.is_dir():
-        reason = f"{nearest} is a file"
-    elif not os.access(nearest, os.W_OK):
-        reason = f"no permission to write to {nearest}"
-    if reason:
-        raise UserError(f"--{flag}={path}: {reason}")
 
 
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:

@@ -47,6 +47,8 @@ NEW = "--workdir={dir}/new"
 DATA = "--config.data.path={dir}/"
 GENERATE = ["generate", "--checkpoint={run}", "--output={dir}/out.jsonl"]
 
+PREPARE = ["prepare", "--output={dir}/new", "--tokenizer={run}/tokenizer.model"]
+
 BAD = {
     "unknown key": (
         [*TRAIN, NEW, "--config.learning_rat=1"],
@@ -120,6 +122,23 @@ BAD = {
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
     "no gcsfs": ([*TRAIN, "--workdir=az://bucket/run"], "--workdir=az://bucket/run cannot be reached: "),
+    "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
+    "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),
+    "input that is malformed": ([*PREPARE, "--input={dir}/malformed.jsonl"], "malformed.jsonl:3: not JSON"),
+    "input longer than a row": (
+        [*PREPARE, "--input={dir}/long.jsonl", "--row_length=16"],
+        "response tokens do not fit in --row_length=16",
+    ),
+    "input of other fields": (
+        [*PREPARE, "--input={dir}/fields.jsonl"],
+        "fields.jsonl:1: no field we know; found: frage, antwort; name them with --query_field",
+    ),
+    "impossible row length": ([*PREPARE, "--row_length=0"], "row_length"),
+    "output that is in use": (
+        ["prepare", "--input={dir}/good.jsonl", "--output={run}", "--tokenizer={run}/tokenizer.model"],
+        "is not empty; name a new directory",
+    ),
+    "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
 }
 
@@ -140,7 +159,9 @@ def test_a_benchmark_explains_itself():
     assert "--batch_sizes\n      Rows at once" in out
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "train_tokenizer", "quickstart", "goodput"])
+@pytest.mark.parametrize(
+    "command", ["train", "generate", "train_tokenizer", "quickstart", "goodput", "prepare", "inspect_data"]
+)
 def test_help_explains_every_flag(command):
     out, _ = run(command, "--help")
     assert out.index(f"python -m refusion_jax.{command}") < out.index("Flags:")

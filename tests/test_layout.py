@@ -17,7 +17,10 @@ GROUPS = [
     {"slots", "objectives", "model", "data", "flops", "optimizer"},
     {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained", "prompts"},
     {"benchmarks"},
-    {"train", "generate", "train_tokenizer", "quickstart", "convert", "bench", "goodput"},  # the commands
+    {
+        *("train", "generate", "train_tokenizer", "quickstart", "convert", "prepare", "inspect_data", "bench"),
+        "goodput",
+    },  # the commands, which nothing imports
 ]
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from refusion_jax import UserError
+from refusion_jax.data.examples import Example
 from refusion_jax.data.packing import Document, pack, tokenize
-from refusion_jax.data.sources import Example
 from refusion_jax.data.tokenizer import Tokenizer
 
 ROW = 16

@@ -1,20 +1,30 @@
-"""The data of a run, from its config: examples, tokenizer, packed rows."""
+"""The data of a run, from its config: a tokenizer, and rows by index, packed at start or prepared before."""
 
 from collections.abc import Iterator
 
 import ml_collections
 from etils import epath
 
-from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.examples import Example
+from refusion_jax.data.fast_tokenizer import (
+    FastTokenizer,
+    find_tokenizer_file,
+    load_tokenizer_file,
+    tokenizer_hash,
+)
+from refusion_jax.data.manifest import is_prepared
+from refusion_jax.data.order import block_counts
 from refusion_jax.data.packing import PackedRows, pack, tokenize, usable
-from refusion_jax.data.sources import Example, read_examples
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.prepared import MixedRows, PreparedRows
+from refusion_jax.data.sources import read_examples
+from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
+from refusion_jax.errors import UserError
 
 
 def load_dataset(
     config: ml_collections.ConfigDict, workdir: epath.Path
-) -> tuple[Tokenizer | FastTokenizer, PackedRows]:
-    """Reads, tokenizes and packs all of config.data into memory.
+) -> tuple[Tokenizer | FastTokenizer, PackedRows | PreparedRows | MixedRows]:
+    """The tokenizer and the rows that config.data names: prepared ones are opened, others packed into memory.
 
     Args:
       config: the run's.
@@ -24,6 +34,13 @@ def load_dataset(
       UserError: where the data or the tokenizer cannot be used.
     """
     data = config.data
+    if paths := _prepared_paths(data.path):
+        return _open_prepared(config, paths, workdir)
+    if data.weights:
+        raise UserError(
+            f"--config.data.weights={tuple(data.weights)}: only prepared directories are mixed by weight, and "
+            f"--config.data.path={data.path} names none"
+        )
     examples = usable(read_examples(data, config.seed), data.on_error)
     if data.tokenizer:
         tokenizer = load_tokenizer_file(data.tokenizer, data.mask_piece)
@@ -35,8 +52,49 @@ def load_dataset(
     return tokenizer, pack(documents, config.row_length)
 
 
+def _prepared_paths(path: str) -> list[str]:
+    """The prepared directories that a path names, with commas between; none where it names something else."""
+    paths = [part.strip() for part in path.split(",")]
+    prepared = [part for part in paths if is_prepared(part)]
+    if prepared and len(prepared) < len(paths):
+        other = next(part for part in paths if part not in prepared)
+        raise UserError(f"--config.data.path: {other} is no prepared directory, and only these can be mixed")
+    return prepared
+
+
+def _open_prepared(
+    config: ml_collections.ConfigDict, paths: list[str], workdir: epath.Path
+) -> tuple[Tokenizer | FastTokenizer, PreparedRows | MixedRows]:
+    """Opens prepared directories and the tokenizer that made them."""
+    data = config.data
+    parts = [PreparedRows(path, data.verify) for path in paths]
+    file = data.tokenizer or find_tokenizer_file(workdir) or find_tokenizer_file(epath.Path(paths[0]))
+    if not file:
+        raise UserError(f"{paths[0]} holds no tokenizer; name the one it was made with by --config.data.tokenizer")
+    tokenizer = load_tokenizer_file(file, data.mask_piece)
+    for part in parts:
+        if part.manifest.row_length != config.row_length:
+            raise UserError(
+                f"--config.row_length={config.row_length}: {part.path} holds rows of {part.manifest.row_length} "
+                f"tokens; give that, or prepare it again"
+            )
+        if part.manifest.tokenizer != tokenizer_hash(tokenizer):
+            raise UserError(f"{part.path} was made with another tokenizer than {file}; prepare it again with that one")
+    weights = tuple(data.weights) or tuple(len(part) for part in parts)
+    if len(weights) != len(parts) or not all(isinstance(w, int | float) and w > 0 for w in weights):
+        raise UserError(
+            f"--config.data.weights={weights}: must be a number above 0 for each of the {len(parts)} directories in "
+            f"--config.data.path"
+        )
+    block_counts(weights)
+    if len(parts) == 1:
+        return tokenizer, parts[0]
+    names = [epath.Path(path).name for path in paths]
+    return tokenizer, MixedRows(parts, names if len(set(names)) == len(names) else paths, weights)
+
+
 def corpus(examples: list[Example]) -> Iterator[str]:
     """All text of the examples, for training a tokenizer."""
     for example in examples:
-        yield example.prompt or ""
+        yield plain_prompt(example.prompt)
         yield example.response

@@ -1,5 +1,6 @@
 """Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
 
+import hashlib
 import json
 
 import jinja2
@@ -7,7 +8,8 @@ import jinja2.sandbox
 import tokenizers
 from etils import epath
 
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.examples import Messages
+from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
 from refusion_jax.errors import UserError
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
@@ -86,17 +88,21 @@ class FastTokenizer:
         """Token ids of each text, without special tokens around them."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_prompts(self, texts: list[str | None]) -> list[list[int]]:
-        """Prompts as the model is trained on them: a user's turn of the chat template; None is no prompt at all."""
+    def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
+        """Prompts as the model is trained on them: by the chat template; None is no prompt at all.
+
+        A string is the turn of a user; messages are the turns they say.
+        """
         bos = [self.bos_id] if self.bos_id >= 0 else []
         encoded = self.encode([self._render(text) for text in texts])
         is_turn = (text is not None and self._template is not None for text in texts)  # which begins as it should
         return [ids if turn else bos + ids for turn, ids in zip(is_turn, encoded, strict=True)]
 
-    def _render(self, text: str | None) -> str:
+    def _render(self, text: str | Messages | None) -> str:
         if text is None or self._template is None:
-            return text or ""
-        messages = [{"role": "user", "content": text}]
+            return plain_prompt(text)
+        turns = text if isinstance(text, tuple) else (("user", text),)
+        messages = [{"role": role, "content": content} for role, content in turns]
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
         except jinja2.TemplateError as error:
@@ -122,3 +128,11 @@ def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
     """The tokenizer file of a directory, if it has one."""
     candidates = (directory / name for name in ("tokenizer.model", "tokenizer.json"))
     return next((path for path in candidates if path.exists()), None)
+
+
+def tokenizer_hash(tokenizer: Tokenizer | FastTokenizer) -> str:
+    """The same for two tokenizers that are made of the same files: ids mean the same text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, content in sorted(tokenizer.files.items()):
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()

@@ -1,28 +1,36 @@
 """Rows by step: a Grain pipeline in which data is a pure function of the global step.
 
-Step s trains on rows s * B .. s * B + B - 1 of an endless, seeded shuffle (every row once an epoch), whatever the
+Step s trains on places s * B .. s * B + B - 1 of an endless, seeded order (every row once an epoch), whatever the
 number of hosts and devices; so a run resumes exactly, on any number of them, and the data's position is the step.
 
-Axes: B rows of the global batch, T row length.
+Axes: B rows of the global batch, H of them that a host reads, T row length.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from refusion_jax.data.order import RowOrder
 from refusion_jax.data.packing import PackedRows
+from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.slots import Rows
 
 
 def global_batches(
-    rows: PackedRows, sharding: NamedSharding, *, batch_size: int, seed: int, first_step: int, last_step: int
+    rows: PackedRows | PreparedRows | MixedRows,
+    sharding: NamedSharding,
+    *,
+    batch_size: int,
+    seed: int,
+    first_step: int,
+    last_step: int,
 ) -> Iterator[Rows]:
     """Yields the global batch of each step from first_step up to last_step, already on the devices.
 
-    This host reads only the rows that its own devices hold. Threads read ahead.
+    This host reads only the rows that its own devices hold.
 
     Args:
       rows: the data set.
@@ -32,17 +40,62 @@ def global_batches(
       first_step: where to begin; constant time, wherever it is.
       last_step: one behind the last.
     """
-    shape = (batch_size, rows.tokens.shape[1])
-    shuffled = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
-    local = _local_rows(sharding, shape)
+    shape = (batch_size, rows[0]["tokens"].shape[0])
+    steps = {"batch_size": batch_size, "seed": seed, "first_step": first_step, "last_step": last_step}
+    for batch in host_batches(rows, _local_rows(sharding, shape), **steps):
+        yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})
+
+
+def host_batches(
+    rows: PackedRows | PreparedRows | MixedRows,
+    local: Sequence[int],
+    *,
+    batch_size: int,
+    seed: int,
+    first_step: int,
+    last_step: int,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields one host's part of each step's batch: tokens, segment_ids and is_response, [H, T] each.
+
+    Threads read ahead. Nothing but the named rows is read.
+
+    Args:
+      rows: the data set.
+      local: [H] which rows of the global batch, see `host_rows`.
+      batch_size: B.
+      seed: of the shuffle.
+      first_step: where to begin; constant time, wherever it is.
+      last_step: one behind the last.
+    """
+    order = row_order(rows, seed)
 
     def load(step: int) -> dict[str, np.ndarray]:
-        own = [shuffled[step * batch_size + row] for row in local]
+        own = [rows[order[step * batch_size + row]] for row in local]
         return {name: np.stack([row[name] for row in own]) for name in own[0]}
 
     steps = grain.MapDataset.range(first_step, last_step).map(load)
-    for batch in steps.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16)):
-        yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})
+    yield from steps.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16))
+
+
+def host_rows(batch_size: int, process_index: int, process_count: int) -> range:
+    """The rows of the global batch that are a host's where each has an equal, contiguous part."""
+    if batch_size % process_count:
+        raise ValueError(f"{batch_size} rows do not divide into {process_count} hosts")
+    each = batch_size // process_count
+    return range(process_index * each, (process_index + 1) * each)
+
+
+def row_order(rows: PackedRows | PreparedRows | MixedRows, seed: int) -> RowOrder:
+    """The order in which rows are trained on."""
+    if isinstance(rows, MixedRows):
+        return RowOrder([len(part) for part in rows.parts], rows.weights, seed)
+    return RowOrder([len(rows)], [1.0], seed)
+
+
+def epochs(rows: PackedRows | PreparedRows | MixedRows, drawn: int) -> dict[str, float]:
+    """How often the data, or each part of a mixture, has been gone through after so many rows: for the metrics."""
+    names = [f"epoch_{name}" for name in rows.names] if isinstance(rows, MixedRows) else ["epoch"]
+    return dict(zip(names, row_order(rows, seed=0).epochs(drawn), strict=True))
 
 
 def abstract_batch(sharding: NamedSharding, batch_size: int, row_length: int) -> Rows:

@@ -7,12 +7,12 @@ import bisect
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from absl import logging
 
-from refusion_jax.data.sources import Bad, Example
+from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
 
@@ -105,16 +105,24 @@ def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_
     return documents
 
 
-def pack(documents: list[Document], row_length: int) -> PackedRows:
-    """Fits whole documents into as few rows as best-fit-decreasing does; deterministic.
+def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Fits documents into as few rows as best-fit-decreasing does; deterministic.
 
     Longest first, each document goes to the row it fills best (Johnson 1973: at most 11/9 of the optimum).
+
+    Args:
+      lengths: tokens of each document, at most row_length.
+      row_length: room in a row.
+
+    Returns:
+      The indices of the documents in each row.
     """
-    rows: list[list[Document]] = []
+    rows: list[list[int]] = []
     free: dict[int, list[int]] = collections.defaultdict(list)  # room left -> rows with that room
     rooms: list[int] = []  # keys of `free`, sorted
-    for document in sorted(documents, key=lambda d: -len(d.tokens)):
-        at = bisect.bisect_left(rooms, len(document.tokens))
+    for document in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
+        length = lengths[document]
+        at = bisect.bisect_left(rooms, length)
         if at == len(rooms):
             room, row = row_length, len(rows)
             rows.append([])
@@ -124,16 +132,21 @@ def pack(documents: list[Document], row_length: int) -> PackedRows:
             if not free[room]:
                 rooms.pop(at)
         rows[row].append(document)
-        room -= len(document.tokens)
+        room -= length
         if not free[room]:
             bisect.insort(rooms, room)
         free[room].append(row)
+    return rows
 
+
+def pack(documents: list[Document], row_length: int) -> PackedRows:
+    """Fits whole documents into rows, see `fit`."""
+    rows = fit([len(document.tokens) for document in documents], row_length)
     shape = (len(rows), row_length)
     tokens, segment_ids, is_response = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
     for index, row in enumerate(rows):
         start = 0
-        for segment, document in enumerate(row, 1):
+        for segment, document in enumerate((documents[i] for i in row), 1):
             end = start + len(document.tokens)
             tokens[index, start:end] = document.tokens
             segment_ids[index, start:end] = segment

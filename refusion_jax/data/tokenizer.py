@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import sentencepiece
 from etils import epath
 
+from refusion_jax.data.examples import Messages
 from refusion_jax.errors import UserError
 
 MASK_PIECE = "<mask>"
@@ -27,6 +28,7 @@ class Tokenizer:
           UserError: where it is no sentencepiece model, or lacks one of the special tokens; `origin` names it.
         """
         self.model = model
+        self.threads = -1  # that encode; -1: one a core
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -102,11 +104,14 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens; all cores work on a long list."""
-        return self._pieces.encode(texts, num_threads=-1)
+        return self._pieces.encode(texts, num_threads=self.threads)
 
-    def encode_prompts(self, texts: list[str | None]) -> list[list[int]]:
-        """Prompts as the model is trained on them: bos, then the text; None is no prompt at all."""
-        return [[self.bos_id, *ids] for ids in self.encode([text or "" for text in texts])]
+    def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
+        """Prompts as the model is trained on them: bos, then the text; None is no prompt at all.
+
+        There is no chat template here: the turns of a conversation follow each other, a blank line between.
+        """
+        return [[self.bos_id, *ids] for ids in self.encode([plain_prompt(text) for text in texts])]
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -116,6 +121,11 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; special tokens leave no trace."""
         return self._pieces.decode(ids)
+
+
+def plain_prompt(prompt: str | Messages | None) -> str:
+    """A prompt without template."""
+    return "\n\n".join(content for _, content in prompt) if isinstance(prompt, tuple) else prompt or ""
 
 
 def _cut(line: str) -> list[str]:

@@ -1,0 +1,167 @@
+"""One example of text, and how a record of JSON, bytes or a table becomes one; a bad record becomes a named reason."""
+
+import codecs
+import dataclasses
+import functools
+import json
+
+from etils import epath
+
+QUERY_FIELDS = ("query", "question", "prompt")
+RESPONSE_FIELDS = ("response", "answer", "completion")
+TEXT_FIELDS = ("text",)
+MESSAGES_FIELD = "messages"
+
+Messages = tuple[tuple[str, str], ...]  # (role, content) of each turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of a file that is read from `start` on; which line of the whole file it is gets counted when asked for."""
+
+    path: str
+    start: int  # byte at which reading began, itself the beginning of a line
+    number: int  # from 1, counted from there
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number + _lines_before(self.path, self.start)}"
+
+
+@functools.lru_cache(maxsize=8)
+def _lines_before(path: str, offset: int) -> int:
+    found = 0
+    with epath.Path(path).open("rb") as file:
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            found += block.count(b"\n")
+            offset -= len(block)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A prompt and its answer, or (prompt None) a text for pure pretraining."""
+
+    prompt: str | Messages | None
+    response: str
+    where: str | Line  # for messages, file:line
+    starts: bool = True  # False in the later parts of a text that is read in several
+    ends: bool = True  # False in all parts but the last
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """An example that cannot be used, and why."""
+
+    where: str | Line
+    reason: str
+    kind: str = "malformed"  # reasons are counted by it
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The JSON fields to read; an empty name stands for the ones we know."""
+
+    query: str = ""
+    response: str = ""
+    text: str = ""
+    flag: str = "--config.data."  # how the flags that set them begin, for messages
+
+
+def parse(raw: bytes, where: str | Line, fields: Fields) -> Example | Bad:
+    """The example that a JSON object holds."""
+    item = load_json(raw, where)
+    return item if isinstance(item, Bad) else to_example(item, where, fields)
+
+
+def load_json(raw: bytes, where: str | Line) -> object:
+    """The value, or Bad."""
+    text = decode(raw, where)
+    if isinstance(text, Bad):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Bad(where, f"not JSON: {error}", "not JSON")
+
+
+def decode(raw: bytes, where: str | Line) -> str | Bad:
+    """The text, without a byte order mark, or Bad."""
+    try:
+        return raw.removeprefix(codecs.BOM_UTF8).decode()  # five times as fast as "utf-8-sig"
+    except UnicodeDecodeError as error:
+        return Bad(where, f"not UTF-8: byte {error.start}: {error.reason}", "not UTF-8")
+
+
+def to_example(item: object, where: str | Line, fields: Fields) -> Example | Bad:
+    """The example in an object with text fields."""
+    if not isinstance(item, dict):
+        return Bad(where, f"must be an object with text fields, not {kind_of(item)}", "not an object")
+    query = _field(item, fields.query, QUERY_FIELDS)
+    if query is not None and (response := _field(item, fields.response, RESPONSE_FIELDS)) is not None:
+        prompt, response = item[query], item[response]
+    elif not fields.text and MESSAGES_FIELD in item:
+        return _from_messages(item[MESSAGES_FIELD], where)
+    elif (text := _field(item, fields.text, TEXT_FIELDS)) is not None:
+        prompt, response = None, item[text]
+    else:
+        return Bad(
+            where,
+            f"no field we know; found: {_names(item)}; name them with {fields.flag}query_field and "
+            f"{fields.flag}response_field, or {fields.flag}text_field",
+            "no known field",
+        )
+    if not isinstance(response, str) or not isinstance(prompt, str | None):
+        return Bad(where, "prompt and answer must be text", "not text")
+    return checked(Example(prompt, response, where))
+
+
+def checked(example: Example) -> Example | Bad:
+    """Refuses an empty answer and characters that no tokenizer takes."""
+    if not example.response:
+        return Bad(example.where, "the answer is empty", "empty answer")
+    turns = [text for turn in example.prompt for text in turn] if isinstance(example.prompt, tuple) else []
+    for text in (example.response, *(turns or [example.prompt or ""])):
+        if not (text.isascii() or _is_unicode(text)):
+            return Bad(example.where, "holds half of a surrogate pair, which is no character", "not UTF-8")
+    return example
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _from_messages(messages: object, where: str | Line) -> Example | Bad:
+    """The last turn, which must be the assistant's, is the answer; all turns before it are the prompt."""
+    whole = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not whole or len(messages) < 2 or messages[-1]["role"] != "assistant":
+        reason = "messages must be a list of role and content, of which the last is the assistant's"
+        return Bad(where, reason, "not a conversation")
+    turns = tuple((m["role"], m["content"]) for m in messages)
+    return checked(Example(turns[:-1], turns[-1][1], where))
+
+
+def _names(item: dict) -> str:
+    """The fields that were found, short enough for one line and safe to print."""
+    names = ", ".join(list(item)[:20]) or "none"
+    return names.encode("ascii", "backslashreplace").decode()[:200]
+
+
+def _field(item: dict, named: str, known: tuple[str, ...]) -> str | None:
+    """The field to read: the one the user named, else the first known one that is there."""
+    for name in (named,) if named else known:
+        if name in item:
+            return name
+    return None
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls it."""
+    return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
+        type(value), "a number"
+    )

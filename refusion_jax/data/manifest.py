@@ -1,0 +1,96 @@
+"""manifest.json: what a prepared directory holds. It is written last, so a directory without one is not finished."""
+
+import dataclasses
+import json
+import os
+
+from etils import epath
+
+from refusion_jax.errors import UserError
+
+FORMAT = "refusion_jax rows 1"
+FILE = "manifest.json"
+PROGRESS = ".progress"  # directory of an unfinished `prepare`
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One ArrayRecord file of rows."""
+
+    file: str  # in the directory of the manifest
+    rows: int
+    documents: int  # that begin here
+    segments: int  # parts of documents: a text longer than a row has several
+    tokens: int  # real ones, without padding
+    bytes: int
+    checksum: str  # BLAKE2b-128 of the file
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """A prepared data set."""
+
+    row_length: int
+    token_bytes: int  # 2 | 4
+    vocabulary: int  # ids of the tokenizer
+    tokenizer: str  # hash of its files, see tokenizer_hash
+    rows: int
+    documents: int
+    segments: int
+    tokens: int
+    fill: float  # share of positions that hold a real token
+    dropped: dict[str, int]  # examples left out, by reason
+    held_out: float  # share of documents in DIR/held_out
+    input: dict[str, int]  # files, bytes, examples
+    command: str  # that makes the same files again
+    plan: str  # hash of the input files (paths, sizes) and all flags that shape the rows
+    shards: tuple[Shard, ...]
+    format: str = FORMAT
+
+
+def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
+    """Writes a whole file or nothing."""
+    text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
+    write_whole(directory / FILE, text.encode())
+
+
+def write_whole(path: epath.Path, content: bytes) -> None:
+    """Writes a file that is there as a whole or not at all, even if the machine dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if "://" in str(path):  # an object store shows objects only when they are whole
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".tmp-{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def is_prepared(path: str) -> bool:
+    """Whether this is a directory that `prepare` wrote or began to write."""
+    directory = epath.Path(path)
+    return (directory / FILE).exists() or (directory / PROGRESS).exists()
+
+
+def read_manifest(path: str | epath.Path) -> Manifest:
+    """The manifest of a finished directory.
+
+    Raises:
+      UserError: where `prepare` has not finished, or the file cannot be read.
+    """
+    directory = epath.Path(path)
+    if not (directory / FILE).exists():
+        unfinished = (directory / PROGRESS).exists()
+        what = "is not finished: give `prepare` the same flags again, and it goes on" if unfinished else "holds no rows"
+        raise UserError(f"{path} {what} (there is no {FILE})")
+    try:
+        content = json.loads((directory / FILE).read_text())
+        shards = tuple(Shard(**shard) for shard in content.pop("shards"))
+        manifest = Manifest(**content, shards=shards)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{directory / FILE} cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise UserError(f"{directory / FILE}: format {manifest.format!r} is not {FORMAT!r}; prepare the data again")
+    return manifest

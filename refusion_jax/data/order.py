@@ -1,0 +1,77 @@
+"""Which row comes when: an endless order of rows, of which any place is known at once.
+
+The order is a function of the seed and the place in it, and of nothing else; a step, a host or a device takes places
+of it. From each source every row comes once an epoch, in another order each time.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import grain
+import numpy as np
+
+from refusion_jax.errors import UserError
+
+_BLOCK = 4096  # places after which the pattern of sources repeats: weights are kept to 1/4096
+
+
+class RowOrder:
+    """The order: `order[place]` is the index of a row among all rows of all sources, one source behind the other."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
+        """Takes no time, whatever the sizes.
+
+        Args:
+          sizes: rows of each source.
+          weights: the share of each in every stretch of the order, relative to the others.
+          seed: of the shuffles.
+        """
+        self._sizes = list(sizes)
+        self._starts = [0, *itertools.accumulate(sizes)][:-1]
+        seeds = [seed] if len(self._sizes) == 1 else _seeds(seed, len(self._sizes))
+        # Grain's permutation of an epoch is computed index by index, and is another one in each epoch.
+        self._shuffled = [
+            grain.MapDataset.range(size).shuffle(seed=own).repeat() for size, own in zip(sizes, seeds, strict=True)
+        ]
+        self._counts = block_counts(weights)  # [sources] of a block
+        self._pattern = _spread(self._counts)  # [_BLOCK] source of each place
+        self._before = np.zeros((_BLOCK + 1, len(self._sizes)), np.int64)  # how often each came before a place
+        np.cumsum(self._pattern[:, None] == np.arange(len(self._sizes)), axis=0, out=self._before[1:])
+
+    def __getitem__(self, place: int) -> int:
+        block, at = divmod(place, _BLOCK)
+        source = int(self._pattern[at])
+        draw = block * int(self._counts[source]) + int(self._before[at, source])
+        return self._starts[source] + int(self._shuffled[source][draw])
+
+    def epochs(self, place: int) -> list[float]:
+        """How often each source has been gone through before a place."""
+        block, at = divmod(place, _BLOCK)
+        draws = block * self._counts + self._before[at]
+        return [int(n) / size for n, size in zip(draws, self._sizes, strict=True)]
+
+
+def block_counts(weights: Sequence[float]) -> np.ndarray:
+    """[sources] int64: the weights as parts of a block, by largest remainder.
+
+    Raises:
+      UserError: where one is less than a part.
+    """
+    share = np.asarray(weights, np.float64) / np.sum(weights) * _BLOCK
+    counts = np.floor(share).astype(np.int64)
+    most = np.argsort(counts - share, kind="stable")[: _BLOCK - int(counts.sum())]
+    counts[most] += 1
+    if (counts < 1).any():
+        raise UserError(f"--config.data.weights={tuple(weights)}: the smallest is less than 1/{_BLOCK} of their sum")
+    return counts
+
+
+def _spread(counts: np.ndarray) -> np.ndarray:
+    """[_BLOCK] the source of each place: each comes at even distances, so that every batch has its share."""
+    source = np.repeat(np.arange(len(counts)), counts)
+    place = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    return source[np.argsort(place, kind="stable")]
+
+
+def _seeds(seed: int, sources: int) -> list[int]:
+    return [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(sources)]

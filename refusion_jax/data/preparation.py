@@ -1,0 +1,252 @@
+"""`prepare`: the input is cut into chunks, processes make a shard of each, and the manifest is written last.
+
+DIR/rows-00000.array_record ...   one a chunk
+DIR/manifest.json, DIR/dropped.jsonl (what was left out, where and why), the tokenizer's files
+DIR/held_out/                     the documents that are held out, prepared in the same way
+DIR/.progress/                    until all is done: what a run that was killed needs to go on
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from etils import epath
+
+from refusion_jax.data import workers
+from refusion_jax.data.fast_tokenizer import FastTokenizer, tokenizer_hash
+from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, Shard, read_manifest, write_manifest, write_whole
+from refusion_jax.data.pieces import Piece, cut, find_files
+from refusion_jax.data.rows import token_type
+from refusion_jax.data.shards import SPLITS, Report, Settings
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.errors import UserError
+
+_PARTITION = 1 << 22  # digests compared at a time: 130 MB
+
+
+def plan_chunks(patterns: list[str], size: int) -> list[list[Piece]]:
+    """The input in chunks of about `size` bytes: a function of the files, not of who reads them.
+
+    Raises:
+      UserError: where a pattern stands for no file.
+    """
+    chunks: list[list[Piece]] = [[]]
+    held = 0
+    for pattern in patterns:
+        files = find_files(pattern)
+        if not files:
+            raise UserError(f"--input={pattern}: no such file")
+        for piece in (piece for path in files for piece in cut(path, size)):
+            if chunks[-1] and held + piece.size > size:
+                chunks.append([])
+                held = 0
+            chunks[-1].append(piece)
+            held += piece.size
+    return chunks
+
+
+def prepare(
+    chunks: list[list[Piece]],
+    output: epath.Path,
+    settings: Settings,
+    tokenizer: Tokenizer | FastTokenizer,
+    *,
+    command: str,
+    processes: int,
+    started: Callable[[int], None],
+    advance: Callable[[int, int], None],
+) -> Manifest:
+    """Makes the shards that are not there yet, then the manifest.
+
+    Args:
+      chunks: of the input.
+      output: the directory.
+      settings: what shapes the rows.
+      tokenizer: of the rows.
+      command: for the manifest.
+      processes: that work; they change nothing in the output.
+      started: hears how many bytes will be read.
+      advance: hears, a few times a second, how many bytes have been read and how many tokens made since.
+
+    Raises:
+      UserError: where the input or the directory cannot be used.
+    """
+    plan = _fingerprint(chunks, settings, tokenizer)
+    if (output / FILE).exists():
+        manifest = read_manifest(output)
+        if manifest.plan != plan:
+            raise UserError(f"--output={output} holds other rows (other input or flags); name another directory")
+        _clean(output)
+        return manifest
+    is_new = _check_unfinished(output, plan, chunks)
+    progress = output / PROGRESS
+    with _only_one(progress):
+        write_whole(progress / "plan.json", json.dumps({"plan": plan, "files": _times(chunks)}).encode())
+        try:
+            reports = _make(chunks, output, settings, processes, started, advance)
+            return _finish(output, reports, chunks, settings, tokenizer, command, plan)
+        except UserError:
+            if is_new and not any([*output.glob("rows-*"), *output.glob("held_out/rows-*")]):
+                output.rmtree()
+            raise
+
+
+def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Tokenizer | FastTokenizer) -> str:
+    """Of all that shapes the output; stopping or skipping at an error is no part of it, for whole shards are alike."""
+    shape = dataclasses.asdict(settings) | {
+        "on_error": None,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "mask_piece": None,
+    }
+    pieces = [[dataclasses.astuple(piece) for piece in chunk] for chunk in chunks]
+    return hashlib.blake2b(json.dumps([shape, pieces]).encode(), digest_size=16).hexdigest()
+
+
+def _times(chunks: list[list[Piece]]) -> str:
+    """Changes with any file's time of modification."""
+    paths = dict.fromkeys(piece.path for chunk in chunks for piece in chunk)
+    times = [str(epath.Path(path).stat().mtime) for path in paths]
+    return hashlib.blake2b("\n".join(times).encode(), digest_size=16).hexdigest()
+
+
+def _check_unfinished(output: epath.Path, plan: str, chunks: list[list[Piece]]) -> bool:
+    """Whether the directory is new; refuses one with anything in it but the beginning of this very work."""
+    if not output.exists() or not any(output.iterdir()):
+        return True
+    try:
+        before = json.loads((output / PROGRESS / "plan.json").read_text())
+    except (OSError, ValueError):
+        if [path.name for path in output.iterdir()] == [PROGRESS]:  # killed before anything was done
+            return True
+        raise UserError(f"--output={output} is not empty; name a new directory") from None
+    if before != {"plan": plan, "files": _times(chunks)}:
+        raise UserError(
+            f"--output={output} holds the beginning of other rows (the input has changed, or the flags): "
+            f"give the flags it was begun with, delete it, or name another directory"
+        )
+    return False
+
+
+@contextlib.contextmanager
+def _only_one(progress: epath.Path) -> Iterator[None]:
+    """Two that write to one directory would tear it; a lock ends with its process."""
+    progress.mkdir(parents=True, exist_ok=True)
+    if "://" in str(progress):
+        yield
+        return
+    with open(progress / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"--output={progress.parent}: another `prepare` is writing to it") from None
+        for split in (progress.parent, progress.parent / "held_out"):
+            for left in split.glob(".tmp-*"):  # by one that was killed
+                left.unlink()
+        yield
+
+
+def _make(chunks, output, settings, processes, started, advance) -> list[Report]:
+    """The reports of all chunks, in order; those that a run before has finished are only read."""
+    progress = output / PROGRESS
+    done = {path.name for path in progress.iterdir()}
+    size = [sum(piece.size for piece in chunk) for chunk in chunks]
+    todo = [index for index in range(len(chunks)) if f"done-{index:05}.json" not in done]
+    undigested = [i for i in range(len(chunks)) if f"digests-{i:05}.npy" not in done] if settings.dedup and todo else []
+    started(sum(size[index] for index in [*undigested, *todo]))
+    pool = workers.Pool(settings, output, min(processes, len(todo) or 1), advance)
+    with pool:
+        if settings.dedup and todo:
+            pool.run(workers.write_digests, [(index, chunks[index]) for index in undigested])
+            _mark_duplicates(progress, len(chunks))
+        for _, report in pool.run(workers.write_shard, [(index, chunks[index]) for index in todo]):
+            if settings.on_error == "stop" and report.first_bad:
+                hint = "--on_error=skip leaves out and counts what is malformed or too long"
+                raise UserError(f"{report.first_bad} ({hint}; shards made so far are kept)")
+    return [_read_report(progress / f"done-{index:05}.json") for index in range(len(chunks))]
+
+
+def _read_report(path: epath.Path) -> Report:
+    content = json.loads(path.read_text())
+    shards = {split: Shard(**shard) for split, shard in content.pop("shards").items()}
+    return Report(**content, shards=shards)
+
+
+def _mark_duplicates(progress: epath.Path, chunks: int) -> None:
+    """Writes for each chunk the numbers of its examples that stand in the input before, in that chunk or another.
+
+    Digests are compared one partition at a time, so that memory does not grow with the input.
+    """
+    if (progress / f"duplicates-{chunks - 1:05}.npy").exists():
+        return
+    paths = [progress / f"digests-{index:05}.npy" for index in range(chunks)]
+    partitions = 1 + sum(path.stat().length for path in paths) // 24 // _PARTITION
+    found: list[list[np.ndarray]] = [[] for _ in paths]
+    for partition in range(partitions):
+        parts = [workers.load(path) for path in paths]
+        parts = [part[part[:, 0] % partitions == partition] for part in parts]
+        chunk = np.repeat(np.arange(chunks), [len(part) for part in parts])
+        both = np.concatenate(parts)
+        order = np.lexsort((both[:, 1], both[:, 0]))  # stable: the first to stand in the input stays first
+        both, chunk = both[order], chunk[order]
+        again = np.flatnonzero((both[1:, :2] == both[:-1, :2]).all(axis=1)) + 1
+        again = again[np.argsort(chunk[again], kind="stable")]
+        bounds = np.searchsorted(chunk[again], np.arange(chunks + 1))
+        for index in range(chunks):
+            found[index].append(both[again[bounds[index] : bounds[index + 1]], 2].astype(np.uint32))
+    for index, numbers in enumerate(found):
+        workers.save(progress / f"duplicates-{index:05}.npy", np.sort(np.concatenate(numbers)))
+
+
+def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Manifest:
+    """Writes the tokenizer, what was dropped, and the manifests; the one of the whole directory last."""
+    dropped: dict[str, int] = {}
+    for report in reports:
+        for kind, count in report.dropped.items():
+            dropped[kind] = dropped.get(kind, 0) + count
+    pieces = [piece for chunk in chunks for piece in chunk]
+    files = {"files": len({piece.path for piece in pieces}), "bytes": sum(piece.size for piece in pieces)}
+    files["examples"] = sum(report.examples for report in reports)
+    shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in SPLITS}
+    first_bad = next((report.first_bad for report in reports if report.first_bad), "it is empty")
+    for split in SPLITS[: 2 if settings.held_out else 1]:
+        if not shards[split]:
+            what = "no document can be used" if split == "train" else "no document was held out: give more --held_out"
+            raise UserError(f"--input: {what}" + (f"; the first problem: {first_bad}" if split == "train" else ""))
+    made = {}
+    for split in reversed(SPLITS[: 2 if settings.held_out else 1]):
+        directory = output if split == "train" else output / "held_out"
+        for name, content in tokenizer.files.items():
+            write_whole(directory / name, content)
+        rows, tokens = (sum(getattr(shard, name) for shard in shards[split]) for name in ("rows", "tokens"))
+        made[split] = Manifest(
+            row_length=settings.row_length,
+            token_bytes=token_type(tokenizer.size).itemsize,
+            vocabulary=tokenizer.size,
+            tokenizer=tokenizer_hash(tokenizer),
+            rows=rows,
+            documents=sum(shard.documents for shard in shards[split]),
+            segments=sum(shard.segments for shard in shards[split]),
+            tokens=tokens,
+            fill=tokens / (rows * settings.row_length),
+            dropped=dropped,
+            held_out=settings.held_out,
+            input=files,
+            command=command,
+            plan=plan,
+            shards=shards[split],
+        )
+        if split == "train":
+            lines = (workers.read_lines(output / PROGRESS / f"dropped-{i:05}.jsonl") for i in range(len(chunks)))
+            write_whole(output / "dropped.jsonl", b"".join(lines))
+        write_manifest(directory, made[split])
+    _clean(output)
+    return made["train"]
+
+
+def _clean(output: epath.Path) -> None:
+    if (output / PROGRESS).exists():
+        (output / PROGRESS).rmtree()

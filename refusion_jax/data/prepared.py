@@ -1,0 +1,143 @@
+"""Rows that `prepare` wrote, by index: one prepared directory, or several that are mixed by weight."""
+
+import bisect
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import resource
+from collections.abc import Sequence
+
+import numpy as np
+from etils import epath
+from grain.sources import ArrayRecordDataSource
+
+from refusion_jax.data.manifest import Manifest, Shard, read_manifest
+from refusion_jax.data.rows import check_row, decode_row
+from refusion_jax.errors import UserError
+
+
+class PreparedRows:
+    """A prepared directory, with random access; files are opened when the first row of them is read."""
+
+    def __init__(self, path: str, verify: bool = False):
+        """Reads the manifest.
+
+        Args:
+          path: the directory, local or gs://.
+          verify: compare each row that is read with its checksum.
+
+        Raises:
+          UserError: where the directory is unfinished, or a file of it is missing or of another size.
+        """
+        self.path = path
+        self.manifest: Manifest = read_manifest(path)
+        self._verify = verify
+        self._dtype = np.dtype(f"<u{self.manifest.token_bytes}")
+        directory = epath.Path(path)
+        for shard in self.manifest.shards:
+            _check_file(directory / shard.file, shard)
+        # One descriptor a file: the soft limit is often 1024.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._records = ArrayRecordDataSource([_Whole(str(directory / s.file), s.rows) for s in self.manifest.shards])
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        record = self.record(index)
+        return decode_row(record, self.manifest.row_length, self._dtype)
+
+    def record(self, index: int) -> bytes:
+        """The row as it is stored; UserError where it is damaged."""
+        try:
+            record = self._records[index]
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise UserError(f"{self.path}: row {index} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        if self._verify:
+            check_row(record, f"{self.path}: row {index}")
+        return record
+
+    @property
+    def documents(self) -> int:
+        """Number of documents, counting each row's part of one that was cut."""
+        return self.manifest.segments
+
+    @property
+    def fill(self) -> float:
+        """Share of positions that hold a real token."""
+        return self.manifest.fill
+
+    def fingerprint(self) -> str:
+        """Changes whenever a row does."""
+        return _digest([shard.checksum for shard in self.manifest.shards])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A file from its first to its last record, so that it need not be opened to be counted."""
+
+    filename: str
+    take: int
+    skip: int = 0
+
+    @property
+    def examples_in_shard(self) -> int:
+        return self.take
+
+
+def _check_file(path: epath.Path, shard: Shard) -> None:
+    try:
+        size = path.stat().length
+    except OSError as error:
+        raise UserError(f"{path} is missing, but the manifest names it; prepare the data again") from error
+    if size != shard.bytes:
+        raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
+
+
+def file_checksum(path: epath.Path) -> str:
+    """As in the manifest."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+class MixedRows:
+    """Several sets of rows as one: the rows of the first, then those of the second ..."""
+
+    def __init__(self, parts: Sequence[PreparedRows], names: Sequence[str], weights: Sequence[float]):
+        """Puts them together.
+
+        Args:
+          parts: the sets.
+          names: of each, for the metrics.
+          weights: the share of each in what is trained on, relative to the others.
+        """
+        self.parts, self.names, self.weights = list(parts), list(names), [float(weight) for weight in weights]
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        part = bisect.bisect_right(self._ends, index)
+        return self.parts[part][index - self._ends[part] + len(self.parts[part])]
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return sum(part.documents for part in self.parts)
+
+    @property
+    def fill(self) -> float:
+        """Share of positions that hold a real token, all rows counted alike."""
+        return sum(part.fill * len(part) for part in self.parts) / len(self)
+
+    def fingerprint(self) -> str:
+        """Changes whenever a row or a weight does."""
+        return _digest([*(part.fingerprint() for part in self.parts), *map(repr, self.weights)])
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,43 @@
+"""Examples in Parquet files: row groups are read one batch at a time."""
+
+from collections.abc import Iterator
+
+import pyarrow
+import pyarrow.parquet
+from etils import epath
+
+from refusion_jax.data.examples import Bad, Example, Fields, to_example
+
+_ROWS = 256  # read at a time
+
+
+def row_group_sizes(path: str) -> list[int]:
+    """Bytes of each row group; OSError or ValueError where this is no Parquet file."""
+    with epath.Path(path).open("rb") as file:
+        metadata = pyarrow.parquet.ParquetFile(file).metadata
+        return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+
+
+def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator[Example | Bad]:
+    """Examples of the row groups from start up to end; Bad for a row, or at the end for all that cannot be read."""
+    row = 0
+    try:
+        with epath.Path(path).open("rb") as file:
+            table = pyarrow.parquet.ParquetFile(file)
+            row = sum(table.metadata.row_group(group).num_rows for group in range(start))
+            columns = [name for name in table.schema_arrow.names if _may_be_read(table, name, fields)]
+            for batch in table.iter_batches(_ROWS, range(start, end), columns or None):
+                for item in batch.to_pylist():
+                    row += 1
+                    present = {name: value for name, value in item.items() if value is not None}
+                    yield to_example(present, f"{path}: row {row}", fields)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {reason}", "unreadable file")
+
+
+def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) -> bool:
+    """Whether a column holds text or messages, or was asked for by name; others (images ...) cost time and memory."""
+    kind = table.schema_arrow.field(name).type
+    is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+    return is_text or name == "messages" or name in (fields.query, fields.response, fields.text)

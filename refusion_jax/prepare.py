@@ -1,0 +1,150 @@
+"""Tokenizes and packs text into rows of fixed length, once, for any number of runs on any number of hosts.
+
+  python -m refusion_jax.prepare --input='my/*.jsonl' --output=prepared/mine --tokenizer=my.model --row_length=4096
+  python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path=prepared/mine
+
+Reads .jsonl, .json (a list), Parquet and ArrayRecord files; any other file is plain text. An object has a query and a
+response, or a text, or messages (of which the last is the answer). A prompt with its response is never cut. Memory does
+not grow with the input. Killed, the same command goes on where it was; the number of workers changes no byte.
+DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl and the tokenizer.
+"""
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from absl import flags
+from etils import epath
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from refusion_jax import cli
+from refusion_jax.data.examples import Fields
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.data.manifest import Manifest
+from refusion_jax.data.preparation import plan_chunks, prepare
+from refusion_jax.data.shards import Settings
+from refusion_jax.data.tokenizer import MASK_PIECE
+from refusion_jax.errors import UserError
+
+_INPUT = flags.DEFINE_multi_string(
+    "input", None, "A file, a glob or a directory (all files below it), local or gs://; may be given several times"
+)
+_OUTPUT = flags.DEFINE_string("output", None, "The directory to write, local or gs://")
+_SHAPING = [
+    flags.DEFINE_string("tokenizer", None, "A sentencepiece model, or a tokenizer.json of Hugging Face"),
+    flags.DEFINE_string("mask_piece", MASK_PIECE, "The tokenizer's piece that stands for a masked token"),
+    flags.DEFINE_integer("row_length", 4096, "Tokens a row, as --config.row_length of `train`", lower_bound=2),
+    flags.DEFINE_enum(
+        "text_packing",
+        "best_fit",
+        ["best_fit", "split"],
+        "Texts without prompt: best_fit cuts only what is longer than a row; split joins them all and cuts every row "
+        "full",
+    ),
+    flags.DEFINE_bool("dedup", False, "Leave out examples whose text stands in the input before"),
+    flags.DEFINE_float(
+        "held_out", 0.0, "Share of documents, chosen by their text, that go to DIR/held_out instead", 0.0, 0.5
+    ),
+    flags.DEFINE_enum(
+        "on_error", "stop", ["stop", "skip"], "At an example that is malformed or longer than a row: stop, or count"
+    ),
+    flags.DEFINE_integer("shard_mib", 64, "MiB of input that make a shard, and bound a worker's memory", 1, 1024),
+    flags.DEFINE_string("query_field", "", "JSON field of the prompt; empty: query, question or prompt"),
+    flags.DEFINE_string("response_field", "", "JSON field of the answer; empty: response, answer or completion"),
+    flags.DEFINE_string("text_field", "", "JSON field of a text without prompt; empty: text"),
+]
+_WORKERS = flags.DEFINE_integer("workers", None, "Processes; by default one a core", lower_bound=1)
+
+
+class _Bar:
+    """How far it is: a bar on a terminal, else a line now and then."""
+
+    def __init__(self):
+        self._bar = Progress(
+            TextColumn("reading"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            disable=not sys.stdout.isatty(),
+        )
+        self._done = self._total = self._tokens = 0
+        self._began = self._said = time.monotonic()
+
+    def started(self, total: int) -> None:
+        """Hears what there is to do, in bytes."""
+        self._total, self._began = total, time.monotonic()
+        self._task = self._bar.add_task("reading", total=total, note="")
+        self._bar.start()
+
+    def advance(self, size: int, tokens: int) -> None:
+        """Hears what was done."""
+        self._done += size
+        self._tokens += tokens
+        now = time.monotonic()
+        rate = self._tokens / max(now - self._began, 1e-9)
+        self._bar.update(self._task, completed=self._done, note=f"{rate:,.0f} tokens/s")
+        if self._bar.disable and now - self._said > 10:
+            self._said = now
+            left = (now - self._began) * (self._total - self._done) / max(self._done, 1)
+            share = self._done / max(self._total, 1)
+            print(f"{share:6.1%}  {self._tokens:,} tokens  {rate:,.0f} tokens/s  {left:,.0f} s left", flush=True)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        self._bar.stop()
+
+
+def command_line() -> str:
+    """What makes the same files again: all but where they go, and how many processes work."""
+    named = [f"--input={pattern}" for pattern in _INPUT.value]
+    named += [f"--{flag.name}={flag.value}" for flag in _SHAPING if flag.value != flag.default]
+    return shlex.join(["python", "-m", "refusion_jax.prepare", *named])
+
+
+def describe(manifest: Manifest) -> str:
+    """One line for people."""
+    dropped = ", ".join(f"{count:,} {kind}" for kind, count in manifest.dropped.items())
+    return (
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {manifest.rows:,} rows of "
+        f"{manifest.row_length}, {manifest.fill:.2%} full; left out: {dropped or 'nothing'}"
+    )
+
+
+def main() -> None:
+    flag = {flag.name: flag.value for flag in _SHAPING}
+    if not _INPUT.value or _OUTPUT.value is None or flag["tokenizer"] is None:
+        raise UserError("--input, --output and --tokenizer are needed; --help explains")
+    if "://" not in _OUTPUT.value:
+        cli.check_output("output", Path(_OUTPUT.value), directory=True)
+    tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"])
+    fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--")
+    shared = {name: flag[name] for name in ("mask_piece", "row_length", "text_packing", "on_error", "dedup")}
+    settings = Settings(flag["tokenizer"], **shared, held_out=flag["held_out"], fields=fields)
+    workers = _WORKERS.value or len(os.sched_getaffinity(0))
+    bar = _Bar()
+    try:
+        chunks = plan_chunks(_INPUT.value, flag["shard_mib"] << 20)
+        manifest = prepare(
+            chunks,
+            epath.Path(_OUTPUT.value),
+            settings,
+            tokenizer,
+            command=command_line(),
+            processes=workers,
+            started=bar.started,
+            advance=bar.advance,
+        )
+    except KeyboardInterrupt:
+        raise UserError("interrupted; the same command goes on from here") from None
+    except OSError as error:
+        raise UserError(f"{error.filename or _OUTPUT.value}: {error.strerror or error}") from error
+    finally:
+        bar.close()
+    print(f"{_OUTPUT.value}: {describe(manifest)}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

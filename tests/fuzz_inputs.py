@@ -1,0 +1,111 @@
+"""Malformed input files of every kind we could think of, at random but the same each time."""
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+from array_record.python.array_record_module import ArrayRecordWriter
+
+GOOD = json.dumps({"query": "one two", "response": "three four"}).encode()
+VALUES = [None, 1, 1.5, True, [], {}, "", "x", "three", ["three"], "\ud800", "\x00", "\u2028", 10**400, "ü" * 50]
+
+
+def write_files(directory: Path, count: int, seed: int = 0) -> None:
+    """Writes `count` files, of which most have something wrong with them."""
+    rng = random.Random(seed)
+    makers = [*(_jsonl,) * 4, _list, _table, _records, _text]
+    for index in range(count):
+        made = rng.choice(makers)(rng, directory)
+        suffix, content = made
+        path = directory / f"{index % 50:02}" / f"{index:05}{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(_damaged(rng, content) if rng.random() < 0.6 else content)
+
+
+def _item(rng) -> object:
+    names = ["query", "response", "text", "prompt", "answer", "messages", "foo", ""]
+    if rng.random() < 0.1:
+        return rng.choice(VALUES)
+    item = {rng.choice(names): rng.choice(VALUES) for _ in range(rng.randrange(4))}
+    if rng.random() < 0.1:
+        roles = ["user", "assistant", "system", None, 3]
+        turn = {"role": rng.choice(roles), "content": rng.choice(VALUES)}
+        item["messages"] = rng.choice([[turn], [turn, turn], turn, [turn, {"role": "assistant", "content": "x"}]])
+    return item
+
+
+def _line(rng) -> bytes:
+    kind = rng.randrange(8)
+    if kind < 3:
+        return GOOD
+    if kind == 3:
+        return json.dumps(_item(rng), ensure_ascii=rng.random() < 0.9).encode("utf-8", "surrogatepass")
+    if kind == 4:
+        return rng.randbytes(rng.randrange(60))
+    if kind == 5:
+        return rng.choice([b"[" * 3000, b'{"a":' * 3000, b"NaN", b"1" * 5000, b'"', b"{}", b"\xef\xbb\xbf", b"\x00"])
+    if kind == 6:
+        return json.dumps({"text": "one two " * rng.randrange(2000)}).encode()
+    return GOOD[: rng.randrange(len(GOOD))]
+
+
+def _jsonl(rng, _) -> tuple[str, bytes]:
+    lines = rng.choice([b"\n", b"\r\n", b"\n\n", b"\r"]).join(_line(rng) for _ in range(rng.randrange(6)))
+    return ".jsonl", rng.choice([b"", b"\xef\xbb\xbf", b"\xff\xfe"]) + lines
+
+
+def _list(rng, _) -> tuple[str, bytes]:
+    items = [_item(rng) for _ in range(rng.randrange(4))]
+    return ".json", json.dumps(items if rng.random() < 0.7 else _item(rng)).encode()
+
+
+def _table(rng, directory: Path) -> tuple[str, bytes]:
+    columns = {
+        "text": ["three", None, ""],
+        "query": [b"one", b"\xff", None],
+        "response": ["four"] * 3,
+        "answer": [1, 2, None],
+        "messages": [[{"role": "user", "content": "x"}, {"role": "assistant", "content": "three"}], [], None],
+    }
+    names = rng.sample(sorted(columns), rng.randrange(len(columns)))
+    path = directory / ".table"
+    pyarrow.parquet.write_table(pyarrow.table({name: columns[name] for name in names}), path)
+    return ".parquet", _taken(path)
+
+
+def _records(rng, directory: Path) -> tuple[str, bytes]:
+    path = directory / ".records"
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for _ in range(rng.randrange(4)):
+        writer.write(_line(rng))
+    writer.close()
+    return ".array_record", _taken(path)
+
+
+def _taken(path: Path) -> bytes:
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+def _text(rng, _) -> tuple[str, bytes]:
+    content = b"".join(
+        rng.choice([b"one two\n", "gr\u00fc\u00dfe ".encode(), b"\r\n"]) for _ in range(rng.randrange(9))
+    )
+    return rng.choice([".txt", ".md", ".gz", "", ".py"]), content
+
+
+def _damaged(rng, content: bytes) -> bytes:
+    kind = rng.randrange(5)
+    at = rng.randrange(len(content) + 1)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        return content[:at] + rng.randbytes(rng.randrange(1, 9)) + content[at:]
+    if kind == 2:
+        return content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
+    if kind == 3:
+        return b""
+    return content * rng.randrange(1, 3)

@@ -1,0 +1,363 @@
+import collections
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from conftest import ROOT, run, start
+from etils import epath
+from fuzz_inputs import write_files
+
+from refusion_jax import UserError
+from refusion_jax.data.examples import Example, Fields
+from refusion_jax.data.manifest import read_manifest
+from refusion_jax.data.pieces import cut, read, whole
+from refusion_jax.data.preparation import plan_chunks, prepare
+from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.data.rows import check_row, decode_row, encode_row
+from refusion_jax.data.shards import Settings
+from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
+
+FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
+WORDS = "one two three four five six seven".split()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
+    path.write_bytes(Tokenizer.train([" ".join(WORDS)] * 20, 300).model)
+    return path
+
+
+def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, row_length=64, **changes):
+    """Prepares in this process."""
+    settings = Settings(str(tokenizer_file), MASK_PIECE, row_length, "best_fit", "stop", False, 0.0, Fields(flag="--"))
+    settings = dataclasses.replace(settings, **changes)
+    return prepare(
+        plan_chunks([str(source)], shard),
+        epath.Path(output),
+        settings,
+        Tokenizer.load(tokenizer_file),
+        command="",
+        processes=processes,
+        started=lambda size: None,
+        advance=lambda size, tokens: None,
+    )
+
+
+def write_pairs(path, count, seed=0):
+    """Pairs of which every one is another."""
+    rng = random.Random(seed)
+    lines = [
+        {
+            "query": f"{i} " + " ".join(rng.choices(WORDS, k=3)),
+            "response": " ".join(rng.choices(WORDS, k=rng.randrange(1, 9))),
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [(line["query"], line["response"]) for line in lines]
+
+
+def documents(path):
+    """(prompt ids, response ids) of all documents of a prepared directory, sorted."""
+    rows, found = PreparedRows(str(path), verify=True), []
+    for index in range(len(rows)):
+        row = rows[index]
+        for segment in range(1, row["segment_ids"].max() + 1):
+            inside, response = row["segment_ids"] == segment, row["is_response"]
+            found.append((row["tokens"][inside & ~response].tolist(), row["tokens"][inside & response].tolist()))
+    return sorted(found)
+
+
+def expected(tokenizer_file, pairs):
+    tokenizer = Tokenizer.load(tokenizer_file)
+    return sorted((tokenizer.encode_prompts([q])[0], [*tokenizer.encode([r])[0], tokenizer.eos_id]) for q, r in pairs)
+
+
+def contents(directory):
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@hypothesis.settings(derandomize=True, deadline=None)
+@hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=9), st.booleans())
+def test_a_row_is_read_as_it_was_written_and_its_checksum_tells_any_other(parts, is_wide):
+    lengths, prompts = [p + r for p, r in parts], [p for p, _ in parts]
+    dtype, T = np.dtype("<u4" if is_wide else "<u2"), sum(lengths) + 3
+    tokens = np.arange(1, sum(lengths) + 1).astype(dtype)
+    record = encode_row(tokens, lengths, prompts)
+    row = decode_row(record, T, dtype)
+    assert row["tokens"].tolist() == [*range(1, sum(lengths) + 1), 0, 0, 0]
+    assert row["segment_ids"].tolist() == [i for i, n in enumerate(lengths, 1) for _ in range(n)] + [0] * 3
+    assert row["is_response"].tolist() == [x for p, r in parts for x in [False] * p + [True] * r] + [False] * 3
+    check_row(record, "here")
+    damaged = bytearray(record)
+    damaged[len(record) // 2] ^= 1
+    with pytest.raises(UserError, match="here: the checksum of this row is wrong"):
+        check_row(bytes(damaged), "here")
+
+
+def test_every_pair_is_in_the_rows_once_and_whole(tmp_path, tokenizer_file):
+    pairs = write_pairs(tmp_path / "a.jsonl", 300)
+    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
+    assert len(manifest.shards) > 5
+    found = documents(tmp_path / "out")
+    assert found == expected(tokenizer_file, pairs)
+    assert manifest.documents == manifest.segments == 300
+    assert manifest.tokens == sum(len(p) + len(r) for p, r in found)
+    assert manifest.fill == manifest.tokens / (manifest.rows * 64)
+    assert manifest.dropped == {}
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "split"])
+def test_texts_lose_no_token_however_they_are_cut(packing, tmp_path, tokenizer_file):
+    (tmp_path / "in").mkdir()
+    text = "".join(f"{word} {i}\n" for i, word in enumerate(WORDS * 200))
+    (tmp_path / "in" / "a.txt").write_text(text)
+    (tmp_path / "in" / "b.md").write_text("one two")
+    manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "out", text_packing=packing, row_length=32)
+    assert len(manifest.shards) > 5
+    tokenizer, rows = Tokenizer.load(tokenizer_file), PreparedRows(str(tmp_path / "out"))
+    tokens = [t for i in range(len(rows)) for t in rows[i]["tokens"][rows[i]["segment_ids"] > 0].tolist()]
+    count = collections.Counter(tokens)
+    assert (count[tokenizer.bos_id], count[tokenizer.eos_id], manifest.documents) == (2, 2, 2)
+    assert manifest.tokens == len(tokens)
+    if packing == "split":  # in the order of the text, all rows full but the last of each shard
+        assert tokenizer.decode(tokens) == text + "one two"
+        assert sum((rows[i]["segment_ids"] == 0).any() for i in range(len(rows))) <= len(manifest.shards)
+    else:
+        assert sorted(tokenizer.decode(tokens)) == sorted(text + "one two")
+
+
+def test_the_number_of_processes_changes_no_byte(tmp_path, tokenizer_file):
+    source = tmp_path / "in"
+    source.mkdir()
+    write_pairs(source / "a.jsonl", 200)
+    (source / "b.jsonl").write_text((source / "a.jsonl").read_text()[:4000] + '\n{"broken\n')
+    (source / "c.txt").write_text("one two three\n" * 500)
+    keys = {"dedup": True, "held_out": 0.1, "on_error": "skip"}
+    for processes in (1, 3):
+        make(tokenizer_file, source, tmp_path / str(processes), processes=processes, **keys)
+    one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
+    assert one == three
+    assert {"manifest.json", "held_out/manifest.json", "dropped.jsonl", "tokenizer.model"} <= set(one)
+
+
+def test_duplicates_are_left_out_wherever_they_stand(tmp_path, tokenizer_file):
+    pairs = write_pairs(tmp_path / "a.jsonl", 100)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b.jsonl").write_text("".join(lines[::-1] + lines[:50]))
+    kept = make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "all")
+    manifest = make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "once", dedup=True)
+    assert kept.documents == 250
+    assert manifest.dropped == {"duplicate": 150}
+    assert documents(tmp_path / "once") == expected(tokenizer_file, pairs)
+
+
+def test_what_is_held_out_depends_on_the_text_alone(tmp_path, tokenizer_file):
+    pairs = write_pairs(tmp_path / "a.jsonl", 300)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b.jsonl").write_text("".join(lines[::-2]))
+    for name in "ab":
+        make(tokenizer_file, tmp_path / f"{name}.jsonl", tmp_path / name, held_out=0.2)
+    train, held = documents(tmp_path / "a"), documents(tmp_path / "a" / "held_out")
+    assert sorted(train + held) == expected(tokenizer_file, pairs)
+    assert 30 <= len(held) <= 90
+    half = documents(tmp_path / "b" / "held_out")
+    assert half == [d for d in held if d in documents(tmp_path / "b") + half]
+    assert 0 < len(half) < len(held)
+
+
+def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path):
+    pairs = write_pairs(tmp_path / "a.jsonl", 100)
+    table = pyarrow.table({"query": [q for q, _ in pairs], "response": [r for _, r in pairs], "image": [b"x"] * 100})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=9)
+    writer = ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+    for line in (tmp_path / "a.jsonl").read_bytes().splitlines():
+        writer.write(line)
+    writer.close()
+    for suffix in ("jsonl", "parquet", "array_record"):
+        path = str(tmp_path / f"a.{suffix}")
+        for size in (1, 300, 1 << 20):
+            pieces = cut(path, size)
+            assert len(pieces) == 1 if size > 1 << 19 else len(pieces) > 3
+            examples = [e for piece in pieces for e in read(piece, Fields())]
+            assert [(e.prompt, e.response) for e in examples] == pairs
+            wheres = [str(e.where).rsplit(":" if suffix == "jsonl" else " ", 1)[1] for e in examples]
+            assert wheres == [str(i) for i in range(1, 101)]
+
+
+@pytest.mark.parametrize("size", [7, 64, 1000, 10**6])
+def test_a_text_is_cut_between_characters_only(size, tmp_path):
+    text = "grüße ☃\n" * 20 + "☃" * 30000 + "\n" + "x" * 500
+    (tmp_path / "a.txt").write_text(text)
+    parts = [e for piece in cut(str(tmp_path / "a.txt"), size * 50) for e in read(piece, Fields())]
+    assert all(isinstance(e, Example) for e in parts)
+    assert "".join(e.response for e in parts) == text
+    assert [e.starts for e in parts] == [True] + [False] * (len(parts) - 1)
+    assert [e.ends for e in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_messages_become_a_prompt_and_the_last_answer(tmp_path):
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "r"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns[:2]}))
+    good, bad = read(whole(str(tmp_path / "a.jsonl")), Fields())
+    assert (good.prompt, good.response) == ((("system", "s"), ("user", "q")), "r")
+    assert bad.kind == "not a conversation"
+
+
+def test_an_error_names_the_line_of_the_whole_file_and_leaves_nothing(tmp_path, tokenizer_file):
+    write_pairs(tmp_path / "a.jsonl", 100)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "bad.jsonl").write_text("".join([*lines, '{"query"\n', *lines]))
+    with pytest.raises(UserError, match=r"bad.jsonl:101: not JSON.*--on_error=skip"):
+        make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out", shard=1 << 20)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"bad.jsonl:101: not JSON"):  # in a later shard; those before are kept
+        make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out")
+    with pytest.raises(UserError, match="out is not finished: give `prepare` the same flags again"):
+        PreparedRows(str(tmp_path / "out"))
+    manifest = make(tokenizer_file, tmp_path / "bad.jsonl", tmp_path / "out", on_error="skip")
+    assert (manifest.documents, manifest.dropped) == (200, {"not JSON": 1})
+    (dropped,) = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert dropped["where"].endswith("bad.jsonl:101")
+
+
+def test_a_pair_longer_than_a_row_is_refused_or_counted(tmp_path, tokenizer_file):
+    (tmp_path / "a.jsonl").write_text(
+        '{"query": "one", "response": "%s"}\n{"query": "one", "response": "two"}' % ("x" * 99)
+    )
+    with pytest.raises(UserError, match=r"a.jsonl:1: \d+ prompt and 100 response tokens do not fit in --row_length=64"):
+        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
+    assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip").dropped == {
+        "longer than a row": 1
+    }
+
+
+def test_another_input_or_another_flag_is_no_continuation(tmp_path, tokenizer_file):
+    write_pairs(tmp_path / "a.jsonl", 30)
+    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
+    assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out") == manifest
+    with pytest.raises(UserError, match=r"holds other rows \(other input or flags\)"):
+        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", row_length=32)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(UserError, match="mine is not empty; name a new directory"):
+        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "mine")
+    assert contents(tmp_path / "mine") == {"thesis.txt": b"years"}
+
+
+def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tokenizer_file):
+    for index in range(4):
+        (tmp_path / f"{index}.txt").write_text(" ".join(random.Random(index).choices(WORDS, k=500_000)))
+    flags = [f"--input={tmp_path}/*.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--row_length=512"]
+    flags += ["--held_out=0.3"]
+    run("prepare", *flags, f"--output={tmp_path}/straight", "--workers=1")
+    process = start("prepare", *flags, f"--output={tmp_path}/killed", "--workers=2")
+    progress = tmp_path / "killed" / ".progress"
+    while len(list(progress.glob("done-*.json"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(psutil.wait_procs(workers, timeout=20)[1]) == 0
+    assert not (tmp_path / "killed" / "manifest.json").exists()
+    with pytest.raises(UserError, match="is not finished"):
+        PreparedRows(str(tmp_path / "killed"))
+    done = {path.stem[-5:] for path in progress.glob("done-*.json")}
+    shards = [p for p in (tmp_path / "killed").rglob("rows-*") if p.stem[-5:] in done]
+    before = {path: path.stat().st_mtime_ns for path in shards}
+    assert len(before) >= 3
+    run("prepare", *flags, f"--output={tmp_path}/killed", "--workers=2")
+    assert {path: path.stat().st_mtime_ns for path in shards} == before
+    assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
+
+
+def test_two_at_a_time_do_not_write_to_one_directory(tmp_path, tokenizer_file):
+    (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=3_000_000)))
+    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", f"--output={tmp_path}/out", "--workers=1"]
+    first = start("prepare", *flags)
+    while not (tmp_path / "out" / ".progress" / "plan.json").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    _, err = run("prepare", *flags, code=2)
+    assert "another `prepare` is writing to it" in err
+    first.communicate()
+    assert first.returncode == 0
+
+
+def test_fuzzed_files_are_counted_and_named_and_never_raise(tmp_path, tokenizer_file):
+    (tmp_path / "in").mkdir()
+    write_files(tmp_path / "in", FUZZED)
+    manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "out", shard=1 << 14, on_error="skip", dedup=True)
+    dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert len(dropped) > FUZZED / 2
+    assert all(item["where"].startswith(f"{tmp_path}/in/") and "\n" not in item["reason"] for item in dropped)
+    lines = [item["where"] for item in dropped if ".jsonl" in item["where"] and item["kind"] != "empty file"]
+    assert all(int(where.rsplit(":", 1)[1]) > 0 for where in lines)
+    counted = collections.Counter(item["kind"] for item in dropped)
+    assert {kind: n for kind, n in manifest.dropped.items() if kind != "duplicate"} == dict(counted)
+    assert len(counted) > 8
+    assert manifest.documents + sum(manifest.dropped.values()) == manifest.input["examples"]
+    assert len(documents(tmp_path / "out")) == manifest.segments
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fuzzed_directory_stops_the_command_with_one_line(seed, tmp_path, tokenizer_file):
+    (tmp_path / "in").mkdir()
+    write_files(tmp_path / "in", 30, seed)
+    _, err = run(
+        "prepare", f"--input={tmp_path}/in", f"--output={tmp_path}/out", f"--tokenizer={tokenizer_file}", code=2
+    )
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"error: {tmp_path}/in/")
+    assert not (tmp_path / "out").exists()
+
+
+def test_workers_need_no_jax():
+    """It would cost each of them 200 MB and two seconds."""
+    script = "import sys, refusion_jax.prepare, refusion_jax.data.workers; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
+
+
+LENGTHS = {
+    # GSM8K's tokens: a question of about 60, a worked answer of about 130 (its paper's figure 2, by Qwen's count).
+    "GSM8K": lambda rng, n: np.clip(rng.lognormal(5.1, 0.4, n), 40, 600),
+    "long tail": lambda rng, n: np.clip(20 * (1 + rng.pareto(0.8, n)), 1, 4096),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("row_length", [1024, 4096])
+def test_packed_rows_are_99_percent_full(kind, row_length):
+    from refusion_jax.data.packing import fit
+
+    lengths = np.minimum(LENGTHS[kind](np.random.default_rng(0), 20_000), row_length).astype(int).tolist()
+    rows = fit(lengths, row_length)
+    assert sum(lengths) / (len(rows) * row_length) >= 0.99
+    assert sorted(i for row in rows for i in row) == list(range(20_000))
+    assert all(sum(lengths[i] for i in row) <= row_length for row in rows)
+
+
+def test_a_manifest_that_is_not_ours_is_one_line(tmp_path):
+    for content in ("", "[]", "{}", '{"format": 1, "shards": []}', '{"shards": [{}]}'):
+        (tmp_path / "manifest.json").write_text(content)
+        with pytest.raises(UserError, match="manifest.json cannot be read"):
+            read_manifest(str(tmp_path))

@@ -1,0 +1,231 @@
+import collections
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from conftest import ROOT, TINY_RUN, config_with, run
+from test_prepare import make, tokenizer_file, write_pairs
+
+from refusion_jax import UserError
+from refusion_jax.data.dataset import load_dataset
+from refusion_jax.data.loader import epochs, host_batches, host_rows, row_order
+from refusion_jax.data.order import RowOrder
+from refusion_jax.data.prepared import MixedRows, PreparedRows
+from refusion_jax.inspect_data import verify
+from refusion_jax.metrics import read_metrics
+
+__all__ = ["tokenizer_file"]  # a fixture
+ROW = 64
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, tokenizer_file):
+    """Two prepared directories of different sizes, a and b."""
+    home = tmp_path_factory.mktemp("prepared")
+    for name, count in (("a", 400), ("b", 90)):
+        write_pairs(home / f"{name}.jsonl", count, seed=count)
+        make(tokenizer_file, home / f"{name}.jsonl", home / name)
+    return home
+
+
+class Numbers:
+    """Rows that hold their own number."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"tokens": np.array([index])}
+
+
+def read(rows, hosts, batch_size, first, last, seed=0):
+    """What the hosts together read: the rows of each step, in the order of the global batch."""
+    steps = {"batch_size": batch_size, "seed": seed, "first_step": first, "last_step": last}
+    parts = [host_batches(rows, host_rows(batch_size, i, hosts), **steps) for i in range(hosts)]
+    return [row for step in zip(*parts, strict=True) for part in step for row in part["tokens"][:, 0].tolist()]
+
+
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=25)
+@hypothesis.given(
+    rows=st.integers(1, 70),
+    batch_size=st.sampled_from([4, 8, 12]),
+    switches=st.lists(st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 4])), min_size=1, max_size=5),
+    seed=st.integers(0, 2**31),
+)
+def test_every_row_comes_once_an_epoch_whatever_the_hosts(rows, batch_size, switches, seed):
+    data, seen, step = Numbers(rows), [], 0
+    for steps, hosts in switches:
+        seen += read(data, hosts, batch_size, step, step + steps, seed)
+        step += steps
+    assert seen == read(data, 1, batch_size, 0, step, seed)
+    whole, rest = divmod(len(seen), rows)
+    for epoch in range(whole):
+        assert sorted(seen[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+    assert len(set(seen[whole * rows :])) == rest
+
+
+HOST = """
+import json, sys
+from refusion_jax.data.loader import host_batches, host_rows
+from refusion_jax.data.prepared import PreparedRows
+path, index, count, first, last = sys.argv[1], *map(int, sys.argv[2:])
+rows = PreparedRows(path, verify=True)
+steps = dict(batch_size=8, seed=5, first_step=first, last_step=last)
+print(json.dumps([b["tokens"].tolist() for b in host_batches(rows, host_rows(8, index, count), **steps)]))
+"""
+
+
+def host(path, *arguments):
+    line = [sys.executable, "-c", HOST, str(path), *map(str, arguments)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def test_real_processes_read_the_same_order_and_each_row_once(prepared):
+    rows = PreparedRows(str(prepared / "a"))
+    steps = -(-len(rows) // 8)
+    plan = [(0, 2, 1), (2, 3, 4), (3, steps, 2)]  # steps from, to, by so many hosts
+    started = [[host(prepared / "a", i, hosts, first, last) for i in range(hosts)] for first, last, hosts in plan]
+    seen = []
+    for processes in started:
+        parts = [json.loads(process.communicate()[0]) for process in processes]
+        assert all(process.returncode == 0 for process in processes)
+        seen += [tuple(row) for step in zip(*parts, strict=True) for part in step for row in part]
+    order = row_order(rows, seed=5)
+    assert seen == [tuple(rows[order[place]]["tokens"].tolist()) for place in range(steps * 8)]
+    assert collections.Counter(seen[: len(rows)]) == collections.Counter(
+        tuple(rows[index]["tokens"].tolist()) for index in range(len(rows))
+    )
+
+
+def test_a_host_reads_its_own_rows_only(prepared, monkeypatch):
+    rows, asked, real = PreparedRows(str(prepared / "a")), [], PreparedRows.record
+    monkeypatch.setattr(PreparedRows, "record", lambda self, index: asked.append(index) or real(self, index))
+    list(host_batches(rows, host_rows(8, 1, 4), batch_size=8, seed=0, first_step=0, last_step=5))
+    order = row_order(rows, seed=0)
+    assert sorted(asked) == sorted(order[step * 8 + row] for step in range(5) for row in (2, 3))
+
+
+def test_any_step_of_a_huge_data_set_is_there_at_once():
+    began = time.monotonic()
+    order = RowOrder([10**9, 10**6], [3, 1], seed=0)
+    assert len({order[10**12 + i] for i in range(1000)}) > 990
+    assert time.monotonic() - began < 5  # an order that was stored would take minutes and gigabytes
+
+
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=30)
+@hypothesis.given(
+    parts=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 20)), min_size=2, max_size=4),
+    places=st.integers(1, 3000),
+)
+def test_a_mixture_keeps_its_weights_and_each_source_its_epochs(parts, places):
+    sizes, weights = zip(*parts, strict=True)
+    order = RowOrder(sizes, weights, seed=1)
+    starts = [0, *itertools.accumulate(sizes)]
+    seen = [order[place] for place in range(places)]
+    for source, size in enumerate(sizes):
+        own = [row - starts[source] for row in seen if starts[source] <= row < starts[source + 1]]
+        assert abs(len(own) - places * weights[source] / sum(weights)) <= len(sizes)
+        assert order.epochs(places)[source] == len(own) / size
+        for epoch in range(len(own) // size):
+            assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
+        assert len(set(own[len(own) // size * size :])) == len(own) % size
+
+
+def config(prepared, tokenizer_file, path, **keys):
+    own = {"data.path": path.format(prepared), "row_length": ROW, "data.tokenizer": str(tokenizer_file)}
+    return config_with(**own | keys)
+
+
+def test_a_mixture_of_directories(prepared, tokenizer_file, tmp_path):
+    own = config(prepared, tokenizer_file, "{0}/a,{0}/b", **{"data.weights": (1, 3)})
+    _, rows = load_dataset(own, tmp_path)
+    assert isinstance(rows, MixedRows)
+    a, b = (PreparedRows(str(prepared / name)) for name in "ab")
+    assert len(rows) == len(a) + len(b)
+    np.testing.assert_array_equal(rows[len(a) - 1]["tokens"], a[len(a) - 1]["tokens"])
+    np.testing.assert_array_equal(rows[len(a)]["tokens"], b[0]["tokens"])
+    assert epochs(rows, 400) == {"epoch_a": 100 / len(a), "epoch_b": 300 / len(b)}
+    _, other = load_dataset(config(prepared, tokenizer_file, "{0}/a,{0}/b"), tmp_path)
+    assert rows.fingerprint() != other.fingerprint()
+    assert epochs(load_dataset(config(prepared, tokenizer_file, "{0}/a"), tmp_path)[1], 8) == {"epoch": 8 / len(a)}
+
+
+@pytest.mark.parametrize(
+    ("path", "keys", "said"),
+    [
+        ("{0}/a", {"row_length": 32}, "--config.row_length=32: .*/a holds rows of 64 tokens; give that"),
+        ("{0}/a,{0}/a.jsonl", {}, "a.jsonl is no prepared directory, and only these can be mixed"),
+        ("{0}/a,{0}/b", {"data.weights": (1,)}, "must be a number above 0 for each of the 2 directories"),
+        ("{0}/a,{0}/b", {"data.weights": (1, 0)}, "must be a number above 0"),
+        ("{0}/a,{0}/b", {"data.weights": (1, 99999)}, "the smallest is less than 1/4096 of their sum"),
+        ("{0}/a.jsonl", {"data.weights": (1,)}, "only prepared directories are mixed by weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(path, keys, said, prepared, tokenizer_file, tmp_path):
+    with pytest.raises(UserError, match=said):
+        load_dataset(config(prepared, tokenizer_file, path, **keys), tmp_path)
+
+
+def test_another_tokenizer_is_refused(prepared, tmp_path):
+    from refusion_jax.data.tokenizer import Tokenizer
+
+    (tmp_path / "other.model").write_bytes(Tokenizer.train(["eight nine ten"] * 9, 280).model)
+    with pytest.raises(UserError, match="was made with another tokenizer than .*other.model"):
+        load_dataset(config(prepared, tmp_path / "other.model", "{0}/a"), tmp_path)
+
+
+def test_damage_is_found(tokenizer_file, tmp_path):
+    write_pairs(tmp_path / "a.jsonl", 300)
+    make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", shard=1 << 20)
+    (file,) = (tmp_path / "out").glob("rows-*")
+    whole = file.read_bytes()
+    assert verify(str(tmp_path / "out")) == len(PreparedRows(str(tmp_path / "out")))
+    middle = len(whole.rstrip(b"\0")) // 4
+    file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(UserError, match="rows-00000.array_record: the checksum is not the manifest's"):
+        verify(str(tmp_path / "out"))
+    file.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"rows-00000.array_record has \d+ bytes instead of"):
+        PreparedRows(str(tmp_path / "out"))
+    file.unlink()
+    with pytest.raises(UserError, match="rows-00000.array_record is missing, but the manifest names it"):
+        PreparedRows(str(tmp_path / "out"))
+
+
+def test_train_reads_a_mixture_resumes_and_logs_its_epochs(prepared, tmp_path):
+    flags = [*TINY_RUN, f"--config.data.path={prepared}/a,{prepared}/b", "--config.data.weights=3,1"]
+    flags += [f"--config.row_length={ROW}", "--config.data.verify", "--config.batch_size=8"]
+    run("train", *flags, f"--workdir={tmp_path}/straight", "--config.steps=20")
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "20")
+    run("train", *flags, f"--workdir={tmp_path}/resumed", "--config.steps=20")
+    records = read_metrics(tmp_path / "straight")
+    sizes = [len(PreparedRows(str(prepared / name))) for name in "ab"]
+    assert records[-1]["epoch_a"] == 120 / sizes[0]
+    assert records[-1]["epoch_b"] == 40 / sizes[1]
+    assert [r["loss"] for r in read_metrics(tmp_path / "resumed")] == [r["loss"] for r in records]
+
+
+def test_a_row_can_be_looked_at(prepared):
+    out, _ = run("inspect_data", f"--data={prepared}/a", "--row=1", "--labels")
+    assert "row 1 of" in out
+    assert "document 1 of" in out
+    assert "must predict" in out
+    assert "\x1b[" not in out  # no colors where there is no terminal
+    out, _ = run("inspect_data", f"--data={prepared}/a", "--verify")
+    assert "rows are as they were written" in out
+    _, err = run("inspect_data", f"--data={prepared}/a", "--row=100000", code=2)
+    assert "--row=100000: " in err
+    assert len(err.splitlines()) == 1
