@@ -12,10 +12,11 @@ import sys
 
 from absl import flags
 
-from refusion_jax import benchmarks, cli
+from refusion_jax import cli
+from refusion_jax.benchmarks import __path__ as place
 from refusion_jax.errors import UserError
 
-NAMES = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+NAMES = sorted(module.name for module in pkgutil.iter_modules(place))
 
 
 def main(argv: list[str]) -> None:
