@@ -123,12 +123,11 @@ def choose_parts(s: State, here: Block, static: Static) -> Parts:
     ahead_here, ahead_there = ahead & rest, ahead & (following.size > 0) & ~s.ended[:, None]
     planned = jnp.where(plans, s.remaining, jnp.where(is_last[:, None], ahead_there, ahead_here))
 
-    # Guesses never widen the forward: they take what room is left. Only a slot that is verified without others before
-    # it sees what it would see alone.
+    # Guesses take what room the rest leaves. Only a slot that is verified without others sees what it would see alone.
     is_lone = jnp.sum(chosen, axis=1, keepdims=True) == 1
     length = jnp.where(chosen & (checks | (verifies & is_lone)), here.size - work.guess, 0)
     needed = jnp.sum(drafted, axis=1) + jnp.sum(jnp.where(planned, plan_block.size, 0), axis=1)
-    room = jnp.array(static.widths)[fitting(needed, static)] - needed
+    room = static.widths[-1] - needed
     fits = (length > 0) & (jnp.cumsum(length, axis=1) <= room[:, None])
     return Parts(
         drafted=drafted,
