@@ -6,7 +6,8 @@ or on a pod.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -83,6 +84,52 @@ def mesh_axes(axis: str | None) -> tuple[str, ...]:
 def ways(mesh: Mesh, axis: str) -> int:
     """Into how many parts the mesh splits a logical axis."""
     return math.prod(mesh.shape[name] for name in mesh_axes(axis))
+
+
+def on_each_chip(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function run by every chip of the mesh on its own shards; the function itself outside `jax.set_mesh`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# For functions run by `on_each_chip`: all of them name logical axes, and do nothing outside `jax.set_mesh`.
+
+
+def _names(*axes: str, but: str | None = None) -> tuple[str, ...]:
+    if jax.sharding.get_abstract_mesh().empty:
+        return ()
+    return tuple(name for axis in axes for name in mesh_axes(axis) if name not in mesh_axes(but))
+
+
+def all_gather(x: jax.Array, logical: str, axis: int) -> jax.Array:
+    """Puts the shards of a logical axis together along an array axis."""
+    names = _names(logical)
+    return jax.lax.all_gather(x, names, axis=axis, tiled=True) if names else x
+
+
+def scatter_sum(x: jax.Array, logical: str, axis: int) -> jax.Array:
+    """Sums over the chips that share a logical axis; each keeps its own shard."""
+    names = _names(logical)
+    return jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True) if names else x
+
+
+def all_sum(x: Any, *logical: str, but: str | None = None) -> Any:
+    """Sums over the chips that split these logical axes, but not over those that split another one."""
+    names = _names(*logical, but=but)
+    return jax.lax.psum(x, names) if names else x
+
+
+def all_max(x: jax.Array, logical: str) -> jax.Array:
+    """The maximum over the chips that split a logical axis."""
+    names = _names(logical)
+    return jax.lax.pmax(x, names) if names else x
+
+
+def shard_index(logical: str) -> jax.Array | int:
+    """Which shard of a logical axis this chip has."""
+    names = _names(logical)
+    return jax.lax.axis_index(names) if names else 0
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from refusion_jax import sharding
-from refusion_jax.objectives import Objective, loss_terms
+from refusion_jax.objectives import Objective, is_labelled, weigh
 from refusion_jax.slots import Rows
 
 
@@ -76,8 +76,13 @@ def make_train_step(
     """
 
     def loss_fn(params, batch):
-        logits = nnx.merge(graphdef, params)(batch.inputs, batch.positions, batch.segment_ids)
-        terms = loss_terms(logits, batch)
+        model = nnx.merge(graphdef, params)
+        terms = weigh(
+            model.cross_entropy(
+                batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch)
+            ),
+            batch,
+        )
         return sum(objective.coefficients[name] * term for name, term in terms.items()), terms
 
     def train_step(state: TrainState, rows: Rows):
