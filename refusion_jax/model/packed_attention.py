@@ -7,8 +7,6 @@ xla      everything else
 Axes: B rows, T row length, N query heads, K key/value heads, H head size.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -24,11 +22,18 @@ SAVED_NAME = "attention"  # under which `jax.checkpoint` policies know what the 
 _TILES = (512, 256, 128)
 
 
-def backend_for(platform: str, row_length: int, head_dim: int) -> str:
-    """The kernel for a platform ("tpu", "gpu", "cpu"), among those that can do these sizes."""
-    if platform == "tpu" and row_length % _TILES[-1] == 0:
+def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
+    """The kernel for a platform ("tpu", "gpu", "cpu"), where it can do these sizes; "xla" otherwise.
+
+    Args:
+      platform: of the devices.
+      length: of the part of a row that a chip has.
+      head_dim: size of a head.
+      dtype: of computation.
+    """
+    if platform == "tpu" and length % _TILES[-1] == 0:
         return "splash"
-    if platform == "gpu" and head_dim % 8 == 0 and head_dim <= 128:
+    if platform == "gpu" and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16":
         return "cudnn"
     return "xla"
 
@@ -89,7 +94,6 @@ def splash_attention(
     return run(kernel, q, k, v, segment_ids, segment_ids).swapaxes(1, 2)
 
 
-@functools.cache
 def _kernel(length: int, heads: int, parts: int, interpret: bool):
     """The kernel for `heads` heads of rows of `length` tokens, whose queries are split into `parts`."""
     mask = splash.splash_attention_mask
@@ -103,12 +107,11 @@ def _kernel(length: int, heads: int, parts: int, interpret: bool):
         block_q_dq=tile,
         block_kv_dq=tile,
     )
-    with jax.ensure_compile_time_eval():
-        return splash.splash_attention_kernel.make_splash_mha(
-            mask.MultiHeadMask([mask.CausalMask((length, length))] * heads),
-            block_sizes=sizes,
-            head_shards=1,
-            q_seq_shards=parts,
-            residual_checkpoint_name=SAVED_NAME,
-            interpret=interpret,
-        )
+    return splash.splash_attention_kernel.make_splash_mha(
+        mask.MultiHeadMask([mask.CausalMask((length, length))] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=parts,
+        residual_checkpoint_name=SAVED_NAME,
+        interpret=interpret,
+    )
