@@ -57,9 +57,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     abstract = jax.eval_shape(fresh_state)
     shardings = state_shardings(mesh, axes, optimizer, abstract)
     return Program(
-        step=jax.jit(
-            step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options(mesh)
-        ),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options(mesh)),
         target=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings),
         optimizer=optimizer,
         fresh_state=fresh_state,

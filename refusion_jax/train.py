@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import ml_collections
 from absl import flags
-from flax import nnx
 from ml_collections import config_flags
 
 from refusion_jax import cli, sharding
@@ -24,11 +23,9 @@ from refusion_jax.data.loader import global_batches
 from refusion_jax.errors import UserError
 from refusion_jax.flops import train_flops_per_token
 from refusion_jax.metrics import MetricsWriter, check_finite
-from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.objectives import make_objective
-from refusion_jax.optimizer import make_optimizer, make_schedule
 from refusion_jax.pretrained import check_fits, load_params
-from refusion_jax.train_step import init_state, make_train_step, state_shardings, wide_to_int
+from refusion_jax.program import train_program
+from refusion_jax.train_step import init_state, wide_to_int
 from refusion_jax.workdir import check_same_run, claim, model_config
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -60,28 +57,12 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
     )
     data_position = {"rows": len(rows), "fingerprint": rows.fingerprint()}
 
-    # 3. The model (its shape only), the objective and the optimizer make the step.
+    # 3. The program: the jitted step, and where every array of the state lives.
     shape = model_config(config, tokenizer)
+    program = train_program(config, shape, mesh)
+    target, shardings = program.target, program.shardings
 
-    def build(rngs):
-        return Transformer(shape, rngs, config.dtype, config.remat)
-
-    abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    graphdef, axes = nnx.split(abstract_model)[0], logical_axes(abstract_model)
-    schedule = make_schedule(config)
-    optimizer = make_optimizer(config, schedule, axes)
-    objective = make_objective(config, tokenizer.mask_id)
-    step_fn = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation)
-
-    # 4. Where everything lives.
-    def fresh_state():
-        return init_state(nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))), optimizer)
-
-    abstract_state = jax.eval_shape(fresh_state)
-    shardings = state_shardings(mesh, axes, optimizer, abstract_state)
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
-    train_step = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, None))
-
+    # 4. The weights to start from, if not random ones.
     initial_params = None
     if config.init_from and not steps:
         check_fits(Path(config.init_from), shape)
@@ -93,9 +74,11 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
         checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
         restored = checkpoints.restore(target)
         if restored is None and initial_params is None:
-            state = jax.jit(fresh_state, out_shardings=shardings)()
+            state = jax.jit(program.fresh_state, out_shardings=shardings)()
         elif restored is None:
-            start = jax.jit(lambda params: init_state(params, optimizer), donate_argnums=0, out_shardings=shardings)
+            start = jax.jit(
+                lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=shardings
+            )
             state = start(initial_params)
         else:
             state, position = restored
@@ -123,7 +106,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
         )
         pending = None
         for step, batch in enumerate(batches, first_step + 1):
-            state, step_metrics = train_step(state, batch)
+            state, step_metrics = program.step(state, batch)
             if pending:
                 metrics.write(*pending)
                 pending = None

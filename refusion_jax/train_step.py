@@ -78,9 +78,7 @@ def make_train_step(
     def loss_fn(params, batch):
         model = nnx.merge(graphdef, params)
         terms = weigh(
-            model.cross_entropy(
-                batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch)
-            ),
+            model.cross_entropy(batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch)),
             batch,
         )
         return sum(objective.coefficients[name] * term for name, term in terms.items()), terms

@@ -156,9 +156,7 @@ def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
     rows = head.shape[0]
     blocks, order = _blocks(x, labels - rows * sharding.shard_index("vocab"), is_labelled)
     scale = jnp.where(is_labelled, cotangent, 0).ravel()[order]
-    scale, normalizer = (
-        _split(values, *blocks.labels.shape) for values in (scale, log_normalizer.ravel()[order])
-    )
+    scale, normalizer = (_split(values, *blocks.labels.shape) for values in (scale, log_normalizer.ravel()[order]))
 
     def chunk_step(dx, chunk_first):
         chunk, first = chunk_first
@@ -185,4 +183,3 @@ def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
     dx = sharding.all_sum(_restore(dx, order, labels.shape).astype(x.dtype), "vocab")
     dhead = dhead.swapaxes(1, 2).reshape(-1, head.shape[1])[:rows]
     return dx, sharding.all_sum(dhead, "batch", "length", but="embed").astype(head.dtype)
-

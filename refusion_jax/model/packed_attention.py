@@ -8,7 +8,6 @@ Axes: B rows, T row length, N query heads, K key/value heads, H head size.
 """
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from refusion_jax import sharding
@@ -86,9 +85,7 @@ def splash_attention(
         segments = splash.splash_attention_kernel.SegmentIds(q_segments, kv_segments)
         return jax.vmap(kernel)(q, k, v, segments)
 
-    run = sharding.on_each_chip(
-        local, (kernel_spec, split_heads, whole_heads, whole_heads, split, whole), split_heads
-    )
+    run = sharding.on_each_chip(local, (kernel_spec, split_heads, whole_heads, whole_heads, split, whole), split_heads)
     # The kernel leaves the scale of the scores to its caller.
     q, k, v = (q * q.shape[-1] ** -0.5).swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
     return run(kernel, q, k, v, segment_ids, segment_ids).swapaxes(1, 2)

@@ -161,9 +161,7 @@ class Transformer(nnx.Module):
         Returns:
           [B, T] float32.
         """
-        return linear_cross_entropy(
-            self._hidden(tokens, positions, segment_ids), self._head[...], labels, is_labelled
-        )
+        return linear_cross_entropy(self._hidden(tokens, positions, segment_ids), self._head[...], labels, is_labelled)
 
     def extend(
         self, tokens: jax.Array, positions: jax.Array, cached: KeyValues, mask: jax.Array

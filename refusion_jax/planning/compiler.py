@@ -5,6 +5,7 @@ program is known to the byte. The second makes machine code and takes most of th
 it stands (`xla_dump_to`), so for a verdict on memory alone the process is ended between the two.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -13,10 +14,11 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+from jax.experimental import topologies
 
 from refusion_jax.chips import find_chip
 from refusion_jax.errors import UserError
@@ -69,13 +71,24 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     options: dict = {"num_slices": slices} if slices > 1 else {}
     if topology.startswith("v4:"):
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as on a TPU VM
-    from jax.experimental import topologies
-
     try:
-        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
+        with _quiet():  # libtpu says on stderr that there is no TPU here
+            return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = re.sub(r"\s+", " ", str(error).removeprefix("INVALID_ARGUMENT: "))[:200]
         raise UserError(f"--topology={topology}: {reason}; one that works is {find_chip(topology).example}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def prepare_environment() -> None:

@@ -113,6 +113,8 @@ class _Counter:
         if i.opcode == "call":
             return add([self.of(name) for name in i.called])
         if i.opcode == "async-start":
+            if i.name.startswith("all-gather"):
+                return Costs(collectives=(self._gather_on_sparse_cores(i),))
             return add([self.of(name).overlapped() for name in i.called])
         if kind := collective_kind(i):
             return Costs(collectives=(self._collective(kind, computation, i),))
@@ -131,6 +133,12 @@ class _Counter:
         elif i.opcode == "custom-call" and "tpu_custom_call" not in i.attributes:
             size = 0.0  # AllocateBuffer and the like
         return Costs(flops, size, ((1, flops, size),))
+
+    def _gather_on_sparse_cores(self, i: Instruction) -> Collective:
+        """An all-gather that another part of the chip does; of the collective itself nothing but the name is left."""
+        inside = self._module.computations[i.called[0]]
+        before = sum(s.bytes for parameter in inside.parameters.values() for s in parameter.shapes)
+        return Collective("all-gather", "ici", 1, True, sum(s.bytes for s in inside.root.shapes) - before)
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """One operation: what is fused stays in registers, but what it reads and writes goes through memory."""
@@ -169,9 +177,7 @@ class _Counter:
             "all-to-all": size * (n - 1) / n,
         }.get(kind, size)
         crosses = len({device // self._chips_per_slice for device in group}) > 1
-        return Collective(
-            kind, "dcn" if crosses else "ici", 1, i.opcode.endswith("-start"), received if n > 1 else 0.0
-        )
+        return Collective(kind, "dcn" if crosses else "ici", 1, i.opcode.endswith("-start"), received if n > 1 else 0.0)
 
 
 def collective_kind(i: Instruction) -> str | None:

@@ -108,9 +108,7 @@ def state_bytes(config: ml_collections.ConfigDict, mesh: Mesh) -> float:
     """Bytes a chip of weights, optimizer state and counters."""
     target = train_program(config, model_shape(config), mesh).target
     return float(
-        sum(
-            jnp.dtype(x.dtype).itemsize * _elements(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target)
-        )
+        sum(jnp.dtype(x.dtype).itemsize * _elements(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target))
     )
 
 
