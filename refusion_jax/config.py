@@ -167,9 +167,10 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
         if size % parts:
             names = " x ".join(f"mesh.{name}" for name in sharding.mesh_axes(axis))
             names += " x accumulation" if each > 1 else ""
+            most = max(n for n in range(1, parts) if size % n == 0)
             raise UserError(
                 f"--config.{key}={size} does not divide into {parts} parts ({names}); "
-                f"the next size that does is {-(-size // parts) * parts}"
+                f"the next size that does is {-(-size // parts) * parts}, and the nearest mesh has {most} parts there"
             )
 
 

@@ -156,14 +156,14 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
     stderr = os.open(path / "stderr.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
     prepare_environment()
-    began, report = time.monotonic(), {}
+    began, cpu_began, report = time.monotonic(), time.process_time(), {}
     try:
         lower(*arguments).compile(compiler_options=_DUMP | {"xla_dump_to": directory})
     except UserError as error:
         report["user_error"] = str(error)
     except jax.errors.JaxRuntimeError as error:
         report["error"] = re.sub(r"\s+", " ", str(error))
-    report |= {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time()}
+    report |= {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
     (path / "report.tmp").write_text(json.dumps(report))
     (path / "report.tmp").rename(path / "report.json")
 
