@@ -55,7 +55,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         return init_state(nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))), optimizer)
 
     abstract = jax.eval_shape(fresh_state)
-    shardings = state_shardings(mesh, axes, optimizer, abstract)
+    shardings = state_shardings(mesh, axes, abstract)
     return Program(
         step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options(mesh)),
         target=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings),

@@ -111,7 +111,9 @@ def spec(*axes: str | None) -> PartitionSpec:
     used = [(name, axis) for axis in axes for name in mesh_axes(axis)]
     for (name, axis), (other_name, other) in itertools.combinations(used, 2):
         if name == other_name:
-            raise UserError(f"axes {axis!r} and {other!r} of one array are both split by mesh.{name}: see sharding.RULES")
+            raise UserError(
+                f"axes {axis!r} and {other!r} of one array are both split by mesh.{name}: see sharding.RULES"
+            )
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
