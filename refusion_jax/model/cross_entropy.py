@@ -103,18 +103,24 @@ def _chunks(head) -> tuple[jax.Array, jax.Array]:
     size = -(-rows // count)
     if count > 1:
         size = -(-size // 128) * 128  # whole lanes of a TPU
+        count = -(-rows // size)
     return _split(head, count, size).swapaxes(1, 2), jnp.arange(count) * size
 
 
+def _is_row(chunk, first, rows: int):
+    """[1, W] bool: rows of the head, and not filler behind the last."""
+    return (first + jnp.arange(chunk.shape[1]) < rows)[None]
+
+
 def _chunk_logits(x, chunk, first, rows: int):
-    """[R, W] float32; -inf for the filler rows of the last chunk."""
+    """[R, W] float32; -inf for filler."""
     logits = jnp.einsum("rd,dw->rw", x, chunk, preferred_element_type=jnp.float32)
-    return jnp.where((first + jnp.arange(chunk.shape[1]) < rows)[None], logits, -jnp.inf)
+    return jnp.where(_is_row(chunk, first, rows), logits, -jnp.inf)
 
 
-def _hits(labels, first, chunk):
-    """[R, W] bool: where each token's label stands in this chunk of this chip."""
-    return labels[:, None] == (first + jnp.arange(chunk.shape[1]))[None]
+def _hits(labels, chunk, first, rows: int):
+    """[R, W] bool: where each token's label stands in this chunk of this chip; the label may be another chip's."""
+    return (labels[:, None] == (first + jnp.arange(chunk.shape[1]))[None]) & _is_row(chunk, first, rows)
 
 
 def _gather(chunk, dtype):
@@ -136,7 +142,11 @@ def _local_forward(x, head, labels, is_labelled):
                 logits = _chunk_logits(blocked.x, chunk, first, rows)
                 higher = jnp.maximum(high, logits.max(axis=-1))
                 total = total * jnp.exp(high - higher) + jnp.exp(logits - higher[:, None]).sum(axis=-1)
-                return higher, total, picked + jnp.where(_hits(blocked.labels, first, chunk), logits, 0).sum(axis=-1)
+                return (
+                    higher,
+                    total,
+                    picked + jnp.where(_hits(blocked.labels, chunk, first, rows), logits, 0).sum(axis=-1),
+                )
 
             return None, jax.lax.cond(blocked.has_label, add, lambda *same: same, high, total, picked)
 
@@ -167,7 +177,7 @@ def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
 
             def add(dchunk, dx):
                 logits = _chunk_logits(blocked.x, chunk, first, rows)
-                dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(blocked.labels, first, chunk)
+                dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(blocked.labels, chunk, first, rows)
                 dlogits = (dlogits * scale[:, None]).astype(x.dtype)
                 dx += jnp.einsum("rw,dw->rd", dlogits, chunk, preferred_element_type=jnp.float32)
                 dchunk += jnp.einsum("rd,rw->dw", blocked.x, dlogits, preferred_element_type=jnp.float32)

@@ -6,18 +6,23 @@ up to its buffer assignment, a few seconds each.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
 
 from refusion_jax.errors import UserError
 from refusion_jax.planning.report import plan_train
 
-_POLICIES = ("none", "outputs", "full", "offload")  # from the fastest to the one that takes the least memory
+POLICIES = ("none", "outputs", "full", "offload")  # from the fastest to the one that takes the least memory
 
 
 def search(
-    config: ml_collections.ConfigDict, topology: str, slices: int, chips: int, tell: Callable[[dict], None]
+    config: ml_collections.ConfigDict,
+    topology: str,
+    slices: int,
+    chips: int,
+    tell: Callable[[dict], None],
+    policies: Sequence[str] = POLICIES,
 ) -> list[dict]:
     """Plans every candidate.
 
@@ -27,13 +32,14 @@ def search(
       slices: of it.
       chips: in all slices.
       tell: called with each record as it is known; of candidates that cannot be built there is none.
+      policies: of remat, to try.
 
     Returns:
       Records of those that fit, the fastest first; each has "flags", which make it.
     """
     found = []
     for mesh in _meshes(config, chips):
-        for remat in _POLICIES:
+        for remat in policies:
             for accumulation in _accumulations(config, chips):
                 flags = {"remat": remat, "accumulation": accumulation} | mesh
                 try:
