@@ -16,7 +16,7 @@ GROUPS = [
     {"errors", "cli", "chips", "sharding", "xla_options", "config"},
     {"slots", "objectives", "model", "data", "flops", "optimizer"},
     {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained"},
-    {"program", "planning"},
+    {"program", "planning", "benchmarks"},
     {"train", "generate", "train_tokenizer", "quickstart", "convert", "plan"},  # the commands, which nothing imports
 ]
 

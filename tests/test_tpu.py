@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT, run
 from test_config import load
 
-from refusion_jax import sharding
-from refusion_jax.planning.compiler import prepare_environment
+from refusion_jax import UserError, sharding
+from refusion_jax.planning.compiler import prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_train
 from refusion_jax.planning.search import fix_for, search
 
@@ -62,7 +62,7 @@ def test_every_shipped_config_fits_its_topologies(name, variant, topology):
     assert record["fits"], record
 
 
-# Peak GiB a chip of the same step in MaxText, the yardstick: 8.15 to 11.50, 18.58, 13.36.
+# MaxText's step, without clipping and corruption, needs 8.15 (with its vocabulary tiling), 18.58 and 13.36.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "rows", "bound"), [("v5p:2x4x4", 2, 8.0), ("v5p:2x4x4", 4, 12.5), ("v5e:8x8", 4, 9.5)]
@@ -117,14 +117,11 @@ def small_plan(**keys) -> dict:
 
 
 def test_counted_flops_are_those_of_the_model():
-    """Forward and backward are 3 x, and what is computed anew is known: the head's logits once, attention's scores."""
+    """Forward and backward are 3 x, the kernels' 2 + 3 + 4 products where 3 x 2 count, and the head's logits twice."""
     record = small_plan(remat="none")
-    # Causal attention by kernel does 2 + 3 + 4 products where the model counts 3 x 2, and the head 4 where it counts 3.
-    extra = record["flops_per_chip"] / record["model_flops_per_chip"]
-    tokens, head, attention = 512, 1024 * 32_768, 2 * 16 * 128 * 512 / 2
-    expected = 1 + tokens * 2 * 2 * (head + 3 * attention / 2) / record["model_flops_per_chip"]
-    assert extra == pytest.approx(expected, rel=0.35)
-    assert 1 < extra < 1.6
+    tokens, layers, heads, width, row = 2 * 512, 2, 16 * 128, 1024, 512
+    again = tokens * (2 * width * 32_768 + layers * 3 * 2 * heads * (row + 1) / 2)
+    assert record["flops_per_chip"] == pytest.approx(record["model_flops_per_chip"] + again, rel=0.01)
 
 
 def test_recomputing_trades_flops_for_memory():
@@ -179,6 +176,7 @@ def test_the_decoder_is_planned_too():
     assert record["flops_per_chip"] > 0
 
 
+@pytest.mark.slow
 def test_a_search_keeps_the_batch_and_names_the_fastest_that_fits():
     prepare_environment()
     config = config_of("quickstart", batch_size=8, **{"mesh.fsdp": 4, "mesh.data": 1})
@@ -193,13 +191,10 @@ def test_a_search_keeps_the_batch_and_names_the_fastest_that_fits():
 
 def test_hybrid_meshes_put_only_copies_between_slices():
     prepare_environment()
-    from refusion_jax.planning.compiler import tpu_devices
-
-    mesh = sharding.make_mesh(
-        dict.fromkeys(sharding.MESH_AXES, 1) | {"replica": 2, "fsdp": -1}, tpu_devices("v5e:2x2", 2)
-    )
-    assert dict(mesh.shape) == dict.fromkeys(sharding.MESH_AXES, 1) | {"replica": 2, "fsdp": 4}
+    ones, devices = dict.fromkeys(sharding.MESH_AXES, 1), tpu_devices("v5e:2x2", 2)
+    mesh = sharding.make_mesh(ones | {"replica": 2, "fsdp": -1}, devices)
+    assert dict(mesh.shape) == ones | {"replica": 2, "fsdp": 4}
     for replica in range(2):
         assert {device.slice_index for device in mesh.devices[replica].flat} == {replica}
-    with pytest.raises(Exception, match="mesh.replica=1: 2 slices are joined by a network"):
-        sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": -1}, tpu_devices("v5e:2x2", 2))
+    with pytest.raises(UserError, match="mesh.replica=1: 2 slices are joined by a network"):
+        sharding.make_mesh(ones | {"fsdp": -1}, devices)
