@@ -25,7 +25,7 @@ class Chip:
 
 _G = 2.0**30
 CHIPS = {
-    "v4": Chip("TPU v4", 275e12, 31.25 * _G, 1.228e12, 300e9, None, "v4:2x4x4"),
+    "v4": Chip("TPU v4", 275e12, 30.75 * _G, 1.228e12, 300e9, None, "v4:2x4x4"),
     "v5e": Chip("TPU v5 lite", 197e12, 15.75 * _G, 819e9, 200e9, 200e9 / 8 / 8, "v5e:8x8"),
     "v5p": Chip("TPU v5", 459e12, 95.73 * _G, 2.765e12, 600e9, 50e9 / 8, "v5p:2x4x4"),
     "v6e": Chip("TPU v6 lite", 918e12, 31.24 * _G, 1.64e12, 400e9, 800e9 / 8 / 8, "v6e:4x8"),

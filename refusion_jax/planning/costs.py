@@ -20,6 +20,7 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("copy-done", "async-done", "async-update", "opt-barrier", "slice-done", "iota"),
+    *("send", "send-done", "recv-done"),
 )
 _KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # matrix products a tile
 
@@ -110,6 +111,8 @@ class _Counter:
             return once.times(trips)
         if i.opcode == "conditional":
             return max((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
+        if i.opcode == "recv" and "megascale" in i.attributes:  # what is left of a collective between slices
+            return Costs(collectives=(Collective("receive", "dcn", 1, True, i.shapes[0].bytes),))
         if i.opcode == "call":
             return add([self.of(name) for name in i.called])
         if i.opcode == "async-start":
