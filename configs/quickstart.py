@@ -2,6 +2,8 @@
 
 from refusion_jax.config import default_config
 
+TOPOLOGIES = {"": ["v5e:2x2"]}  # compiled by tests/test_tpu.py
+
 
 def get_config():
     c = default_config()

@@ -18,6 +18,16 @@ SIZES = {
     "32b": (5120, 64, 64, 25600, False),
 }
 
+# Slices on which each size trains as it is (128 rows of 4,096 tokens a step); tests/test_tpu.py compiles them all.
+TOPOLOGIES = {
+    "0.6b": ["v5e:4x4"],
+    "1.7b": ["v5e:4x4"],
+    "4b": ["v5e:8x8", "v6e:4x4"],
+    "8b": ["v5p:2x4x4", "v5e:8x8", "v6e:4x8", "v4:2x4x4"],
+    "14b": ["v5p:4x4x4", "v6e:8x8"],
+    "32b": ["v5p:4x4x8"],
+}
+
 
 def get_config(size="8b"):
     if size not in SIZES:

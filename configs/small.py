@@ -6,6 +6,8 @@
 
 from refusion_jax.config import default_config
 
+TOPOLOGIES = {"": ["v5e:2x4"]}  # compiled by tests/test_tpu.py
+
 
 def get_config(variant=""):
     c = default_config()

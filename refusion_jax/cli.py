@@ -1,5 +1,6 @@
 """What all commands share: flags in, help that explains, and errors of one clear line."""
 
+import dataclasses
 import difflib
 import inspect
 import os
@@ -104,6 +105,22 @@ def declared_settings(owner: Callable) -> dict[str, tuple[str, str]]:
     declaration = r"^    (?:c\.)?([a-z_0-9.]+)(?:: \w+)? = (.+?)  # (.+)$"
     found = re.findall(declaration, inspect.getsource(owner), re.MULTILINE)
     return {name: (default, meaning) for name, default, meaning in found}
+
+
+def define_settings(owner: type, prefix: str, but: str = "") -> dict[str, flags.FlagHolder]:
+    """One flag --PREFIX.NAME for every setting of a dataclass but one, with its default and meaning."""
+    define = {
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+        str: flags.DEFINE_string,
+        bool: flags.DEFINE_bool,
+    }
+    meanings = declared_settings(owner)
+    return {
+        field.name: define[field.type](f"{prefix}.{field.name}", field.default, meanings[field.name][1])
+        for field in dataclasses.fields(owner)
+        if field.name != but
+    }
 
 
 def _help(settings: dict[str, str]) -> str:

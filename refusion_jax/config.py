@@ -25,12 +25,14 @@ def default_config() -> ml_collections.ConfigDict:
     c.warmup_steps = 0  # linear warm-up from 0
     c.decay_steps = 0  # length of the final linear decay of wsd
     c.final_lr_ratio = 0.1  # learning rate at the end over its peak (cosine, wsd)
-    c.weight_decay = 0.1  # of AdamW, on matrices only
+    c.optimizer = "adamw"  # adamw | adafactor (moments of rows and columns only) | muon (one moment a weight)
+    c.moment_dtype = "float32"  # of the first moment, float32 | bfloat16
+    c.weight_decay = 0.1  # on matrices only
     c.beta1 = 0.9  # of AdamW
     c.beta2 = 0.95  # of AdamW
     c.clip_norm = 1.0  # gradients are scaled down to this global norm
     c.accumulation = 1  # micro-batches a step: less memory, same result
-    c.remat = "none"  # none | full: recompute each layer in the backward pass
+    c.remat = "none"  # what the backward pass computes again: none | outputs (keeps attention and mlp) | full | offload
     c.dtype = "float32"  # of computation, float32 | bfloat16; weights, softmax and loss are float32 always
     c.log_every = 10  # steps between metrics
     c.profile_steps = ()  # first and last step to profile, such as (10,12); TensorBoard shows it
@@ -83,7 +85,9 @@ RESUMABLE = ("accumulation", "remat", "log_every", "profile_steps", "mesh", "che
 _CHOICES = {
     "objective": ("refusion", "ar"),
     "schedule": ("cosine", "wsd", "constant"),
-    "remat": ("none", "full"),
+    "remat": ("none", "outputs", "full", "offload"),
+    "optimizer": ("adamw", "adafactor", "muon"),
+    "moment_dtype": ("float32", "bfloat16"),
     "dtype": ("float32", "bfloat16"),
     "data.on_error": ("stop", "skip"),
 }
@@ -173,9 +177,10 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
         if size % parts:
             names = " x ".join(f"mesh.{name}" for name in sharding.mesh_axes(axis))
             names += " x accumulation" if each > 1 else ""
+            most = max(n for n in range(1, parts) if size % n == 0)
             raise UserError(
                 f"--config.{key}={size} does not divide into {parts} parts ({names}); "
-                f"the next size that does is {-(-size // parts) * parts}"
+                f"the next size that does is {-(-size // parts) * parts}, and the nearest mesh has {most} parts there"
             )
 
 

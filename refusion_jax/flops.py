@@ -3,16 +3,11 @@
 Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers, T row length.
 """
 
+from refusion_jax.chips import CHIPS
 from refusion_jax.model.transformer import ModelConfig
 
 # Documented peak of dense bf16 arithmetic, FLOP/s a chip; matched against jax.Device.device_kind.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,  # v5p reports itself as "TPU v5"
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
+PEAK_FLOPS = {chip.device_kind: chip.peak_flops for chip in CHIPS.values()} | {
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,

@@ -16,7 +16,6 @@ each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456
 512. What cannot fit is refused before anything is compiled.
 """
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -48,13 +47,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weig
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _METHOD = flags.DEFINE_enum("decode.method", None, METHODS, "How; by default what the model was trained for")
-_DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool}
-_MEANING = cli.declared_settings(DecodeSettings)
-_SETTINGS = {
-    field.name: _DEFINE[field.type](f"decode.{field.name}", field.default, _MEANING[field.name][1])
-    for field in dataclasses.fields(DecodeSettings)
-    if field.name != "method"
-}
+_SETTINGS = cli.define_settings(DecodeSettings, "decode", but="method")
 
 
 def choose_method(checkpoint: Path, method: str | None) -> str:

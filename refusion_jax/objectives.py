@@ -98,12 +98,21 @@ def count_documents(segment_ids: jax.Array) -> jax.Array:
 
 
 def loss_terms(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-    """Every term's weighted sum of cross-entropies, a float32 scalar each.
+    """`weigh` of the logits of a batch, for where they are at hand: the definition of the loss.
 
     Args:
       logits: [B, T, V] float32.
       batch: of the same rows.
     """
     label_logits = jnp.take_along_axis(logits, batch.labels[..., None], axis=-1)[..., 0]
-    cross_entropy = jax.nn.logsumexp(logits, axis=-1) - label_logits  # [B, T]
+    return weigh(jax.nn.logsumexp(logits, axis=-1) - label_logits, batch)
+
+
+def weigh(cross_entropy: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """Every term's weighted sum of cross-entropies [B, T] float32, a float32 scalar each."""
     return {name: jnp.sum(weight * cross_entropy) for name, weight in batch.weights.items()}
+
+
+def is_labelled(batch: Batch) -> jax.Array:
+    """[B, T] bool: tokens that some term of the loss looks at."""
+    return functools.reduce(jnp.logical_or, (weight > 0 for weight in batch.weights.values()))

@@ -1,8 +1,11 @@
 """Learning-rate schedules and the optimizer, from optax."""
 
+from collections.abc import Callable
+
 import jax
 import ml_collections
 import optax
+import optax.contrib
 
 
 def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
@@ -22,15 +25,51 @@ def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
 def make_optimizer(
     config: ml_collections.ConfigDict, schedule: optax.Schedule, axes: dict
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW; norm scales do not decay.
+    """Clipping by global norm, then the config's optimizer; norm scales do not decay.
+
+    adamw      two moments of every weight (arXiv 1711.05101)
+    adafactor  of a matrix only the row and column means of its second moment (arXiv 1804.04235)
+    muon       one moment; the update of a layer's matrix is made orthogonal, and scaled so that AdamW's learning rates
+               serve (arXiv 2502.16982); embedding, output head and norms by AdamW
 
     Args:
       config: the run's.
       schedule: of the learning rate.
       axes: logical axis names of every weight, as a tree.
     """
-    is_matrix = jax.tree.map(lambda names: "norm" not in names, axes, is_leaf=lambda x: isinstance(x, tuple))
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=is_matrix),
-    )
+    is_matrix = _map_axes(lambda names: "norm" not in names, axes)
+    decay, dtype = config.weight_decay, config.moment_dtype
+    if config.optimizer == "adamw":
+        update = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=decay, mask=is_matrix, mu_dtype=dtype)
+    elif config.optimizer == "adafactor":
+        update = optax.chain(
+            optax.scale_by_factored_rms(),
+            optax.clip_by_block_rms(1.0),
+            optax.add_decayed_weights(decay, is_matrix),
+            optax.scale_by_learning_rate(schedule),
+        )
+    else:
+        update = optax.contrib.muon(
+            schedule,
+            weight_decay=decay,
+            weight_decay_mask=is_matrix,
+            mu_dtype=dtype,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            adam_weight_decay=decay,
+            muon_weight_dimension_numbers=_map_axes(_as_matrix, axes),
+            consistent_rms=0.2,
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
+
+
+def _map_axes(function: Callable, axes: dict) -> dict:
+    return jax.tree.map(function, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _as_matrix(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a stacked layer weight are its inputs and outputs; None for what is no matrix of a layer."""
+    if names[0] != "layers" or "embed" not in names:
+        return None
+    embed, others = names.index("embed"), tuple(i for i, name in enumerate(names) if name not in ("layers", "embed"))
+    return optax.contrib.MuonDimensionNumbers(*(((embed,), others) if embed == 1 else (others, (embed,))))

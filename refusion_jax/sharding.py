@@ -5,10 +5,13 @@ them. Everything is `jax.sharding.NamedSharding` under automatic partitioning, s
 or on a pod.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from refusion_jax.errors import UserError
@@ -33,14 +36,15 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 
 
 def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None) -> Mesh:
-    """Arranges the devices in a mesh.
+    """Arranges the devices in a mesh: neighbours on the network inside a slice, copies across slices.
 
     Args:
       shape: size of each of MESH_AXES; at most one is -1 and takes what the others leave.
       devices: all of jax.devices() by default.
 
     Raises:
-      UserError: where the sizes do not multiply to the number of devices.
+      UserError: where the sizes do not multiply to the number of devices, naming the nearest that do, or where slices
+        do not each hold whole copies.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {axis: shape[axis] for axis in MESH_AXES}
@@ -48,14 +52,48 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     if -1 in sizes.values():
         sizes = {axis: len(devices) // known if size == -1 else size for axis, size in sizes.items()}
     if math.prod(sizes.values()) != len(devices):
-        asked = ", ".join(f"mesh.{axis}={shape[axis]}" for axis in MESH_AXES if shape[axis] != 1)
+        asked = _as_flags({axis: size for axis, size in shape.items() if size != 1})
         raise UserError(
             f"{asked or 'a mesh of one device'} does not multiply to the {len(devices)} devices here; "
-            f"set one axis to -1 to let it take the rest"
+            f"{_as_flags(nearest_mesh(shape, len(devices)))} does"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
-    )
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if sizes["replica"] % slices:
+        raise UserError(
+            f"mesh.replica={sizes['replica']}: {slices} slices are joined by a network that is too slow for anything "
+            f"but copies; mesh.replica={slices} makes one of each"
+        )
+    if slices > 1:
+        within = [sizes[axis] // (slices if axis == "replica" else 1) for axis in MESH_AXES]
+        across = [slices if axis == "replica" else 1 for axis in MESH_AXES]
+        grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_device_mesh(list(sizes.values()), devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def nearest_mesh(shape: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The sizes nearest to those asked for, as ratios, that multiply to a number of devices; -1 stays.
+
+    Axes that were left at 1 stay 1 where the others suffice, and fsdp takes the rest where they do not.
+    """
+    free = "fsdp" if -1 not in shape.values() else None  # what closes the gap
+    asked = {axis: size for axis, size in shape.items() if size not in (1, -1) and axis != free}
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+
+    def distance(sizes: tuple[int, ...]) -> float:
+        rest = devices / math.prod(sizes)
+        steps = [math.log(size / want) for size, want in zip(sizes, asked.values(), strict=True)]
+        return sum(map(abs, steps)) + (abs(math.log(rest / shape[free])) if free else 0)
+
+    fitting = [sizes for sizes in itertools.product(divisors, repeat=len(asked)) if devices % math.prod(sizes) == 0]
+    best = min(fitting, key=distance)
+    filled = {free: devices // math.prod(best)} if free else {axis: -1 for axis, size in shape.items() if size == -1}
+    return dict(zip(asked, best, strict=True)) | filled
+
+
+def _as_flags(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
 
 
 def describe(mesh: Mesh) -> str:
@@ -65,7 +103,17 @@ def describe(mesh: Mesh) -> str:
 
 
 def spec(*axes: str | None) -> PartitionSpec:
-    """PartitionSpec of an array with these logical axes."""
+    """PartitionSpec of an array with these logical axes.
+
+    Raises:
+      UserError: where two of them would be split by the same mesh axis.
+    """
+    used = [(name, axis) for axis in axes for name in mesh_axes(axis)]
+    for (name, axis), (other_name, other) in itertools.combinations(used, 2):
+        if name == other_name:
+            raise UserError(
+                f"axes {axis!r} and {other!r} of one array are both split by mesh.{name}: see sharding.RULES"
+            )
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
@@ -83,6 +131,52 @@ def mesh_axes(axis: str | None) -> tuple[str, ...]:
 def ways(mesh: Mesh, axis: str) -> int:
     """Into how many parts the mesh splits a logical axis."""
     return math.prod(mesh.shape[name] for name in mesh_axes(axis))
+
+
+def on_each_chip(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function run by every chip of the mesh on its own shards; the function itself outside `jax.set_mesh`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# For functions run by `on_each_chip`: all of them name logical axes, and do nothing outside `jax.set_mesh`.
+
+
+def _names(*axes: str, but: str | None = None) -> tuple[str, ...]:
+    if jax.sharding.get_abstract_mesh().empty:
+        return ()
+    return tuple(name for axis in axes for name in mesh_axes(axis) if name not in mesh_axes(but))
+
+
+def all_gather(x: jax.Array, logical: str, axis: int) -> jax.Array:
+    """Puts the shards of a logical axis together along an array axis."""
+    names = _names(logical)
+    return jax.lax.all_gather(x, names, axis=axis, tiled=True) if names else x
+
+
+def scatter_sum(x: jax.Array, logical: str, axis: int) -> jax.Array:
+    """Sums over the chips that share a logical axis; each keeps its own shard."""
+    names = _names(logical)
+    return jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True) if names else x
+
+
+def all_sum(x: Any, *logical: str, but: str | None = None) -> Any:
+    """Sums over the chips that split these logical axes, but not over those that split another one."""
+    names = _names(*logical, but=but)
+    return jax.lax.psum(x, names) if names else x
+
+
+def all_max(x: jax.Array, logical: str) -> jax.Array:
+    """The maximum over the chips that split a logical axis."""
+    names = _names(logical)
+    return jax.lax.pmax(x, names) if names else x
+
+
+def shard_index(logical: str) -> jax.Array | int:
+    """Which shard of a logical axis this chip has."""
+    names = _names(logical)
+    return jax.lax.axis_index(names) if names else 0
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

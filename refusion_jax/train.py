@@ -19,7 +19,6 @@ import jax
 import ml_collections
 from absl import flags
 from etils import epath
-from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_flags
 
@@ -27,19 +26,17 @@ from refusion_jax import cli, events, sharding
 from refusion_jax.checkpoints import Checkpoints, saved_steps
 from refusion_jax.config import check, check_mesh, default_config
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.loader import abstract_batch, epochs, global_batches
+from refusion_jax.data.loader import epochs, global_batches
 from refusion_jax.distributed import check_same, check_shared, together
 from refusion_jax.errors import UserError
 from refusion_jax.flops import train_flops_per_token
 from refusion_jax.metrics import MetricsWriter, check_finite
-from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.objectives import make_objective
-from refusion_jax.optimizer import make_optimizer, make_schedule
 from refusion_jax.preemption import EXIT_CODE, Preemption
 from refusion_jax.pretrained import check_fits, load_params
 from refusion_jax.profiling import Profile
+from refusion_jax.program import abstract_rows, train_program
 from refusion_jax.storage import LogDirectory
-from refusion_jax.train_step import init_state, make_train_step, state_shardings, wide_to_int
+from refusion_jax.train_step import init_state, wide_to_int
 from refusion_jax.workdir import check_same_run, claim, model_config
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -77,28 +74,12 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
     check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
     data_position = {"rows": len(rows), "fingerprint": rows.fingerprint()}
 
-    # 3. The model (its shape only), the objective and the optimizer make the step.
+    # 3. The program: the jitted step, and where every array of the state lives.
     shape = model_config(config, tokenizer)
+    program = train_program(config, shape, mesh)
+    target, shardings = program.target, program.shardings
 
-    def build(rngs):
-        return Transformer(shape, rngs, config.dtype, config.remat)
-
-    abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    graphdef, axes = nnx.split(abstract_model)[0], logical_axes(abstract_model)
-    schedule = make_schedule(config)
-    optimizer = make_optimizer(config, schedule, axes)
-    objective = make_objective(config, tokenizer.mask_id)
-    step_fn = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation)
-
-    # 4. Where everything lives.
-    def fresh_state():
-        return init_state(nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))), optimizer)
-
-    abstract_state = jax.eval_shape(fresh_state)
-    shardings = state_shardings(mesh, axes, optimizer, abstract_state)
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract_state, shardings)
-    train_step = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, sharding.sharding(mesh)))
-
+    # 4. The weights to start from, if not random ones.
     initial_params = None
     if config.init_from and not steps:
         check_fits(epath.Path(config.init_from), shape)
@@ -121,9 +102,11 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
         if restored:
             state = restored[0]
         elif initial_params is None:
-            state = jax.jit(fresh_state, out_shardings=shardings)()
+            state = jax.jit(program.fresh_state, out_shardings=shardings)()
         else:
-            start = jax.jit(lambda params: init_state(params, optimizer), donate_argnums=0, out_shardings=shardings)
+            start = jax.jit(
+                lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=shardings
+            )
             state = start(initial_params)
         claim(workdir, config, shape, tokenizer)
         first_step = int(state.step)
@@ -143,15 +126,13 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
         tokens = wide_to_int(state.tokens)
         metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, mesh.devices)
         stack.callback(metrics.close)
-        batch_sharding = sharding.sharding(mesh, "batch", "length")
         with log.timed("compile"):
-            batch = abstract_batch(batch_sharding, config.batch_size, config.row_length)
-            train_step = train_step.lower(state, batch).compile()
+            train_step = program.step.lower(state, abstract_rows(config, mesh)).compile()
 
         # 7. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
         batches = global_batches(
             rows,
-            batch_sharding,
+            sharding.sharding(mesh, "batch", "length"),
             batch_size=config.batch_size,
             seed=config.seed,
             first_step=first_step,

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from refusion_jax import sharding
-from refusion_jax.objectives import Objective, loss_terms
+from refusion_jax.objectives import Objective, is_labelled, weigh
 from refusion_jax.slots import Rows
 
 
@@ -37,23 +37,44 @@ def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainSt
     return TrainState(jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params))
 
 
-def state_shardings(
-    mesh: Mesh, axes: dict, optimizer: optax.GradientTransformation, abstract: TrainState
-) -> TrainState:
+def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
     """Where each array of the state lives: weights by their logical axes, their optimizer moments alike.
+
+    A moment that lacks one axis of its weight (means over rows or columns) is split as the axes that are left.
 
     Args:
       mesh: the devices.
       axes: logical axis names of every weight, as a tree.
-      optimizer: its state is searched for copies of the weights.
       abstract: shapes of the state.
     """
     params = jax.tree.map(lambda names: sharding.sharding(mesh, *names), axes, is_leaf=lambda x: isinstance(x, tuple))
     everywhere = sharding.sharding(mesh)
-    opt_state = optax.tree_map_params(
-        optimizer, lambda _, own: own, abstract.opt_state, params, transform_non_params=lambda _: everywhere
-    )
+
+    own = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    weights = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract.params)}
+
+    def like_weight(path, moment):
+        names = _names(path)
+        name = next((names[i:] for i in range(len(names)) if names[i:] in weights), None)
+        return everywhere if name is None else _moment_sharding(moment, weights[name], own[name])
+
+    opt_state = jax.tree.map_with_path(like_weight, abstract.opt_state)
     return TrainState(everywhere, everywhere, params, opt_state)
+
+
+def _names(path: tuple) -> tuple[str, ...]:
+    """The dictionary keys on a path: of an array of the optimizer they end with those of its weight."""
+    return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def _moment_sharding(moment: Any, weight: Any, own: NamedSharding) -> NamedSharding:
+    if moment.shape == weight.shape:
+        return own
+    parts = [*own.spec, *[None] * (weight.ndim - len(own.spec))]
+    for axis in range(weight.ndim):
+        if moment.shape == weight.shape[:axis] + weight.shape[axis + 1 :]:
+            return NamedSharding(own.mesh, PartitionSpec(*parts[:axis], *parts[axis + 1 :]))
+    return NamedSharding(own.mesh, PartitionSpec())
 
 
 def make_train_step(
@@ -76,8 +97,11 @@ def make_train_step(
     """
 
     def loss_fn(params, batch):
-        logits = nnx.merge(graphdef, params)(batch.inputs, batch.positions, batch.segment_ids)
-        terms = loss_terms(logits, batch)
+        model = nnx.merge(graphdef, params)
+        terms = weigh(
+            model.cross_entropy(batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch)),
+            batch,
+        )
         return sum(objective.coefficients[name] * term for name, term in terms.items()), terms
 
     def train_step(state: TrainState, rows: Rows):

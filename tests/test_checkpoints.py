@@ -24,7 +24,7 @@ def make_state(seed: int, devices: int = 1, **mesh):
     state = init_state(params, OPTIMIZER)
     _, opt_state = OPTIMIZER.update(params, state.opt_state, params)
     state = type(state)(jnp.int32(seed), jnp.array([0, 100 + seed], jnp.uint32), params, opt_state)
-    return jax.device_put(state, state_shardings(mesh, logical_axes(model), OPTIMIZER, state))
+    return jax.device_put(state, state_shardings(mesh, logical_axes(model), state))
 
 
 def target(state):

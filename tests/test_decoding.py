@@ -56,7 +56,7 @@ def phases_of(model, requests: list[Request], static: Static) -> list[tuple[list
     graphdef, params = nnx.split(model)
     B = len(requests)
     state = batching._empty(graphdef, params, B, static)
-    newcomers = batching._newcomers(dict(enumerate(range(B))), requests, B, B, static)
+    newcomers = batching.newcomers(dict(enumerate(range(B))), requests, B, B, static)
     state = batching._admit(graphdef, params, state, *newcomers, static)
     seen = []
     while not state.done.all():
@@ -302,7 +302,7 @@ def test_nothing_is_transferred_while_the_device_decodes():
     graphdef, params = nnx.split(model)
     static = sizes_for(requests, model.config)
     state = batching._empty(graphdef, params, 4, static)
-    newcomers = batching._newcomers({0: 0, 1: 1}, requests, 2, 4, static)
+    newcomers = batching.newcomers({0: 0, 1: 1}, requests, 2, 4, static)
     state = batching._admit(graphdef, params, state, *newcomers, static)
     wanted = jnp.int32(4)
     with jax.transfer_guard("disallow_explicit"):

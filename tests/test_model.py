@@ -103,19 +103,24 @@ def test_linear_contracts_the_last_axes_of_x_with_the_first_of_w(inputs):
     np.testing.assert_allclose(linear(x, w, inputs), np.tensordot(x, w, inputs), rtol=1e-5)
 
 
-def test_recomputing_layers_changes_neither_loss_nor_gradient():
+@pytest.mark.parametrize(("remat", "again"), [("full", True), ("outputs", False), ("offload", True)])
+def test_recomputing_layers_changes_neither_loss_nor_gradient(remat, again):
+    """And it happens: the mlp's wide products are computed again, or kept."""
+
     def run(remat):
         graph, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0), remat=remat))
 
         def loss(params):
             return jnp.sum(nnx.merge(graph, params)(TOKENS, POSITIONS, SEGMENTS) ** 2)
 
-        program = str(jax.make_jaxpr(jax.grad(loss))(params))
-        return jax.value_and_grad(loss)(params), program.count("logistic")
+        products = str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
+        return jax.jit(jax.value_and_grad(loss))(params), products
 
-    (none, none_uses), (full, full_uses) = run("none"), run("full")
-    assert full_uses > none_uses, "nothing is computed again"
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), none, full)
+    (none, none_products), (other, products) = run("none"), run(remat)
+    wide = 2  # gate and up
+    assert products > none_products, "nothing is computed again"
+    assert (products >= none_products + 5 + wide) == again
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), none, other)
 
 
 def test_bfloat16_computes_in_bfloat16_but_keeps_float32_weights_and_logits():

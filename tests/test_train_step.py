@@ -54,7 +54,7 @@ def train(accumulation: int = 1, objective: str = "refusion", devices: int = 1, 
     schedule = make_schedule(config)
     optimizer = make_optimizer(config, schedule, axes)
     state = init_state(nnx.to_pure_dict(params), optimizer)
-    shardings = state_shardings(mesh, axes, optimizer, state)
+    shardings = state_shardings(mesh, axes, state)
     step_fn = make_train_step(graphdef, make_objective(config, MASK), optimizer, schedule, 0, accumulation)
     with jax.set_mesh(mesh):
         step_fn = jax.jit(step_fn, donate_argnums=0, out_shardings=(shardings, None))
@@ -163,7 +163,7 @@ def test_moments_live_where_their_weights_live():
     optimizer = make_optimizer(default_config(), optax.constant_schedule(1.0), axes)
     params = nnx.to_pure_dict(nnx.state(model))
     abstract = jax.eval_shape(lambda p: init_state(p, optimizer), params)
-    shardings = state_shardings(mesh, axes, optimizer, abstract)
+    shardings = state_shardings(mesh, axes, abstract)
     adam = shardings.opt_state[1][0]
     assert adam.mu == adam.nu == shardings.params
     assert shardings.params["layers"]["q_proj"].spec == jax.P(None, "fsdp", "tensor", None)

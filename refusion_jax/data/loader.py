@@ -98,13 +98,6 @@ def epochs(rows: PackedRows | PreparedRows | MixedRows, drawn: int) -> dict[str,
     return dict(zip(names, row_order(rows, seed=0).epochs(drawn), strict=True))
 
 
-def abstract_batch(sharding: NamedSharding, batch_size: int, row_length: int) -> Rows:
-    """Shape, dtypes and sharding of a global batch, to compile for."""
-    shape = (batch_size, row_length)
-    kinds = {"tokens": np.int32, "segment_ids": np.int32, "is_response": np.bool_}
-    return Rows(**{name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for name, kind in kinds.items()})
-
-
 def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> list[int]:
     """Rows of the global batch that this host's devices hold."""
     held = sharding.addressable_devices_indices_map(shape).values()

@@ -59,7 +59,7 @@ def stream(
     graphdef, params = nnx.split(model)
     mesh = mesh_of(model)
     B = batch_rows(len(requests), batch_size, mesh)
-    R = -(-B // _REFILL)
+    R = admitted(B)
     check_memory(model, mesh, B, R, static)
     on_mesh = functools.partial(jax.set_mesh, mesh)
     with on_mesh():
@@ -70,7 +70,7 @@ def stream(
             while free and waiting:
                 rows = {free.pop(): waiting.pop() for _ in range(min(R, len(free), len(waiting)))}
                 row_of |= rows
-                state = _admit(graphdef, params, state, *_newcomers(rows, requests, R, B, static), static)
+                state = _admit(graphdef, params, state, *newcomers(rows, requests, R, B, static), static)
             state = _run(graphdef, params, state, R if waiting else B, static)
         done, *answers = jax.device_get((state.done, state.record, state.forwards, state.rounds))
         for row in [row for row in row_of if done[row]]:
@@ -93,7 +93,12 @@ def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
     return -(-rows // shards) * shards
 
 
-def _newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int, static: Static) -> tuple:
+def admitted(rows: int) -> int:
+    """Rows that are prefilled at once."""
+    return -(-rows // _REFILL)
+
+
+def newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int, static: Static) -> tuple:
     """(rows [R], canvas, given, keys [R], dials) of requests for rows; filler behind them, outside the batch."""
     some = [requests[index] for index in rows.values()]
     some += some[:1] * (R - len(some))

@@ -16,8 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from refusion_jax.model.attention import attention, cached_attention, packed_causal_mask
+from refusion_jax.model import packed_attention as packed
+from refusion_jax.model.attention import cached_attention
+from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.sharding import constrain
 
 
@@ -88,11 +91,43 @@ class Layers(nnx.Module):
         self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5)
 
 
-class Transformer(nnx.Module):
-    """A causal decoder-only transformer. It computes in `dtype`; logits are float32."""
+# What the backward pass finds in memory instead of computing it again, by name (`checkpoint_name`), and where: what
+# attention gave back, and the two wide products of the mlp.
+_SAVED = (packed.SAVED_NAME, "gate", "up")
+_INPUT = "layer_input"
+REMAT_POLICIES: dict[str, Callable | None] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "outputs": jax.checkpoint_policies.save_only_these_names(*_SAVED),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: str = "float32", remat: str = "none"):
-        self.config, self.dtype, self.remat = config, jnp.dtype(dtype), remat
+
+class Transformer(nnx.Module):
+    """A causal decoder-only transformer. It computes in `dtype`; logits are float32.
+
+    Args:
+      config: its shape.
+      rngs: of the initial weights.
+      dtype: of computation.
+      remat: which of REMAT_POLICIES the backward pass follows.
+      backend: one of `packed_attention.BACKENDS`, for packed rows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        dtype: str = "float32",
+        remat: str = "none",
+        backend: str = "xla",
+    ):
+        self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5)
         self.layers = Layers(config, rngs)
@@ -111,13 +146,22 @@ class Transformer(nnx.Module):
         Returns:
           [B, T, V] float32.
         """
-        mask = packed_causal_mask(segment_ids)
+        return self._logits(self._hidden(tokens, positions, segment_ids))
 
-        def attend(q, k, v, _):
-            return attention(q, k, v, mask), None
+    def cross_entropy(
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, labels: jax.Array, is_labelled: jax.Array
+    ) -> jax.Array:
+        """-log p(label) of packed rows, without ever holding their logits.
 
-        logits, _ = self._run(tokens, positions, attend, None)
-        return logits
+        Args:
+          tokens, positions, segment_ids: as for a call.
+          labels: [B, T] int32.
+          is_labelled: [B, T] bool; the others cost nothing, and are 0.
+
+        Returns:
+          [B, T] float32.
+        """
+        return linear_cross_entropy(self._hidden(tokens, positions, segment_ids), self._head[...], labels, is_labelled)
 
     def extend(
         self, tokens: jax.Array, positions: jax.Array, cached: KeyValues, length: jax.Array, visible: jax.Array
@@ -141,10 +185,28 @@ class Transformer(nnx.Module):
         def attend(q, k, v, cached):
             return cached_attention(q, k, v, visible, cached.keys, cached.values, is_cached), KeyValues(k, v)
 
-        return self._run(tokens, positions, attend, cached)
+        x, kept = self._run(tokens, positions, attend, cached)
+        return self._logits(x), kept
+
+    def _hidden(self, tokens, positions, segment_ids) -> jax.Array:
+        """[B, T, D]: what the output head reads, of packed rows."""
+
+        def attend(q, k, v, _):
+            return checkpoint_name(packed.packed_attention(q, k, v, segment_ids, self.backend), packed.SAVED_NAME), None
+
+        return self._run(tokens, positions, attend, None)[0]
+
+    @property
+    def _head(self) -> nnx.Param:
+        return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+
+    def _logits(self, x) -> jax.Array:
+        """[B, T, V] float32."""
+        logits = linear(x, self._head[...].astype(self.dtype).T).astype(jnp.float32)
+        return constrain(logits, "batch", "length", "vocab")
 
     def _run(self, tokens, positions, attend: Callable, per_layer: Any) -> tuple[jax.Array, Any]:
-        """Embeds, scans the layers, and projects to logits.
+        """Embeds and scans the layers.
 
         Args:
           tokens: [B, T] int32.
@@ -153,7 +215,7 @@ class Transformer(nnx.Module):
           per_layer: arrays with a leading layers axis, or None.
 
         Returns:
-          ([B, T, V] float32, what was kept, stacked over layers).
+          ([B, T, D] behind the final norm, what was kept, stacked over layers).
         """
         eps = self.config.rms_norm_eps
         x = constrain(self.embed_tokens[...].astype(self.dtype)[tokens], "batch", "length", None)  # [B, T, D]
@@ -161,24 +223,23 @@ class Transformer(nnx.Module):
 
         def layer(x, inputs):
             w, own = inputs
+            x = checkpoint_name(x, _INPUT)
             h = rms_norm(x, w["attention_norm"], eps)
             q = rotate(rms_norm(linear(h, w["q_proj"]), w["q_norm"], eps), rotation)  # [B, T, N, H]
             k = rotate(rms_norm(linear(h, w["k_proj"]), w["k_norm"], eps), rotation)  # [B, T, K, H]
             heads, kept = attend(q, k, linear(h, w["v_proj"]), own)
             x = x + linear(heads, w["o_proj"], inputs=2)
             h = rms_norm(x, w["mlp_norm"], eps)
-            x = x + linear(jax.nn.silu(linear(h, w["gate_proj"])) * linear(h, w["up_proj"]), w["down_proj"])
+            gate = checkpoint_name(linear(h, w["gate_proj"]), "gate")
+            up = checkpoint_name(linear(h, w["up_proj"]), "up")
+            x = x + linear(jax.nn.silu(gate) * up, w["down_proj"])
             return constrain(x, "batch", "length", None), kept
 
-        if self.remat == "full":
-            layer = jax.checkpoint(layer)
+        if policy := REMAT_POLICIES[self.remat]:
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan keeps the copies apart
         weights = jax.tree.map(lambda w: w.astype(self.dtype), nnx.to_pure_dict(nnx.state(self.layers)))
         x, kept = jax.lax.scan(layer, x, (weights, per_layer))
-
-        x = rms_norm(x, self.final_norm[...].astype(self.dtype), eps)
-        head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        logits = linear(x, head[...].astype(self.dtype).T).astype(jnp.float32)
-        return constrain(logits, "batch", "length", "vocab"), kept
+        return rms_norm(x, self.final_norm[...].astype(self.dtype), eps), kept
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:

@@ -1,0 +1,176 @@
+"""Training speed, side by side in one run: our step against PyTorch's, and packed rows against padded ones.
+
+The PyTorch step is a plain transformers Qwen3 of the same shape with the same loss, batch and dtype: its logits, their
+cross-entropy weighted as ours, gradient clipping and AdamW. Rows come from a distribution of document lengths: of
+--lengths, a file with one length a line or JSONL with {"query", "response"} (counted in bytes / 4), or a long-tailed
+one that is built in.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax import sharding
+from refusion_jax.config import default_config
+from refusion_jax.errors import UserError
+from refusion_jax.objectives import make_objective
+from refusion_jax.planning.programs import model_shape
+from refusion_jax.program import train_program
+from refusion_jax.slots import Rows
+from refusion_jax.train_step import noise_keys
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints one JSON object a measurement, then a table."""
+    own = flags.FlagValues()
+    flags.DEFINE_integer("steps", 5, "Steps timed of each program, in turns", flag_values=own)
+    flags.DEFINE_integer("batch_size", 8, "Rows a step", flag_values=own)
+    flags.DEFINE_integer("row_length", 512, "Tokens a row", flag_values=own)
+    flags.DEFINE_integer("hidden_size", 256, "Width; the model has 4 layers of heads of 64", flag_values=own)
+    flags.DEFINE_string("lengths", "", "Where document lengths come from (see above)", flag_values=own)
+    flags.DEFINE_bool("torch", True, "Compare with PyTorch: pip install -e '.[compare]'", flag_values=own)
+    own(["bench train", *argv])
+    if own.row_length < 2 or own.batch_size < 1 or own.steps < 1 or own.hidden_size % 64:
+        raise UserError("--row_length must be at least 2, --batch_size and --steps 1, --hidden_size a multiple of 64")
+    lengths = read_lengths(own.lengths)
+
+    config = default_config()
+    config.batch_size, config.row_length = own.batch_size, own.row_length
+    config.model.hidden_size, config.model.intermediate_size = own.hidden_size, 3 * own.hidden_size
+    config.model.num_attention_heads = own.hidden_size // 64
+    config.model.num_key_value_heads = max(own.hidden_size // 128, 1)
+
+    packed, padded = (make_rows(lengths, own.batch_size, own.row_length, pack) for pack in (True, False))
+    programs = {"ours, packed": ours(config, packed), "ours, padded": ours(config, padded)}
+    if own.torch:
+        programs["PyTorch, padded"] = theirs(config, padded)
+        programs["PyTorch, packed"] = theirs(config, packed)
+    real = {"packed": int((packed.segment_ids > 0).sum()), "padded": int((padded.segment_ids > 0).sum())}
+    seconds = in_turns(programs, own.steps)
+
+    table = Table("step", "ms", "real tokens a second", "against ours, packed")
+    reference = None
+    for name, times in seconds.items():
+        rate = real[name.split(", ")[1]] / float(np.median(times))
+        reference = reference or rate
+        record = {"benchmark": "train", "step": name, "ms": 1e3 * float(np.median(times)), "tokens_per_second": rate}
+        record |= {"ratio": rate / reference, "fill": real[name.split(", ")[1]] / packed.tokens.size}
+        record |= {"batch_size": own.batch_size, "row_length": own.row_length, "hidden_size": own.hidden_size}
+        print(json.dumps(record), flush=True)
+        table.add_row(name, f"{record['ms']:.0f}", f"{rate:,.0f}", f"{rate / reference:.2f}")
+    Console().print(table)
+
+
+def in_turns(programs: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
+    """Seconds of each step; programs take turns, so that what else the machine does falls on all of them."""
+    for run in programs.values():
+        run()  # compiles
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(steps):
+        for name, run in programs.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def read_lengths(path: str) -> np.ndarray:
+    """Lengths of documents in tokens; by default log-normal, with a median of 150 and a tenth above 470."""
+    if not path:
+        return np.exp(np.random.default_rng(0).normal(np.log(150), 0.9, 10_000)).astype(int) + 2
+    if not Path(path).is_file():
+        raise UserError(f"--lengths={path}: no such file")
+    lengths = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"--lengths={path}:{number}: {error}") from error
+        texts = value.values() if isinstance(value, dict) else ()
+        lengths.append(value if isinstance(value, int) else sum(len(str(x).encode()) for x in texts) // 4 + 2)
+    return np.array(lengths)
+
+
+def make_rows(lengths: np.ndarray, batch_size: int, row_length: int, pack: bool) -> Rows:
+    """Random tokens in documents of these lengths, a third of each its prompt; cut to a row at most."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(5, 4000, (batch_size, row_length)).astype(np.int32)
+    segments, response = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
+    for row in range(batch_size):
+        start, segment = 0, 1
+        while True:
+            length = min(int(rng.choice(lengths)), row_length)
+            if start + length > row_length:
+                break
+            segments[row, start : start + length] = segment
+            response[row, start + length // 3 : start + length] = True
+            start, segment = start + length, segment + 1
+            if not pack:
+                break
+    return Rows(tokens, segments, response)
+
+
+def ours(config, rows: Rows) -> Callable[[], None]:
+    """One of our steps, on all devices."""
+    mesh = sharding.make_mesh(config.mesh)
+    program = train_program(config, model_shape(config), mesh)
+    with jax.set_mesh(mesh):
+        state = jax.jit(program.fresh_state, out_shardings=program.shardings)()
+    rows = jax.device_put(rows, sharding.sharding(mesh, "batch", "length"))
+
+    def run() -> None:
+        nonlocal state
+        with jax.set_mesh(mesh):
+            state, metrics = program.step(state, rows)
+        metrics["loss"].block_until_ready()
+
+    return run
+
+
+def theirs(config, rows: Rows) -> Callable[[], None]:
+    """One step of PyTorch; the corruption is ours, made in advance, and its attention mask is given."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise UserError("--torch needs PyTorch and transformers: pip install -e '.[compare]', or --notorch") from error
+    m = config.model
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+    )
+    shape = {name: m[name] for name in names.split()}
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**shape, tie_word_embeddings=m.tie_word_embeddings, attn_implementation="sdpa")
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=config.weight_decay)
+    objective = make_objective(config, m.vocab_size - 1)
+    batch = jax.device_get(
+        jax.jit(objective.prepare)(jax.tree.map(jnp.asarray, rows), noise_keys(0, 0, config.batch_size))
+    )
+    weight = torch.tensor(sum(np.asarray(w) for w in batch.weights.values()))
+    inputs, positions, labels = (
+        torch.tensor(np.asarray(x), dtype=torch.long) for x in (batch.inputs, batch.positions, batch.labels)
+    )
+    segments = np.asarray(batch.segment_ids)
+    causal = np.tril(np.ones((config.row_length, config.row_length), bool))
+    mask = torch.tensor((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]
+
+    def run() -> None:
+        logits = model(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).logits
+        entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        loss = (entropy * weight.flatten()).sum()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        optimizer.step()
+        loss.item()
+
+    return run

@@ -1,0 +1,195 @@
+"""Cross-entropy of an output head, without the logits of all tokens ever being there at once.
+
+The vocabulary is taken in chunks and the tokens in blocks: logits exist for one chunk of one block at a time. Each
+chunk of the head is gathered from the chips that share it, used, and let go; its gradient is summed and scattered back
+the same way. The backward pass computes the logits anew: one more product with the head, for memory that no longer
+grows with tokens x vocabulary. Tokens without a label are sorted to the back, and blocks of them are skipped.
+
+Axes, on one chip: B rows, T row length, D hidden size, V rows of the head; R tokens of a block, N blocks of them,
+W rows of a chunk of the head, C chunks.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from refusion_jax import sharding
+
+_BLOCK = 2048  # tokens: enough to keep a matrix unit busy
+_CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits a block
+
+
+@jax.custom_vjp
+def linear_cross_entropy(x: jax.Array, head: jax.Array, labels: jax.Array, is_labelled: jax.Array) -> jax.Array:
+    """-log softmax(x @ head.T)[label] of every labelled token, 0 elsewhere.
+
+    The products run in x's dtype and are summed in float32. Differentiable in x and head.
+
+    Args:
+      x: [B, T, D] float32 or bfloat16, split over the mesh as "batch", "length", None.
+      head: [V, D] float32, split as "vocab", "embed".
+      labels: [B, T] int32.
+      is_labelled: [B, T] bool.
+
+    Returns:
+      [B, T] float32.
+    """
+    return _forward(x, head, labels, is_labelled)[0]
+
+
+def _forward(x, head, labels, is_labelled):
+    tokens = sharding.spec("batch", "length")
+    run = sharding.on_each_chip(_local_forward, _in_specs(), (tokens, tokens))
+    cross_entropy, log_normalizer = run(x, head, labels, is_labelled)
+    return cross_entropy, (x, head, labels, is_labelled, log_normalizer)
+
+
+def _backward(kept, cotangent):
+    tokens = sharding.spec("batch", "length")
+    specs = _in_specs()
+    run = sharding.on_each_chip(_local_backward, (*specs, tokens, tokens), specs[:2])
+    return *run(*kept, cotangent), None, None
+
+
+linear_cross_entropy.defvjp(_forward, _backward)
+
+
+def _in_specs():
+    tokens = sharding.spec("batch", "length")
+    return sharding.spec("batch", "length", None), sharding.spec("vocab", "embed"), tokens, tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The tokens of one chip, labelled ones first, in blocks; filler behind them."""
+
+    x: jax.Array  # [N, R, D]
+    labels: jax.Array  # [N, R]
+    has_label: jax.Array  # [N] bool: blocks that there is anything to do for
+
+
+def _blocks(x, labels, is_labelled) -> tuple[_Blocks, jax.Array]:
+    """The blocks, and [B * T] int32: where each of their tokens stood."""
+    tokens = labels.size
+    order = jnp.argsort(~is_labelled.ravel(), stable=True)
+    count = -(-tokens // _BLOCK)
+    size = -(-tokens // count)
+    has_label = jnp.arange(count) * size < jnp.sum(is_labelled)
+    x, labels = x.reshape(tokens, -1)[order], labels.ravel()[order]
+    return _Blocks(_split(x, count, size), _split(labels, count, size), has_label), order
+
+
+def _split(values, count: int, size: int):
+    """[tokens, ...] -> [N, R, ...], zeros behind."""
+    room = ((0, count * size - values.shape[0]), *((0, 0),) * (values.ndim - 1))
+    return jnp.pad(values, room).reshape(count, size, *values.shape[1:])
+
+
+def _restore(values, order, shape):
+    """[N, R, ...] of sorted tokens -> [*shape, ...] in their own order."""
+    values = values.reshape(-1, *values.shape[2:])[: order.size]
+    return jnp.zeros_like(values).at[order].set(values, unique_indices=True).reshape(*shape, *values.shape[1:])
+
+
+def _chunks(head) -> tuple[jax.Array, jax.Array]:
+    """([C, D, W] with zeros behind the last row, [C] int32 the first row of each chunk).
+
+    D comes first, so that gathering and scattering the shards of D moves whole lanes of a TPU.
+    """
+    rows = head.shape[0]
+    count = -(-rows // _CHUNK)
+    size = -(-rows // count)
+    if count > 1:
+        size = -(-size // 128) * 128  # whole lanes of a TPU
+        count = -(-rows // size)
+    return _split(head, count, size).swapaxes(1, 2), jnp.arange(count) * size
+
+
+def _is_row(chunk, first, rows: int):
+    """[1, W] bool: rows of the head, and not filler behind the last."""
+    return (first + jnp.arange(chunk.shape[1]) < rows)[None]
+
+
+def _chunk_logits(x, chunk, first, rows: int):
+    """[R, W] float32; -inf for filler."""
+    logits = jnp.einsum("rd,dw->rw", x, chunk, preferred_element_type=jnp.float32)
+    return jnp.where(_is_row(chunk, first, rows), logits, -jnp.inf)
+
+
+def _hits(labels, chunk, first, rows: int):
+    """[R, W] bool: where each token's label stands in this chunk of this chip; the label may be another chip's."""
+    return (labels[:, None] == (first + jnp.arange(chunk.shape[1]))[None]) & _is_row(chunk, first, rows)
+
+
+def _gather(chunk, dtype):
+    return sharding.all_gather(chunk.astype(dtype), "embed", axis=0)
+
+
+def _local_forward(x, head, labels, is_labelled):
+    rows = head.shape[0]
+    blocks, order = _blocks(x, labels - rows * sharding.shard_index("vocab"), is_labelled)
+
+    def chunk_step(carry, chunk_first):
+        chunk, first = chunk_first
+        chunk = _gather(chunk, x.dtype)
+
+        def block_step(_, block):
+            blocked, (high, total, picked) = block
+
+            def add(high, total, picked):
+                logits = _chunk_logits(blocked.x, chunk, first, rows)
+                higher = jnp.maximum(high, logits.max(axis=-1))
+                total = total * jnp.exp(high - higher) + jnp.exp(logits - higher[:, None]).sum(axis=-1)
+                return (
+                    higher,
+                    total,
+                    picked + jnp.where(_hits(blocked.labels, chunk, first, rows), logits, 0).sum(axis=-1),
+                )
+
+            return None, jax.lax.cond(blocked.has_label, add, lambda *same: same, high, total, picked)
+
+        return jax.lax.scan(block_step, None, (blocks, carry))[1], None
+
+    zeros = jnp.zeros(blocks.labels.shape, jnp.float32)
+    start = (jnp.full_like(zeros, jnp.finfo(jnp.float32).min), zeros, zeros)
+    high, total, picked = jax.lax.scan(chunk_step, start, _chunks(head))[0]
+    highest = sharding.all_max(high, "vocab")
+    total, picked = sharding.all_sum((total * jnp.exp(high - highest), picked), "vocab")
+    log_normalizer = _restore(highest + jnp.log(total), order, labels.shape)
+    cross_entropy = log_normalizer - _restore(picked, order, labels.shape)
+    return jnp.where(is_labelled, cross_entropy, 0), jnp.where(is_labelled, log_normalizer, 0)
+
+
+def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
+    rows = head.shape[0]
+    blocks, order = _blocks(x, labels - rows * sharding.shard_index("vocab"), is_labelled)
+    scale = jnp.where(is_labelled, cotangent, 0).ravel()[order]
+    scale, normalizer = (_split(values, *blocks.labels.shape) for values in (scale, log_normalizer.ravel()[order]))
+
+    def chunk_step(dx, chunk_first):
+        chunk, first = chunk_first
+        chunk = _gather(chunk, x.dtype)
+
+        def block_step(dchunk, block):
+            blocked, scale, normalizer, dx = block
+
+            def add(dchunk, dx):
+                logits = _chunk_logits(blocked.x, chunk, first, rows)
+                dlogits = jnp.exp(logits - normalizer[:, None]) - _hits(blocked.labels, chunk, first, rows)
+                dlogits = (dlogits * scale[:, None]).astype(x.dtype)
+                dx += jnp.einsum("rw,dw->rd", dlogits, chunk, preferred_element_type=jnp.float32)
+                dchunk += jnp.einsum("rd,rw->dw", blocked.x, dlogits, preferred_element_type=jnp.float32)
+                return dchunk, dx
+
+            return jax.lax.cond(blocked.has_label, add, lambda *same: same, dchunk, dx)
+
+        zeros = jnp.zeros(chunk.shape, jnp.float32)
+        dchunk, dx = jax.lax.scan(block_step, zeros, (blocks, scale, normalizer, dx))
+        return dx, sharding.scatter_sum(dchunk, "embed", axis=0)
+
+    dx, dhead = jax.lax.scan(chunk_step, jnp.zeros(blocks.x.shape, jnp.float32), _chunks(head))
+    dx = sharding.all_sum(_restore(dx, order, labels.shape).astype(x.dtype), "vocab")
+    dhead = dhead.swapaxes(1, 2).reshape(-1, head.shape[1])[:rows]
+    return dx, sharding.all_sum(dhead, "batch", "length", but="embed").astype(head.dtype)

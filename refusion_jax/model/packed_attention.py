@@ -1,0 +1,114 @@
+"""Attention over packed rows, by the kernel that suits the device: causal in physical order, within each document.
+
+splash   TPU: the Pallas kernel of JAX, which never holds [T, T] scores
+cudnn    NVIDIA: cuDNN's fused attention, through `jax.nn.dot_product_attention`
+xla      everything else
+
+Axes: B rows, T row length, N query heads, K key/value heads, H head size.
+"""
+
+import jax
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+from refusion_jax import sharding
+from refusion_jax.model.attention import attention, packed_causal_mask
+
+BACKENDS = ("xla", "splash", "cudnn")
+SAVED_NAME = "attention"  # under which `jax.checkpoint` policies know what the kernel computed
+
+# Side of the tiles that the kernel works on, by its largest dividing T. 512 keeps scores and operands of head size 128
+# in the 16 MiB of vector memory that a compiled program may use on every generation from v4 to v6e.
+_TILES = (512, 256, 128)
+
+
+def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
+    """The kernel for a platform ("tpu", "gpu", "cpu"), where it can do these sizes; "xla" otherwise.
+
+    Args:
+      platform: of the devices.
+      length: of the part of a row that a chip has.
+      head_dim: size of a head.
+      dtype: of computation.
+    """
+    if platform == "tpu" and length % _TILES[-1] == 0:
+        return "splash"
+    if platform == "gpu" and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16":
+        return "cudnn"
+    return "xla"
+
+
+def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, backend: str) -> jax.Array:
+    """Attention of every token to itself and what stands physically before it in its own document.
+
+    Args:
+      q: [B, T, N, H] float32 or bfloat16 (cudnn: bfloat16 only).
+      k, v: [B, T, K, H], of q's dtype.
+      segment_ids: [B, T] int32.
+      backend: one of BACKENDS.
+
+    Returns:
+      [B, T, N, H], of q's dtype.
+    """
+    if backend == "splash":
+        return splash_attention(q, k, v, segment_ids)
+    mask = packed_causal_mask(segment_ids)
+    if backend == "cudnn":
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
+    return attention(q, k, v, mask)
+
+
+def splash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool = False
+) -> jax.Array:
+    """`packed_attention` by the splash kernel, on every chip's own rows, heads and part of the rows.
+
+    Where rows are split over the mesh, each chip attends from its part of the queries to the keys of whole rows.
+
+    Args:
+      q, k, v, segment_ids: as for `packed_attention`; T a multiple of 128 x the mesh's sequence axis.
+      interpret: emulate the kernel on another platform, for tests.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty else sharding.ways(mesh, "length")
+    heads = q.shape[2] // (1 if mesh.empty else sharding.ways(mesh, "heads"))
+    kernel = _kernel(q.shape[1], heads, parts, interpret)
+    whole, split = sharding.spec("batch", None), sharding.spec("batch", "length")
+    whole_heads, split_heads = (
+        sharding.spec("batch", "kv_heads", None, None),
+        sharding.spec("batch", "heads", "length", None),
+    )
+    kernel_spec = None
+    if not mesh.empty:
+        kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, sharding.spec(None, "length")))
+
+    def local(kernel, q, k, v, q_segments, kv_segments):
+        segments = splash.splash_attention_kernel.SegmentIds(q_segments, kv_segments)
+        return jax.vmap(kernel)(q, k, v, segments)
+
+    run = sharding.on_each_chip(local, (kernel_spec, split_heads, whole_heads, whole_heads, split, whole), split_heads)
+    # The kernel leaves the scale of the scores to its caller.
+    q, k, v = (q * q.shape[-1] ** -0.5).swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return run(kernel, q, k, v, segment_ids, segment_ids).swapaxes(1, 2)
+
+
+def _kernel(length: int, heads: int, parts: int, interpret: bool):
+    """The kernel for `heads` heads of rows of `length` tokens, whose queries are split into `parts`."""
+    mask = splash.splash_attention_mask
+    tile = next(tile for tile in _TILES if length // parts % tile == 0)
+    sizes = splash.splash_attention_kernel.BlockSizes(
+        block_q=tile,
+        block_kv=tile,
+        block_q_dkv=tile,
+        block_kv_dkv=tile,
+        block_kv_dkv_compute=tile,
+        block_q_dq=tile,
+        block_kv_dq=tile,
+    )
+    return splash.splash_attention_kernel.make_splash_mha(
+        mask.MultiHeadMask([mask.CausalMask((length, length))] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=parts,
+        residual_checkpoint_name=SAVED_NAME,
+        interpret=interpret,
+    )

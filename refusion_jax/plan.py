@@ -1,0 +1,94 @@
+"""Asks the TPU compiler whether a run fits a TPU slice, and estimates how fast it is. No TPU is needed.
+
+  pip install libtpu
+  python -m refusion_jax.plan --config=configs/refusion_8b.py --topology=v5p:2x4x4 --rows_per_chip=2
+  python -m refusion_jax.plan --config=configs/refusion_8b.py --topology=v5e:8x8 --search
+
+The step that `train` runs is compiled for the topology's chips by libtpu, on this machine. Memory is what the compiler
+assigns; FLOPs, memory traffic and collectives are counted in the compiled program; times are a roofline of these counts
+against the chip's documented peaks, and an estimate. Exit code 2 where the run does not fit.
+"""
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+from rich.console import Console
+
+from refusion_jax import cli
+from refusion_jax.config import check, default_config
+from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.errors import UserError
+from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
+from refusion_jax.planning.report import plan_decode, plan_train, to_json, to_table
+from refusion_jax.planning.search import fix_for, search
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/refusion_8b.py")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
+_SLICES = flags.DEFINE_integer("slices", 1, "Slices, joined by the data-centre network", lower_bound=1)
+_WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
+_ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows a chip")
+_MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop when the memory is known: seconds instead of a minute")
+_SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows a forward x mesh at this batch; name the fastest")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
+_DECODE = cli.define_settings(DecodeSettings, "decode")
+
+
+def main() -> None:
+    if _CONFIG.value is None or _TOPOLOGY.value is None:
+        raise UserError("--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed; --help explains")
+    config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
+    libtpu_version()
+    chips = len(tpu_devices(topology, slices))
+    if slices > 1 and config.mesh.replica == 1:
+        config.mesh.replica = slices
+    if _ROWS.value is not None:
+        if _ROWS.value <= 0 or _ROWS.value * chips % 1:
+            raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips} chips")
+        config.batch_size = int(_ROWS.value * chips)
+    check(config)
+    if _WHAT.value == "decode":
+        settings = DecodeSettings(**{name: flag.value for name, flag in _DECODE.items()})
+        show(plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value))
+    elif _SEARCH.value:
+        show_search(config, topology, slices, chips)
+    else:
+        record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
+        show(record)
+        if not record["fits"]:
+            fix = fix_for(config, topology, slices, chips)
+            raise UserError(
+                f"needs {record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB a chip of {topology}; "
+                + (f"{fix} makes it fit" if fix else "no remat policy or accumulation makes it fit: take more chips")
+            )
+
+
+def show(record: dict) -> None:
+    """Prints one plan."""
+    if _JSON.value:
+        print(to_json(record), flush=True)
+    else:
+        Console(soft_wrap=not Console().is_terminal).print(to_table(record))
+
+
+def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> None:
+    """Prints every candidate as it is known, then the fastest."""
+
+    def tell(record: dict) -> None:
+        if _JSON.value:
+            print(to_json(record), flush=True)
+        else:
+            verdict = f"{record['step_seconds'] * 1e3:8,.0f} ms" if record["fits"] else "   does not fit"
+            print(f"{record['peak_hbm_gib']:7.2f} GiB {verdict:>15}   {record['flags']}", flush=True)
+
+    found = search(config, topology, slices, chips, tell)
+    if not found:
+        raise UserError(f"nothing that was tried fits {topology} at {config.batch_size} rows a step: take more chips")
+    if not _JSON.value:
+        show(found[0])
+        print(f"fastest by the estimate: {found[0]['flags']}")
+
+
+if __name__ == "__main__":
+    prepare_environment()
+    keys = cli.declared_settings(default_config)
+    cli.run(main, {f"config.{name}": f"{meaning} ({default})" for name, (default, meaning) in keys.items()})

@@ -1,0 +1,184 @@
+"""Compiles programs for TPUs that are not here, with the compiler of libtpu, in a process of its own.
+
+A compile has two parts. The first, a few seconds, ends with the buffer assignment: from then on the memory of the
+program is known to the byte. The second makes machine code and takes most of the time. The compiler writes down where
+it stands (`xla_dump_to`), so for a verdict on memory alone the process is ended between the two.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+from refusion_jax.chips import find_chip
+from refusion_jax.errors import UserError
+from refusion_jax.planning import hlo
+
+_DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
+_ASSIGNED = "after_optimizations-buffer-assignment.txt"
+_OPTIMIZED = "after_optimizations.txt"
+_BEHIND = "after_optimizations_after_buffer_assignment.txt"  # written when both are complete
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program, all of it for one chip."""
+
+    arguments: float  # bytes of what goes in; donated arguments are also the results
+    results: float  # bytes of results that have memory of their own
+    temporaries: float  # bytes at the peak
+    host: float  # bytes of host memory (offloaded activations)
+    module: hlo.Module
+    seconds: float  # of tracing and compiling
+    cpu_seconds: float
+    overrun: str  # the compiler's own words where the program does not fit, or ""
+
+    @property
+    def peak(self) -> float:
+        """Bytes of HBM that the program needs."""
+        return self.arguments + self.results + self.temporaries
+
+
+def libtpu_version() -> str:
+    """Of the compiler.
+
+    Raises:
+      UserError: where it is not installed.
+    """
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError("plan needs the TPU compiler, on any Linux machine: pip install libtpu") from error
+
+
+def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
+    """The chips of a topology, which need not be there; call `prepare_environment` before JAX is used.
+
+    Raises:
+      UserError: where there is no such topology.
+    """
+    find_chip(topology)
+    options: dict = {"num_slices": slices} if slices > 1 else {}
+    if topology.startswith("v4:"):
+        options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as on a TPU VM
+    try:
+        with _quiet():  # libtpu says on stderr that there is no TPU here
+            return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        reason = re.sub(r"\s+", " ", str(error).removeprefix("INVALID_ARGUMENT: "))[:200]
+        raise UserError(f"--topology={topology}: {reason}; one that works is {find_chip(topology).example}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def prepare_environment() -> None:
+    """Keeps JAX and libtpu from looking for a TPU here, and from writing warnings that there is none."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    for name in ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TF_CPP_MIN_LOG_LEVEL"):
+        os.environ.setdefault(name, "3")
+
+
+def compile_program(lower: Callable[..., jax.stages.Lowered], arguments: tuple, memory_only: bool) -> Compiled:
+    """Compiles in a child process.
+
+    Args:
+      lower: a function of a module, called in the child with the arguments; both are sent there.
+      arguments: for it.
+      memory_only: stop as soon as the memory is known.
+
+    Raises:
+      UserError: where the program cannot be built; the child's own message.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="plan-") as directory:
+        path = Path(directory)
+        child = multiprocessing.get_context("spawn").Process(
+            target=_child, args=(lower, arguments, directory), daemon=True
+        )
+        child.start()
+        while child.is_alive():
+            child.join(0.05)
+            if memory_only and (name := _module_name(path)) and (path / f"{name}.{_BEHIND}").exists():
+                child.kill()
+                child.join()
+        report = json.loads(_read(path / "report.json") or "{}")
+        if "user_error" in report:
+            raise UserError(report["user_error"])
+        name = _module_name(path)
+        if name is None or not (path / f"{name}.{_OPTIMIZED}").exists():
+            log = _read(path / "stderr.txt").strip().splitlines() or ["no message"]
+            raise UserError(f"the compiler failed: {report.get('error') or log[-1]}"[:600])
+        sizes = assigned_bytes((path / f"{name}.{_ASSIGNED}").read_text())
+        return Compiled(
+            **sizes,
+            module=hlo.parse((path / f"{name}.{_OPTIMIZED}").read_text()),
+            seconds=report.get("seconds", time.monotonic() - began),
+            cpu_seconds=report.get("cpu_seconds", float("nan")),
+            overrun=report.get("error", ""),
+        )
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _module_name(directory: Path) -> str | None:
+    """Beginning of the names of the files on our program, among those on its parts."""
+    modules = sorted(path.name for path in directory.glob(f"*.jit_*.{_OPTIMIZED}"))
+    return modules[-1].removesuffix(f".{_OPTIMIZED}") if modules else None
+
+
+def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory: str) -> None:
+    """Compiles, and leaves behind what the compiler dumps and report.json."""
+    path = Path(directory)
+    stderr = os.open(path / "stderr.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(stderr, 2)
+    prepare_environment()
+    began, cpu_began, report = time.monotonic(), time.process_time(), {}
+    try:
+        lower(*arguments).compile(compiler_options=_DUMP | {"xla_dump_to": directory})
+    except UserError as error:
+        report["user_error"] = str(error)
+    except jax.errors.JaxRuntimeError as error:
+        report["error"] = re.sub(r"\s+", " ", str(error))
+    report |= {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
+    (path / "report.tmp").write_text(json.dumps(report))
+    (path / "report.tmp").rename(path / "report.json")
+
+
+def assigned_bytes(text: str) -> dict[str, float]:
+    """Sums the compiler's buffer assignment: bytes of arguments, results, temporaries, and of those on the host.
+
+    Memory spaces have colours there: 0, which is not printed, is HBM, 5 is the host's.
+    """
+    sums = {"arguments": 0.0, "results": 0.0, "temporaries": 0.0, "host": 0.0}
+    for size, kind in re.findall(r"^allocation \d+: size (\d+),(.*)$", text, re.MULTILINE):
+        if "color 5," in kind:
+            sums["host"] += float(size)
+        if "color" in kind or "thread-local" in kind:
+            continue
+        where = "arguments" if "parameter" in kind else "results" if "maybe-live-out" in kind else "temporaries"
+        sums[where] += float(size)
+    return sums

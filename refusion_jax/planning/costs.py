@@ -1,0 +1,273 @@
+"""What one chip does in one step of a compiled program: FLOPs, memory traffic and collectives, counted.
+
+Loops count as often as they run, which XLA's own cost analysis leaves out; of a conditional the dearer side counts.
+Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the result multiply
+to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque to XLA and are
+counted from their operands: every tile at or below the diagonal, as the kernel computes it.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from refusion_jax.planning import hlo
+from refusion_jax.planning.hlo import Computation, Instruction, Module
+
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_FREE = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *("copy-done", "async-done", "async-update", "opt-barrier", "slice-done", "iota"),
+    *("send", "send-done", "recv-done"),
+)
+_KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # matrix products a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A kind of communication, summed over the step."""
+
+    kind: str  # all-gather ...
+    over: str  # "ici", within a slice, or "dcn", between slices
+    count: float  # how often a step does it
+    overlapped: bool  # runs beside arithmetic; otherwise the chip waits for it
+    bytes: float  # that a chip receives, by the ring algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Of one chip and one step."""
+
+    flops: float = 0.0
+    bytes: float = 0.0  # read from and written to HBM
+    operations: tuple[tuple[float, float, float], ...] = ()  # (times, FLOPs, bytes) of each operation, one by one
+    collectives: tuple[Collective, ...] = ()
+    open_loops: int = 0  # loops whose count depends on the data; they are counted as one turn
+
+    def times(self, n: float) -> "Costs":
+        """The same, n times over."""
+        return Costs(
+            self.flops * n,
+            self.bytes * n,
+            tuple((times * n, flops, size) for times, flops, size in self.operations),
+            tuple(dataclasses.replace(c, count=c.count * n, bytes=c.bytes * n) for c in self.collectives),
+            self.open_loops,
+        )
+
+    def overlapped(self) -> "Costs":
+        """The same, with its collectives beside other work."""
+        return dataclasses.replace(
+            self, collectives=tuple(dataclasses.replace(c, overlapped=True) for c in self.collectives)
+        )
+
+
+def add(parts: list[Costs]) -> Costs:
+    """The sum."""
+    totals: dict[tuple, Collective] = {}
+    for c in (c for part in parts for c in part.collectives):
+        key = c.kind, c.over, c.overlapped
+        old = totals.get(key, dataclasses.replace(c, count=0, bytes=0))
+        totals[key] = dataclasses.replace(old, count=old.count + c.count, bytes=old.bytes + c.bytes)
+    return Costs(
+        sum(part.flops for part in parts),
+        sum(part.bytes for part in parts),
+        tuple(operation for part in parts for operation in part.operations),
+        tuple(totals.values()),
+        sum(part.open_loops for part in parts),
+    )
+
+
+def count(module: Module, chips_per_slice: int) -> Costs:
+    """Counts a program.
+
+    Args:
+      module: the optimized program of one chip.
+      chips_per_slice: chips are numbered slice by slice; what crosses such a bound goes over the data-centre network.
+    """
+    return _Counter(module, chips_per_slice).of(module.entry)
+
+
+class _Counter:
+    def __init__(self, module: Module, chips_per_slice: int):
+        self._module, self._chips_per_slice, self._known = module, chips_per_slice, {}
+
+    def of(self, name: str) -> Costs:
+        """Costs of running a computation once."""
+        if name not in self._known:
+            computation = self._module.computations[name]
+            self._known[name] = add([self._instruction(computation, i) for i in computation.instructions.values()])
+        return self._known[name]
+
+    def _instruction(self, computation: Computation, i: Instruction) -> Costs:
+        if i.opcode in _FREE:
+            return Costs()
+        if i.opcode == "while":
+            trips = hlo.trip_count(self._module, computation, i)
+            once = self.of(i.attribute("body"))
+            if trips is None:
+                return dataclasses.replace(once, open_loops=once.open_loops + 1)
+            return once.times(trips)
+        if i.opcode == "conditional":
+            return max((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
+        if i.opcode == "recv" and "megascale" in i.attributes:  # what is left of a collective between slices
+            return Costs(collectives=(Collective("receive", "dcn", 1, True, i.shapes[0].bytes),))
+        if i.opcode == "call":
+            return add([self.of(name) for name in i.called])
+        if i.opcode == "async-start":
+            if i.name.startswith("all-gather"):
+                return Costs(collectives=(self._gather_on_sparse_cores(i),))
+            return add([self.of(name).overlapped() for name in i.called])
+        if kind := collective_kind(i):
+            return Costs(collectives=(self._collective(kind, computation, i),))
+        if i.opcode == "fusion":
+            return self._fusion(computation, i)
+        flops = _flops(computation, i)
+        size = sum(s.bytes for s in i.shapes if s.in_hbm) + sum(
+            s.bytes for s in _operand_shapes(computation, i) if s.in_hbm
+        )
+        if i.opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
+            size = 2 * sum(s.bytes for s in i.shapes[:1])
+        elif i.opcode == "dynamic-update-slice":
+            size = 2 * sum(s.bytes for s in computation.instructions[i.operands[1]].shapes)
+        elif i.opcode == "copy-start":
+            size = sum(s.bytes for s in i.shapes[:2] if s.in_hbm)
+        elif i.opcode == "custom-call" and "tpu_custom_call" not in i.attributes:
+            size = 0.0  # AllocateBuffer and the like
+        return Costs(flops, size, ((1, flops, size),))
+
+    def _gather_on_sparse_cores(self, i: Instruction) -> Collective:
+        """An all-gather that another part of the chip does; of the collective itself nothing but the name is left."""
+        inside = self._module.computations[i.called[0]]
+        before = sum(s.bytes for parameter in inside.parameters.values() for s in parameter.shapes)
+        return Collective("all-gather", "ici", 1, True, sum(s.bytes for s in inside.root.shapes) - before)
+
+    def _fusion(self, computation: Computation, i: Instruction) -> Costs:
+        """One operation: what is fused stays in registers, but what it reads and writes goes through memory."""
+        inside = self._module.computations[i.attribute("calls")]
+        nested = [self._fused(inside, j) for j in inside.instructions.values()]
+        if inside.name.startswith("async_collective_fusion") or i.name.startswith("async-collective-done"):
+            # Steps of a collective that goes on beside the arithmetic; it is counted where it starts.
+            nested = [dataclasses.replace(part, collectives=()) for part in nested]
+        elif i.name.startswith("async-collective-start"):
+            nested = [part.overlapped() for part in nested]
+        if "all-reduce-scatter" in i.name or "all-reduce-scatter" in inside.name:
+            reduce = next(j for j in inside.instructions.values() if j.opcode.startswith("all-reduce"))
+            return Costs(collectives=(self._collective("reduce-scatter", inside, reduce),))
+        flops = sum(part.flops for part in nested)
+        size = sum(
+            _read(inside, number, computation.instructions[name]) for number, name in enumerate(i.operands)
+        ) + _written(inside, i)
+        return add([*(Costs(collectives=part.collectives) for part in nested), Costs(flops, size, ((1, flops, size),))])
+
+    def _fused(self, inside: Computation, j: Instruction) -> Costs:
+        if j.opcode == "fusion":
+            deeper = self._module.computations[j.attribute("calls")]
+            return add([self._fused(deeper, k) for k in deeper.instructions.values()])
+        if kind := collective_kind(j):
+            return Costs(collectives=(self._collective(kind, inside, j),))
+        return Costs(_flops(inside, j))
+
+    def _collective(self, kind: str, computation: Computation, i: Instruction) -> Collective:
+        size = sum(s.bytes for s in _operand_shapes(computation, i))  # what a chip puts in
+        group = first_group(i.attributes)
+        n = len(group) if group else 2
+        received = {
+            "all-gather": size * (n - 1),
+            "all-reduce": 2 * size * (n - 1) / n,
+            "reduce-scatter": size * (n - 1) / n,
+            "all-to-all": size * (n - 1) / n,
+        }.get(kind, size)
+        crosses = len({device // self._chips_per_slice for device in group}) > 1
+        return Collective(kind, "dcn" if crosses else "ici", 1, i.opcode.endswith("-start"), received if n > 1 else 0.0)
+
+
+def collective_kind(i: Instruction) -> str | None:
+    """all-gather, all-reduce ..., or None; of an asynchronous pair, its start counts."""
+    kind = i.opcode.removesuffix("-start")
+    return kind if kind in _COLLECTIVES else None
+
+
+def first_group(attributes: str) -> list[int]:
+    """Numbers of chips that communicate with each other: the first group, or the first pair, of a collective."""
+    if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
+        return [int(found[1]), int(found[2])]
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return [int(x) for x in found[1].split(",")]
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        groups, dims, order = (tuple(int(x) for x in part.split(",")) if part else () for part in found.groups())
+        devices = np.arange(math.prod(dims)).reshape(dims)
+        return (devices.transpose(order) if order else devices).reshape(groups)[0].tolist()
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:[^{]*)\{([^}]*)\}", attributes):
+        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        named = re.findall(r"'([^']+)'", found[2])
+        devices = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
+        return devices[tuple(slice(None) if name in named else 0 for name in axes)].ravel().tolist()
+    return []
+
+
+def _operand_shapes(computation: Computation, i: Instruction) -> Iterator[hlo.Shape]:
+    for name in i.operands:
+        if name in computation.instructions:
+            yield from computation.instructions[name].shapes
+
+
+def _flops(computation: Computation, i: Instruction) -> float:
+    if i.opcode in ("convolution", "dot"):
+        sizes = [computation.instructions[name].shapes[0].elements for name in i.operands[:2]]
+        batch = _batch(i.attributes)
+        return 2 * math.sqrt(math.prod(sizes) * i.shapes[0].elements / batch)
+    if i.opcode == "custom-call":
+        for kernel, products in _KERNEL_PRODUCTS.items():
+            if kernel in i.name or kernel in i.attributes.split("custom_call_config")[0]:
+                floats = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")]
+                query, key = floats[:2]  # [..., T, H] each
+                return products * 2 * math.prod(query) * (key[-2] + 1) / 2
+    return 0.0
+
+
+def _batch(attributes: str) -> int:
+    """Product of batch axes of a product, which the compiler writes as dilated windows: each is counted once."""
+    found = re.search(r"window=\{size=([\dx]+)[^}]*lhs_dilate=([\dx]+)", attributes)
+    if not found:
+        return 1
+    size, dilate = ([int(x) for x in part.split("x")] for part in found.groups())
+    return math.prod(s for s, d in zip(size, dilate, strict=True) if s == d and d > 1)
+
+
+def _read(inside: Computation, number: int, operand: Instruction) -> float:
+    """Bytes of an operand that a fusion reads from HBM: where it only takes slices, those."""
+    if number not in inside.parameters:
+        return 0.0
+    name = inside.parameters[number].name
+    full = sum(s.bytes for s in operand.shapes if s.in_hbm)
+    taken = 0.0
+    for user in inside.users(name):
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            taken += user.shapes[0].bytes
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+            continue  # updated in place
+        elif collective_kind(user) or (user.is_root and user.opcode == "tuple"):
+            continue  # handed on
+        else:
+            return full
+    return min(full, taken)
+
+
+def _written(inside: Computation, i: Instruction) -> float:
+    """Bytes that a fusion writes to HBM: of an update in place, the update."""
+    root = inside.root
+    if root.opcode == "dynamic-update-slice":
+        return inside.instructions[root.operands[1]].shapes[0].bytes if i.shapes[0].in_hbm else 0.0
+    if root.opcode != "tuple":
+        return sum(s.bytes for s in i.shapes if s.in_hbm)
+    total = 0.0
+    for name, shape in zip(root.operands, i.shapes, strict=False):
+        value = inside.instructions[name]
+        if value.opcode == "parameter" or collective_kind(value):
+            continue  # handed on
+        if value.opcode == "dynamic-update-slice":
+            shape = inside.instructions[value.operands[1]].shapes[0]
+        total += shape.bytes if shape.in_hbm else 0.0
+    return total

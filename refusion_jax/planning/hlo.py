@@ -1,0 +1,185 @@
+"""Reads the compiler's text of an optimized program (HLO): computations, instructions, shapes and loop counts."""
+
+import dataclasses
+import math
+import re
+
+_BYTES = {"pred": 1, "bf16": 2, "f8e4m3fn": 1, "f8e5m2": 1, "token": 0, "opaque": 0}
+_SHAPE = re.compile(r"\b(pred|token|opaque|bf16|[sufc]\d+|f8e\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array of the program."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    in_hbm: bool  # not in a memory of the chip's own
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> float:
+        """Size without padding."""
+        width = _BYTES.get(self.dtype)
+        return self.elements * (int(re.sub(r"\D", "", self.dtype)) / 8 if width is None else width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]  # of its result, flattened
+    operands: tuple[str, ...]  # names; of a constant or parameter, the text in its parentheses
+    attributes: str  # everything behind the operands
+    is_root: bool
+
+    def attribute(self, key: str) -> str | None:
+        """The computation that an attribute such as body=%name names."""
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return found and found[1]
+
+    @property
+    def called(self) -> list[str]:
+        """Computations it runs, but for the body and condition of a loop and the sides of a conditional."""
+        names = [self.attribute("calls")] if self.attribute("calls") else []
+        return names + _names(self.attributes, "called_computations")
+
+    @property
+    def branches(self) -> list[str]:
+        """The sides of a conditional."""
+        sides = [self.attribute(key) for key in ("true_computation", "false_computation")]
+        return _names(self.attributes, "branch_computations") + [side for side in sides if side]
+
+
+def _names(attributes: str, key: str) -> list[str]:
+    found = re.search(rf"\b{key}=\{{([^}}]*)\}}", attributes)
+    return re.findall(r"%?([\w.\-]+)", found[1]) if found else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A function of the program: its instructions by name, in order."""
+
+    name: str
+    instructions: dict[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(i for i in self.instructions.values() if i.is_root)
+
+    @property
+    def parameters(self) -> dict[int, Instruction]:
+        """By number."""
+        return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+    def users(self, name: str) -> list[Instruction]:
+        """Instructions that read another."""
+        return [i for i in self.instructions.values() if name in i.operands]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+
+def parse(text: str) -> Module:
+    """Parses a program as XLA prints it.
+
+    Raises:
+      ValueError: where the text holds no program.
+    """
+    computations, entry, name, found = {}, None, None, {}
+    text = re.sub(r"kernel_metadata=\{\n.*\n\}", "kernel_metadata={}", text)  # the one attribute with line breaks
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            name, found = header[2], {}
+            entry = name if header[1] else entry
+        elif line.startswith("}") and name:
+            computations[name] = Computation(name, found)
+            name = None
+        elif name and (match := _INSTRUCTION.match(line)):
+            found[match[2]] = _instruction(match[2], match[3], is_root=bool(match[1]))
+    if entry is None:
+        raise ValueError("the text holds no HLO program")
+    return Module(computations, entry)
+
+
+def _instruction(name: str, text: str, is_root: bool) -> Instruction:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    result, rest = text[:end], text[end:].lstrip()
+    opening = rest.index("(")
+    closing = _closing(rest, opening)
+    inside = rest[opening + 1 : closing]
+    opcode = rest[:opening]
+    operands = (inside,) if opcode in ("parameter", "constant") else tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, opcode, shapes(result), operands, rest[closing + 1 :], is_root)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Index of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for index in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
+
+
+def shapes(text: str) -> tuple[Shape, ...]:
+    """All arrays in a printed type, in order."""
+    return tuple(
+        Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), not re.search(r"S\([1-9]", layout))
+        for dtype, dims, layout in _SHAPE.findall(text)
+    )
+
+
+def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
+    """How often the body of a while loop runs, or None where that depends on the data.
+
+    Read from the comparison of a counter with a constant, the counter's first value and its step: what loops over
+    arrays compile to.
+    """
+    condition = module.computations[loop.attribute("condition")]
+    compare = condition.root
+    if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
+        return None
+    counter, limit = (condition.instructions[name] for name in compare.operands)
+    if counter.opcode != "get-tuple-element" or limit.opcode != "constant":
+        return None
+    index = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    first = _constant(caller, caller.instructions[loop.operands[0]], index)
+    body = module.computations[loop.attribute("body")]
+    step = _step(body, index)
+    return math.ceil((int(limit.operands[0]) - first) / step)
+
+
+def _constant(computation: Computation, values: Instruction, index: int) -> int:
+    """The first value of a loop's counter; 0 where it is not written as a constant, which is where loops begin."""
+    if values.opcode != "tuple":
+        return 0
+    value = computation.instructions[values.operands[index]]
+    while value.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
+        value = computation.instructions[value.operands[0]]
+    return int(value.operands[0]) if value.opcode == "constant" and value.operands[0].isdigit() else 0
+
+
+def _step(body: Computation, index: int) -> int:
+    """By how much the loop's body moves its counter; 1 where that is not written as an addition."""
+    root = body.root
+    value = body.instructions[root.operands[index]] if root.opcode == "tuple" else root
+    if value.opcode != "add":
+        return 1
+    steps = [body.instructions[name] for name in value.operands if body.instructions[name].opcode == "constant"]
+    return int(steps[0].operands[0]) if steps else 1

@@ -1,0 +1,109 @@
+"""The programs that can be planned, lowered for chips that are not here.
+
+Configs travel as JSON: these functions are called in the compiler's own process.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from flax import nnx
+from jax.sharding import Mesh
+
+from refusion_jax import sharding
+from refusion_jax.config import check, check_mesh
+from refusion_jax.decoding import batching
+from refusion_jax.decoding.requests import prepare, sizes_for
+from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.errors import UserError
+from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.planning.compiler import tpu_devices
+from refusion_jax.program import abstract_rows, train_program
+
+
+def model_shape(config: ml_collections.ConfigDict) -> ModelConfig:
+    """The model of a config, with token ids as a tokenizer that fills the vocabulary would give them."""
+    size = config.model.vocab_size
+    return ModelConfig(
+        **config.model,
+        max_position_embeddings=config.row_length,
+        num_tokens=size,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        mask_token_id=size - 1,
+    )
+
+
+def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
+    """The training step of a config for a topology, as `train` runs it.
+
+    Raises:
+      UserError: where the config cannot run there.
+    """
+    c = ml_collections.ConfigDict(json.loads(config))
+    check(c)
+    mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
+    check_mesh(c, mesh)
+    program = train_program(c, model_shape(c), mesh)
+    with jax.set_mesh(mesh):
+        return program.step.lower(program.target, abstract_rows(c, mesh))
+
+
+def lower_decode(config: str, topology: str, slices: int, settings: DecodeSettings) -> jax.stages.Lowered:
+    """Decoding a batch with the model of a config: the prompts fill what the cache leaves beside the new tokens.
+
+    Weights are kept in the dtype of computation, and split as in training; rows are split over the batch axes.
+
+    Raises:
+      UserError: where the config cannot run there.
+    """
+    c = ml_collections.ConfigDict(json.loads(config))
+    check(c)
+    mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
+    shape = model_shape(c)
+    capacity = settings.cache_length or c.row_length
+    settings = settings.fill_in(capacity)
+    length, rows = capacity - settings.new_tokens, settings.batch_size
+    if length < 1:
+        raise UserError(
+            f"--decode.max_new_tokens={settings.new_tokens} leaves no room for a prompt in a cache of {capacity}"
+        )
+    if rows % (parts := sharding.ways(mesh, "batch")):
+        raise UserError(
+            f"--decode.batch_size={rows} does not divide into {parts} parts; "
+            f"the next size that does is {-(-rows // parts) * parts}"
+        )
+    model = nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0), c.dtype))
+    graphdef, weights = nnx.split(model)
+    target = jax.tree.map(
+        lambda x, axes: jax.ShapeDtypeStruct(x.shape, c.dtype, sharding=sharding.sharding(mesh, *axes)),
+        nnx.to_pure_dict(weights),
+        logical_axes(model),
+    )
+    requests = prepare([[0] * length], settings, shape)
+    static = sizes_for(requests, shape)
+    everywhere = sharding.sharding(mesh)
+    newcomers = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+        batching.newcomers({0: 0}, requests, batching.admitted(rows), rows, static),
+    )
+    with jax.set_mesh(mesh):
+        program = jax.jit(batching.decode_once, static_argnames=("graphdef", "rows", "static"))
+        return program.lower(graphdef, target, newcomers, rows, static)
+
+
+def state_bytes(config: ml_collections.ConfigDict, mesh: Mesh) -> float:
+    """Bytes a chip of weights, optimizer state and counters."""
+    target = train_program(config, model_shape(config), mesh).target
+    return float(
+        sum(jnp.dtype(x.dtype).itemsize * _elements(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target))
+    )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

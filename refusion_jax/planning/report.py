@@ -1,0 +1,194 @@
+"""A plan: what the compiler says of one config on one topology, as a record and as a table."""
+
+import json
+import math
+
+import jax
+import ml_collections
+from rich.table import Table
+
+from refusion_jax import sharding
+from refusion_jax.chips import find_chip
+from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.flops import train_flops_per_token
+from refusion_jax.planning import programs
+from refusion_jax.planning.compiler import Compiled, compile_program, libtpu_version, tpu_devices
+from refusion_jax.planning.costs import Costs, count
+from refusion_jax.planning.estimate import estimate
+
+GIB = 2.0**30
+
+
+def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, memory_only: bool) -> dict:
+    """Compiles the training step of a config and says what it takes, on one chip unless the key says otherwise.
+
+    Raises:
+      UserError: where the config cannot run on the topology.
+    """
+    compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only)
+    mesh = sharding.make_mesh(config.mesh, tpu_devices(topology, slices))
+    chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
+    times = estimate(costs, chip)
+    tokens = config.batch_size * config.row_length
+    model_flops = tokens * train_flops_per_token(programs.model_shape(config), config.row_length) / mesh.size
+    state = programs.state_bytes(config, mesh)
+    return {
+        "what": "train",
+        **_where(topology, slices, mesh),
+        "rows_per_chip": config.batch_size / mesh.size,
+        "row_length": config.row_length,
+        "remat": config.remat,
+        "accumulation": config.accumulation,
+        "state_gib": state / GIB,
+        "activations_gib": (compiled.peak - state) / GIB,
+        **_memory(compiled, chip.hbm_limit),
+        **_costs(costs),
+        "model_flops_per_chip": model_flops,
+        "compute_seconds": times.compute,
+        "hbm_seconds": times.hbm,
+        "operations_seconds": times.operations,
+        "ici_seconds": times.ici,
+        "dcn_seconds": times.dcn,
+        "waiting_seconds": times.waiting,
+        "step_seconds": times.step,
+        "mfu": times.mfu(model_flops, chip),
+        "tokens_per_second": tokens / times.step,
+        "tokens_per_day": tokens / times.step * 86_400,
+        **_compiler(compiled, memory_only),
+    }
+
+
+def plan_decode(
+    config: ml_collections.ConfigDict, topology: str, slices: int, settings: DecodeSettings, memory_only: bool
+) -> dict:
+    """Compiles the decoder; costs are those of the prefill and one forward of the loop, whose length the data decides.
+
+    Raises:
+      UserError: where the config cannot run on the topology.
+    """
+    arguments = (config.to_json(), topology, slices, settings)
+    compiled = compile_program(programs.lower_decode, arguments, memory_only)
+    mesh = sharding.make_mesh(config.mesh, tpu_devices(topology, slices))
+    chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
+    times = estimate(costs, chip)
+    return {
+        "what": "decode",
+        **_where(topology, slices, mesh),
+        "rows_per_chip": settings.batch_size / mesh.size,
+        "row_length": settings.cache_length or config.row_length,
+        "state_gib": compiled.arguments / GIB,
+        "activations_gib": (compiled.peak - compiled.arguments) / GIB,
+        **_memory(compiled, chip.hbm_limit),
+        **_costs(costs),
+        "prefill_and_forward_seconds": times.step,
+        **_compiler(compiled, memory_only),
+    }
+
+
+def _where(topology: str, slices: int, mesh: jax.sharding.Mesh) -> dict:
+    return {"topology": topology, "slices": slices, "chips": mesh.size, "mesh": dict(mesh.shape)}
+
+
+def _memory(compiled: Compiled, limit: float) -> dict:
+    return {
+        "peak_hbm_gib": compiled.peak / GIB,
+        "hbm_limit_gib": limit / GIB,
+        "headroom_gib": (limit - compiled.peak) / GIB,
+        "fits": compiled.peak <= limit and not compiled.overrun,
+        "host_gib": compiled.host / GIB,
+    }
+
+
+def _costs(costs: Costs) -> dict:
+    kinds = [
+        {"kind": c.kind, "over": c.over, "overlapped": c.overlapped, "count": c.count, "bytes": c.bytes}
+        for c in sorted(costs.collectives, key=lambda c: -c.bytes)
+    ]
+    return {
+        "flops_per_chip": costs.flops,
+        "hbm_bytes_per_chip": costs.bytes,
+        "collective_bytes_per_chip": sum(c.bytes for c in costs.collectives),
+        "collectives": kinds,
+    }
+
+
+def _compiler(compiled: Compiled, memory_only: bool) -> dict:
+    return {
+        "memory_only": memory_only,
+        "compile_seconds": compiled.seconds,
+        "compile_cpu_seconds": None if math.isnan(compiled.cpu_seconds) else compiled.cpu_seconds,
+        "libtpu": libtpu_version(),
+        "jax": jax.__version__,
+    }
+
+
+def to_json(record: dict) -> str:
+    """One line; sizes and times to six digits."""
+
+    def rounded(value):
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        if isinstance(value, dict):
+            return {key: rounded(v) for key, v in value.items()}
+        return [rounded(v) for v in value] if isinstance(value, list) else value
+
+    return json.dumps(rounded(record))
+
+
+def to_table(r: dict) -> Table:
+    """For people."""
+    split = ", ".join(f"{axis}={size}" for axis, size in r["mesh"].items() if size > 1) or "one chip"
+    slices = f"{r['slices']} slices of " if r["slices"] > 1 else ""
+    table = Table(title=f"{r['what']} on {slices}{r['topology']}: {r['chips']} chips ({split})", title_justify="left")
+    table.add_column("one chip, one step" if r["what"] == "train" else "one chip, prefill and one forward")
+    table.add_column("", justify="right")
+    rows = [
+        ("rows x tokens", f"{r['rows_per_chip']:g} x {r['row_length']:,}"),
+        ("state" if r["what"] == "train" else "weights and prompts", f"{r['state_gib']:.2f} GiB"),
+        ("activations, gradients and buffers", f"{r['activations_gib']:.2f} GiB"),
+        ("peak HBM", f"{r['peak_hbm_gib']:.2f} of {r['hbm_limit_gib']:.2f} GiB"),
+        ("verdict", f"fits, {r['headroom_gib']:.2f} GiB to spare" if r["fits"] else "DOES NOT FIT"),
+    ]
+    if r["host_gib"]:
+        rows.append(("offloaded to the host", f"{r['host_gib']:.2f} GiB"))
+    rows += [
+        ("FLOPs", f"{r['flops_per_chip']:.3g}"),
+        ("HBM traffic", _bytes(r["hbm_bytes_per_chip"])),
+        ("received from other chips", _bytes(r["collective_bytes_per_chip"])),
+    ]
+    rows += [
+        (
+            f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{', overlapped' if c['overlapped'] else ''}",
+            _bytes(c["bytes"]),
+        )
+        for c in r["collectives"]
+        if c["bytes"] >= 1e6
+    ]
+    if r["what"] == "train":
+        dcn = "not documented" if r["dcn_seconds"] is None else _seconds(r["dcn_seconds"])
+        rows += [
+            ("arithmetic at the peak", _seconds(r["compute_seconds"])),
+            ("HBM at the peak", _seconds(r["hbm_seconds"])),
+            ("operations, each at its roofline", _seconds(r["operations_seconds"])),
+            ("network within the slice, between slices", f"{_seconds(r['ici_seconds'])}, {dcn}"),
+            ("  of which nothing hides", _seconds(r["waiting_seconds"])),
+            ("estimated step", _seconds(r["step_seconds"])),
+            ("estimated MFU (causal attention counted once)", f"{r['mfu']:.1%}"),
+            ("estimated tokens a day, all chips", f"{r['tokens_per_day'] / 1e9:,.2f} G"),
+        ]
+    else:
+        rows.append(("estimated prefill and one forward", _seconds(r["prefill_and_forward_seconds"])))
+    cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
+    how = " up to the buffer assignment" if r["memory_only"] else ""
+    rows.append((f"compiled{how} by libtpu {r['libtpu']}", f"{r['compile_seconds']:.1f} s{cpu}"))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,107 @@
+"""Finds what fits, and what of it is fastest: remat policy x rows a forward x mesh, at the same global batch.
+
+Rows a forward are changed by accumulation, which leaves the result of training as it is. Every candidate is compiled
+up to its buffer assignment, a few seconds each.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import ml_collections
+
+from refusion_jax.errors import UserError
+from refusion_jax.planning.report import plan_train
+
+POLICIES = ("none", "outputs", "full", "offload")  # from the fastest to the one that takes the least memory
+
+
+def search(
+    config: ml_collections.ConfigDict,
+    topology: str,
+    slices: int,
+    chips: int,
+    tell: Callable[[dict], None],
+    policies: Sequence[str] = POLICIES,
+) -> list[dict]:
+    """Plans every candidate.
+
+    Args:
+      config: of the run; its batch size stays.
+      topology: to plan for.
+      slices: of it.
+      chips: in all slices.
+      tell: called with each record as it is known; of candidates that cannot be built there is none.
+      policies: of remat, to try.
+
+    Returns:
+      Records of those that fit, the fastest first; each has "flags", which make it.
+    """
+    found = []
+    for mesh in _meshes(config, chips):
+        for remat in policies:
+            for accumulation in _accumulations(config, chips):
+                flags = {"remat": remat, "accumulation": accumulation} | mesh
+                try:
+                    record = plan_train(with_flags(config, flags), topology, slices, memory_only=True)
+                except UserError:
+                    continue  # a size that this mesh does not divide
+                record["flags"] = as_flags(flags)
+                tell(record)
+                if not record["fits"]:
+                    break  # more rows a forward take more memory
+                found.append(record)
+    return sorted(found, key=lambda record: record["step_seconds"])
+
+
+def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> str:
+    """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does."""
+    least = max(_accumulations(config, chips))
+    tries: list[dict] = [{"remat": "full"}] if config.remat not in ("full", "offload") else []
+    tries += [{"remat": "full", "accumulation": n} for n in sorted(_accumulations(config, chips))]
+    tries += [{"remat": "full", "accumulation": least, "mesh.data": 1, "mesh.fsdp": -1, "mesh.replica": slices}]
+    tries += [{"remat": "offload", "accumulation": least}]
+    for flags in tries:
+        if all(_get(config, key) == value for key, value in flags.items()):
+            continue
+        try:
+            if plan_train(with_flags(config, flags), topology, slices, memory_only=True)["fits"]:
+                return as_flags({key: value for key, value in flags.items() if _get(config, key) != value})
+        except UserError:
+            continue
+    return ""
+
+
+def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections.ConfigDict:
+    """The config with dotted keys changed."""
+    changed = copy.deepcopy(config)
+    changed.update_from_flattened_dict(flags)
+    return changed
+
+
+def as_flags(flags: dict) -> str:
+    """As they are given on a command line."""
+    return " ".join(f"--config.{key}={value}" for key, value in flags.items())
+
+
+def _get(config: ml_collections.ConfigDict, key: str):
+    for name in key.split("."):
+        config = config[name]
+    return config
+
+
+def _accumulations(config: ml_collections.ConfigDict, chips: int) -> list[int]:
+    """From the fewest rows a forward (one for each chip, where they suffice) to the whole batch at once."""
+    most = max(config.batch_size // chips, 1)
+    return [most // n for n in range(1, most + 1) if most % n == 0 and math.log2(n).is_integer()]
+
+
+def _meshes(config: ml_collections.ConfigDict, chips: int) -> Iterator[dict]:
+    """The config's own mesh, all chips on fsdp, and some on data or tensor."""
+    shape = {f"mesh.{axis}": size for axis, size in config.mesh.items()}
+    whole = shape | {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1, "mesh.sequence": 1}
+    seen = []
+    for mesh in (shape, whole, *(whole | {axis: n} for axis in ("mesh.data", "mesh.tensor") for n in (2, 4))):
+        if mesh not in seen and chips % math.prod(size for size in mesh.values() if size > 0) == 0:
+            seen.append(mesh)
+            yield mesh

@@ -1,0 +1,79 @@
+"""The training program of a run: from its config to a jitted step and the layout of its state, with no array made."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from refusion_jax import sharding
+from refusion_jax.model.packed_attention import backend_for
+from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.objectives import make_objective
+from refusion_jax.optimizer import make_optimizer, make_schedule
+from refusion_jax.slots import Rows
+from refusion_jax.train_step import TrainState, init_state, make_train_step, state_shardings
+from refusion_jax.xla_options import compiler_options
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What `train` runs and `plan` compiles."""
+
+    step: Callable  # jitted: (TrainState, Rows) -> (TrainState, metrics); the state is donated
+    target: TrainState  # jax.ShapeDtypeStruct of every array, with its sharding
+    optimizer: optax.GradientTransformation
+    fresh_state: Callable[[], TrainState]
+
+    @property
+    def shardings(self) -> TrainState:
+        """Where each array of the state lives."""
+        return jax.tree.map(lambda x: x.sharding, self.target)
+
+
+def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
+    """The program of a run's config for a model on a mesh, whose devices need not be there."""
+    platform = mesh.devices.flat[0].platform
+    backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
+
+    def build(rngs: nnx.Rngs) -> Transformer:
+        return Transformer(shape, rngs, config.dtype, config.remat, backend)
+
+    abstract_model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    graphdef, axes = nnx.split(abstract_model)[0], logical_axes(abstract_model)
+    schedule = make_schedule(config)
+    optimizer = make_optimizer(config, schedule, axes)
+    objective = make_objective(config, shape.mask_token_id)
+    step = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation)
+
+    def fresh_state() -> TrainState:
+        return init_state(nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))), optimizer)
+
+    abstract = jax.eval_shape(fresh_state)
+    shardings = state_shardings(mesh, axes, abstract)
+    return Program(
+        step=jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=(shardings, sharding.sharding(mesh)),  # every host reads the metrics
+            compiler_options=compiler_options(mesh),
+        ),
+        target=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings),
+        optimizer=optimizer,
+        fresh_state=fresh_state,
+    )
+
+
+def abstract_rows(config: ml_collections.ConfigDict, mesh: Mesh) -> Rows:
+    """The shape of a batch of rows, and where it lives."""
+    where = sharding.sharding(mesh, "batch", "length")
+
+    def array(dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((config.batch_size, config.row_length), dtype, sharding=where)
+
+    return Rows(array(jnp.int32), array(jnp.int32), array(jnp.bool_))

@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from refusion_jax import sharding
+from refusion_jax.model.attention import attention, packed_causal_mask
+from refusion_jax.model.packed_attention import backend_for, packed_attention, splash_attention
+
+B, T, N, K, H = 4, 256, 4, 2, 128
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (B, T, N, H))
+    k, v = (jax.random.normal(key, (B, T, K, H)) for key in keys[1:3])
+    starts = jnp.array([[0, 100, 130], [0, 1, 255], [0, 128, 200], [0, 64, 65]])  # documents, and padding in row 0
+    segments = jnp.sum(jnp.arange(T)[None, None] >= starts[:, :, None], axis=1)
+    return q, k, v, jnp.where((jnp.arange(T) >= 240)[None] & (jnp.arange(B) == 0)[:, None], 0, segments)
+
+
+def outputs_and_grads(function, q, k, v, segments):
+    weight = jnp.where(segments[..., None, None] > 0, jax.random.normal(jax.random.key(9), q.shape), 0)
+    out, pull = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
+    return jnp.where(segments[..., None, None] > 0, out, 0), *pull(weight)
+
+
+def definition(q, k, v, segments):
+    return attention(q, k, v, packed_causal_mask(segments))
+
+
+def emulated(q, k, v, segments):
+    return splash_attention(q, k, v, segments, interpret=True)
+
+
+def assert_close(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+def test_the_tpu_kernel_is_the_definition_forward_and_backward():
+    assert_close(outputs_and_grads(emulated, *inputs()), outputs_and_grads(definition, *inputs()))
+
+
+def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
+    expected = outputs_and_grads(definition, *inputs())
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 2, "tensor": 2, "sequence": 2})
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(outputs_and_grads, static_argnums=0)(emulated, *inputs()), expected)
+
+
+def test_a_gpu_kernel_is_the_definition():
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs an NVIDIA GPU; run it there with JAX_PLATFORMS=cuda")
+    q, k, v, segments = inputs()
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    got = outputs_and_grads(lambda *args: packed_attention(*args, "cudnn"), q, k, v, segments)
+    for a, b in zip(got, outputs_and_grads(definition, q, k, v, segments), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.02 * np.abs(b).max())
+
+
+def test_every_platform_gets_a_kernel_that_can_do_its_sizes():
+    assert backend_for("tpu", 4096, 128, "bfloat16") == "splash"
+    assert backend_for("tpu", 64, 128, "bfloat16") == "xla"  # shorter than the smallest tile
+    assert backend_for("gpu", 4096, 128, "bfloat16") == "cudnn"
+    assert backend_for("gpu", 4096, 128, "float32") == "xla"
+    assert backend_for("gpu", 4096, 256, "bfloat16") == "xla"
+    assert backend_for("cpu", 4096, 128, "bfloat16") == "xla"
