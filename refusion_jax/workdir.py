@@ -16,7 +16,7 @@ import ml_collections
 from etils import epath
 
 from refusion_jax.cli import check_output
-from refusion_jax.config import RESUMABLE, differing_keys
+from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.errors import UserError
@@ -66,12 +66,14 @@ def claim(
 
 
 def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
-    """The config of a run; UserError where the file cannot be read."""
-    path = workdir / "config.json"
+    """The config of a run, with the defaults of keys that came after it; UserError where the file cannot be read."""
+    path, config = workdir / "config.json", default_config()
     try:
-        return ml_collections.ConfigDict(json.loads(path.read_text()))
+        with config.unlocked():
+            config.update(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+    return config
 
 
 def read_model_config(workdir: epath.Path) -> ModelConfig:

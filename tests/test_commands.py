@@ -154,9 +154,10 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
     assert contents(files, trained_run) == before
 
 
-def test_a_benchmark_explains_itself():
-    out, _ = run("bench", "decode", "--help")
-    assert "--batch_sizes\n      Rows at once" in out
+@pytest.mark.parametrize(("name", "flag"), [("decode", "batch_sizes"), ("train", "lengths"), ("data", "mebibytes")])
+def test_a_benchmark_explains_itself(name, flag):
+    out, _ = run("bench", name, "--help")
+    assert f"  --{flag}\n      " in out
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ Tokenizing alone and `prepare` with one worker read the same text in the same ru
 step of the quickstart's model.
 """
 
+import functools
 import json
 import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -155,20 +156,26 @@ def measure_step(batch_size: int, row_length: int, steps: int) -> float:
     return steps * batch_size * row_length / (time.monotonic() - began)
 
 
-def main(argv: list[str]) -> None:
-    """Measures and prints; flags by --help."""
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
+    number("mebibytes", 32, "MiB of text to prepare")
+    number("repeats", 3, "How often to prepare it")
+    number("documents", 100_000, "Documents to pack")
+    number("steps", 100, "Batches to load, and steps to train")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints one JSON object a measurement, then a table."""
     own = flags.FlagValues()
-    size = flags.DEFINE_integer("mebibytes", 32, "Of text to prepare", flag_values=own)
-    repeats = flags.DEFINE_integer("repeats", 3, "Of preparing it", flag_values=own)
-    documents = flags.DEFINE_integer("documents", 100_000, "To pack", flag_values=own)
-    steps = flags.DEFINE_integer("steps", 100, "Batches to load, and steps to train", flag_values=own)
+    define_flags(own)
     own(["bench data", *argv])
-    results = [result for length in (1024, 4096) for result in measure_fill(documents.value, length)]
+    results = [result for length in (1024, 4096) for result in measure_fill(own.documents, length)]
     with tempfile.TemporaryDirectory() as directory:
-        results.append(measure_prepare(Path(directory), size.value, repeats.value))
+        results.append(measure_prepare(Path(directory), own.mebibytes, own.repeats))
         rows = Path(directory) / "rows0"
-        results += [measure_loader(rows, 32, steps.value, verify) for verify in (False, True)]
-        step = measure_step(32, 64, steps.value)
+        results += [measure_loader(rows, 32, own.steps, verify) for verify in (False, True)]
+        step = measure_step(32, 64, own.steps)
     loaded = results[-2]["tokens_per_second"]
     results.append({"what": "quickstart's step, tokens/s", "step": step, "loader": loaded, "ratio": loaded / step})
     table = Table("what", "figures")

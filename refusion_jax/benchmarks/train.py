@@ -1,5 +1,7 @@
 """Training speed, side by side in one run: our step against PyTorch's, and packed rows against padded ones.
 
+  python -m refusion_jax.bench train
+
 The PyTorch step is a plain transformers Qwen3 of the same shape with the same loss, batch and dtype: its logits, their
 cross-entropy weighted as ours, gradient clipping and AdamW. Rows come from a distribution of document lengths: of
 --lengths, a file with one length a line or JSONL with {"query", "response"} (counted in bytes / 4), or a long-tailed
@@ -28,15 +30,20 @@ from refusion_jax.slots import Rows
 from refusion_jax.train_step import noise_keys
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints one JSON object a measurement, then a table."""
-    own = flags.FlagValues()
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
     flags.DEFINE_integer("steps", 5, "Steps timed of each program, in turns", flag_values=own)
     flags.DEFINE_integer("batch_size", 8, "Rows a step", flag_values=own)
     flags.DEFINE_integer("row_length", 512, "Tokens a row", flag_values=own)
     flags.DEFINE_integer("hidden_size", 256, "Width; the model has 4 layers of heads of 64", flag_values=own)
     flags.DEFINE_string("lengths", "", "Where document lengths come from (see above)", flag_values=own)
     flags.DEFINE_bool("torch", True, "Compare with PyTorch: pip install -e '.[compare]'", flag_values=own)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints one JSON object a measurement, then a table."""
+    own = flags.FlagValues()
+    define_flags(own)
     own(["bench train", *argv])
     if own.row_length < 2 or own.batch_size < 1 or own.steps < 1 or own.hidden_size % 64:
         raise UserError("--row_length must be at least 2, --batch_size and --steps 1, --hidden_size a multiple of 64")
