@@ -45,7 +45,7 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> No
     check_output("workdir", workdir, directory=True)
     if not (workdir / "config.json").exists():
         return
-    there, here = read_config(workdir).to_dict(), json.loads(config.to_json())
+    there, here = (json.loads(c.to_json()) for c in (read_config(workdir), config))
     other = [key for key in differing_keys(there, here) if key.split(".")[0] not in RESUMABLE]
     if other:
         raise UserError(
