@@ -52,17 +52,14 @@ def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, *
 
 
 def phases_of(model, requests: list[Request], static: Static) -> list[tuple[list[str], Answer]]:
-    """Steps the machine by hand, all requests as one batch: (the phases each went through, its answer)."""
+    """Decodes all requests as one batch: (the phases each went through, its answer)."""
     graphdef, params = nnx.split(model)
     B = len(requests)
     state = batching._empty(graphdef, params, B, static)
     newcomers = batching.newcomers(dict(enumerate(range(B))), requests, B, B, static)
     state = batching._admit(graphdef, params, state, *newcomers, static)
-    seen = []
-    while not state.done.all():
-        seen.append(np.asarray(state.work.phase))
-        state = one_step(graphdef, params, state, static)
-    record = jax.device_get((state.record, state.forwards, state.rounds))
+    state, phases_seen = run_and_look(graphdef, params, state, static)
+    seen, record = np.asarray(phases_seen), jax.device_get((state.record, state.forwards, state.rounds))
     names = {PLAN: "plan", VERIFY: "verify", PROPOSE: "propose", CHECK: "check"}
     of_row = [[names[phases[row]] for phases in seen if phases[row] != DONE] for row in range(B)]
     return [
@@ -72,8 +69,17 @@ def phases_of(model, requests: list[Request], static: Static) -> list[tuple[list
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "static"))
-def one_step(graphdef, params, state, static):
-    return refusion.step(nnx.merge(graphdef, params), state, static)
+def run_and_look(graphdef, params, state, static):
+    """The loop of the decoder, which also notes the phases [steps, B] that rows are in before each forward."""
+    seen = jnp.full((200, len(state.done)), DONE)
+    model = nnx.merge(graphdef, params)
+
+    def step(loop):
+        state, i, seen = loop
+        return refusion.step(model, state, static), i + 1, seen.at[i].set(state.work.phase)
+
+    state, _, seen = jax.lax.while_loop(lambda loop: ~loop[0].done.all(), step, (state, 0, seen))
+    return state, seen
 
 
 def strategies(slot_size: int):

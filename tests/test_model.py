@@ -52,9 +52,9 @@ def test_extending_a_cache_equals_one_forward():
     none = jnp.zeros((2, 1, 0, 2, 8))
     causal = jnp.tril(jnp.ones((1, 8, 8), bool))
     first, kept = model.extend(
-        tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(2, int), causal[:, :5, :5]
+        tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(1, int), causal[:, :5, :5]
     )
-    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], kept, jnp.full(2, 5), causal[:, 5:, 5:])
+    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], kept, jnp.full(1, 5), causal[:, 5:, 5:])
     np.testing.assert_allclose(whole, jnp.concatenate([first, second], axis=1), atol=1e-5)
 
 
