@@ -22,8 +22,8 @@ from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.requests import Canvas, Given, Request, lay_out, sizes_for
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import DecodeSettings, Dials, Static
-from refusion_jax.model.transformer import Transformer
-from refusion_jax.sharding import MESH_AXES, make_mesh, ways
+from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.sharding import MESH_AXES, constrain, make_mesh, ways
 
 State = refusion.State | left_to_right.State
 
@@ -154,7 +154,7 @@ def _empty(graphdef, params, rows: int, static: Static) -> State:
     given = jnp.zeros((rows, static.cache_length), jnp.int32)
     keys, dials = jax.random.split(jax.random.key(0), rows), Dials.of([DecodeSettings()] * rows)
     cache = kv.Cache.empty(model, rows, static.cache_length)
-    return _decoder(static).stop(_decoder(static).begin(cache, canvas, given, keys, dials, static))
+    return _placed(_decoder(static).stop(_decoder(static).begin(cache, canvas, given, keys, dials, static)))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "static"), donate_argnames="state")
@@ -171,15 +171,28 @@ def _admit(
         return old.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
 
     entries = jax.tree.map(lambda old, new: put(old, new, axis=1), state.cache.entries, new.cache.entries)
-    without = lambda s: dataclasses.replace(s, cache=kv.Cache(None, s.cache.length))  # noqa: E731
-    rest = jax.tree.map(put, without(state), without(new))
-    return dataclasses.replace(rest, cache=kv.Cache(entries, rest.cache.length))
+    rest = jax.tree.map(put, _with_entries(state, None), _with_entries(new, None))
+    return _placed(_with_entries(rest, entries))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "static"), donate_argnames="state")
 def _run(graphdef, params, state: State, wanted, static: Static) -> State:
     """Decodes until `wanted` rows are done."""
     model = nnx.merge(graphdef, params)
-    return jax.lax.while_loop(
+    end = jax.lax.while_loop(
         lambda s: jnp.sum(s.done) < wanted, lambda s: _decoder(static).step(model, s, static), state
     )
+    return _placed(end)
+
+
+def _with_entries(state: State, entries: KeyValues | None) -> State:
+    return dataclasses.replace(state, cache=kv.Cache(entries, state.cache.length))
+
+
+def _placed(state: State) -> State:
+    """Splits everything by rows, and the cache by heads too.
+
+    Said at the end of every program, or each would compile again for what the partitioner made of the one before it.
+    """
+    rows = jax.tree.map(lambda x: constrain(x, "batch", *(None,) * (x.ndim - 1)), _with_entries(state, None))
+    return _with_entries(rows, kv.split(state.cache.entries))

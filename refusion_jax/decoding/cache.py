@@ -31,8 +31,13 @@ class Cache:
         """No entries yet; split over the mesh, where there is one, by rows and by heads."""
         c = model.config
         shape = (c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim)
-        zeros = constrain(jnp.zeros(shape, model.dtype), "layers", "batch", None, "kv_heads", None)
-        return cls(KeyValues(zeros, zeros), jnp.zeros((rows,), jnp.int32))
+        zeros = jnp.zeros(shape, model.dtype)
+        return cls(split(KeyValues(zeros, zeros)), jnp.zeros((rows,), jnp.int32))
+
+
+def split(entries: KeyValues) -> KeyValues:
+    """Lays entries [L, B, C, K, H] out over the mesh, where there is one."""
+    return jax.tree.map(lambda x: constrain(x, "layers", "batch", None, "kv_heads", None), entries)
 
 
 def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:

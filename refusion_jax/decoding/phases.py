@@ -54,7 +54,7 @@ def judge(
     is_drafted = is_propose | (infills & was_guessed)
     is_new = is_drafted[:, None, None] & (jnp.arange(drafts.shape[2])[None, None] >= runs[:, :, None])
     guess = likely_failure(reading.guesses_probability, runs, here.size, dials)
-    otherwise = jnp.where(phase == DONE, DONE, PLAN)
+    otherwise = jnp.where(phase == DONE, phase, PLAN)  # of phase's own dtype: a weak one would compile again
     return Work(
         phase=jnp.where(is_drafted, CHECK, jnp.where(infills, PROPOSE, otherwise)),
         chosen=chosen,
@@ -73,7 +73,7 @@ def follow(candidates: jax.Array, block: Block, reading: Reading, dials: Dials) 
     chosen = jnp.where(jnp.any(confident, axis=1, keepdims=True), confident, single)
     none = jnp.zeros(candidates.shape, jnp.int32)
     guess = likely_failure(reading.plan_probability, none, block.size, dials)
-    return Work(jnp.full(chosen.shape[:1], VERIFY), chosen, reading.plan, none, guess)
+    return Work(jnp.full(chosen.shape[:1], VERIFY, jnp.int32), chosen, reading.plan, none, guess)
 
 
 def likely_failure(chance: jax.Array, runs: jax.Array, size: jax.Array, dials: Dials) -> jax.Array:
