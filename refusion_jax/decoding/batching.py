@@ -150,7 +150,8 @@ def _empty(graphdef, params, rows: int, static: Static) -> State:
     """A batch of rows that are all done."""
     model = nnx.merge(graphdef, params)
     zeros = jnp.zeros((rows, static.slots), jnp.int32)
-    canvas = Canvas(zeros, zeros, zeros > 0, jnp.ones((rows,), jnp.int32))
+    ones = jnp.ones((rows,), jnp.int32)
+    canvas = Canvas(zeros, zeros, zeros > 0, ones, ones)
     given = jnp.zeros((rows, static.cache_length), jnp.int32)
     keys, dials = jax.random.split(jax.random.key(0), rows), Dials.of([DecodeSettings()] * rows)
     cache = kv.Cache.empty(model, rows, static.cache_length)

@@ -127,7 +127,7 @@ def choose_parts(s: State, here: Block, static: Static) -> Parts:
     is_lone = jnp.sum(chosen, axis=1, keepdims=True) == 1
     length = jnp.where(chosen & (checks | (verifies & is_lone)), here.size - work.guess, 0)
     needed = jnp.sum(drafted, axis=1) + jnp.sum(jnp.where(planned, plan_block.size, 0), axis=1)
-    room = static.widths[-1] - needed
+    room = s.canvas.widest - needed
     fits = (length > 0) & (jnp.cumsum(length, axis=1) <= room[:, None])
     return Parts(
         drafted=drafted,

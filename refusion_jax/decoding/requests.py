@@ -52,6 +52,7 @@ class Canvas:
     size: jax.Array  # [R, N] int32, its tokens; slot_size but for the last slot of a gap
     may_end: jax.Array  # [R, N] bool, an EOS may be written there
     per_block: jax.Array  # [R] int32, slots of a serial block
+    widest: jax.Array  # [R] int32, tokens that one forward of the row may feed
 
 
 @jax.tree_util.register_dataclass
@@ -83,12 +84,13 @@ def lay_out(requests: Sequence[Request], static: Static) -> tuple[Canvas, Given]
     """Arrays of some requests."""
     R = len(requests)
     start, size = np.zeros((2, R, static.slots), np.int32)
-    may_end, per_block = np.zeros((R, static.slots), bool), np.ones(R, np.int32)
+    may_end, (per_block, widest) = np.zeros((R, static.slots), bool), np.ones((2, R), np.int32)
     tokens, positions = np.zeros((2, R, static.cache_length), np.int32)
     length = np.zeros(R, np.int32)
     for row, request in enumerate(requests):
         starts, sizes, ends, per_block[row] = slots_of(request)
         n = len(starts)
+        widest[row] = _widest(request, n, per_block[row])
         start[row, :n], size[row, :n], may_end[row, :n] = starts, sizes, ends
         at = 0
         for piece in request.pieces:
@@ -97,7 +99,14 @@ def lay_out(requests: Sequence[Request], static: Static) -> tuple[Canvas, Given]
                 tokens[row, into], positions[row, into] = piece, range(at, at + len(piece))
                 length[row] += len(piece)
             at += piece if isinstance(piece, int) else len(piece)
-    return Canvas(start, size, may_end, per_block), Given(tokens, positions, length)
+    return Canvas(start, size, may_end, per_block, widest), Given(tokens, positions, length)
+
+
+def _widest(request: Request, slots: int, per_block: int) -> int:
+    """Tokens of its widest forward: a block; where overlapped, the next block as well, or a slot and its guesses."""
+    s = request.settings
+    blocks = 2 if s.overlap_planning and slots > per_block else 1
+    return s.slot_size * max(per_block * blocks, 2 if s.overlap_infilling else 1)
 
 
 def sizes_for(requests: Sequence[Request], model: ModelConfig) -> Static:
@@ -117,9 +126,7 @@ def sizes_for(requests: Sequence[Request], model: ModelConfig) -> Static:
     slots, per_block = zip(*((len(starts), per) for starts, _, _, per in map(slots_of, requests)), strict=True)
     widths = (2,)  # the last token, and a mask token
     if settings.method == "refusion":
-        # A forward feeds one block at most; where planning is overlapped, the next one as well.
-        two = [r.settings.overlap_planning and n > per for r, n, per in zip(requests, slots, per_block, strict=True)]
-        widest = max(per * K * (1 + more) for per, more in zip(per_block, two, strict=True))
+        widest = max(map(_widest, requests, slots, per_block))
         widths = tuple(sorted({max(-(-widest >> i), K) for i in range(_WIDTHS)}))
     text = max(request.length for request in requests)
     return Static(
