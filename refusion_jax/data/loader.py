@@ -40,7 +40,7 @@ def global_batches(
       first_step: where to begin; constant time, wherever it is.
       last_step: one behind the last.
     """
-    shape = (batch_size, rows[0]["tokens"].shape[0])
+    shape = (batch_size, rows.row_length)
     steps = {"batch_size": batch_size, "seed": seed, "first_step": first_step, "last_step": last_step}
     for batch in host_batches(rows, _local_rows(sharding, shape), **steps):
         yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})

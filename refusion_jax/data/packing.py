@@ -40,6 +40,11 @@ class PackedRows:
         return {f.name: getattr(self, f.name)[index] for f in dataclasses.fields(self)}
 
     @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return self.tokens.shape[1]
+
+    @property
     def documents(self) -> int:
         """Number of documents."""
         return int(self.segment_ids.max(axis=1).sum())

@@ -61,6 +61,11 @@ class PreparedRows:
         return record
 
     @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return self.manifest.row_length
+
+    @property
     def documents(self) -> int:
         """Number of documents, counting each row's part of one that was cut."""
         return self.manifest.segments
@@ -123,6 +128,11 @@ class MixedRows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         part = bisect.bisect_right(self._ends, index)
         return self.parts[part][index - self._ends[part] + len(self.parts[part])]
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return self.parts[0].row_length
 
     @property
     def documents(self) -> int:
