@@ -347,7 +347,7 @@ def test_prompts_of_any_length_are_prefilled_in_chunks(length):
     given[0, length:] = 7  # padding without meaning
     positions = np.broadcast_to(np.arange(672), given.shape)
     prompt = Given(given, positions, np.full(2, length))
-    cache = jax.jit(lambda m, g: kv.prefill(m, g))(model, prompt)
+    cache = jax.jit(lambda m, g: kv.prefill(m, g, 256))(model, prompt)
     none = KeyValues(*(jnp.zeros((2, 2, 0, 2, 8)),) * 2)
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (2, length, length))
     _, whole = model.extend(given[:, :length], positions[:, :length], none, jnp.zeros(2, int), causal)

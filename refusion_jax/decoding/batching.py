@@ -164,7 +164,7 @@ def _admit(
 ) -> State:
     """Puts requests into rows [R] of the batch, prefilled; rows outside the batch are dropped."""
     model = nnx.merge(graphdef, params)
-    cache = kv.prefill(model, given)
+    cache = kv.prefill(model, given, static.chunk)
     keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(*seeds)
     new = _decoder(static).begin(cache, canvas, given.tokens, keys, dials, static)
 

@@ -15,8 +15,6 @@ from refusion_jax.decoding.requests import Given
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.sharding import constrain
 
-_CHUNK = 256  # prompt tokens a forward
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +44,16 @@ def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
     return model.num_hidden_layers * per_layer
 
 
-def prefill(model: Transformer, given: Given) -> Cache:
+def prefill(model: Transformer, given: Given, chunk_length: int) -> Cache:
     """Keys and values of prompts of any length, a chunk of tokens a forward; as many chunks as the longest needs.
 
     Args:
       model: the transformer.
       given: [B, C] tokens, padded on the right with anything; C is the cache's capacity too.
+      chunk_length: tokens a forward, at most C.
     """
     B, C = given.tokens.shape
-    T = min(_CHUNK, C)
+    T = chunk_length
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
 
     def chunk(i, cache):

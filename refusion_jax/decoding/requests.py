@@ -14,6 +14,7 @@ from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
 
 _ROUNDING = 32  # cache lengths are multiples of this, so that few are compiled
+_CHUNK = 256  # given tokens a forward of the prefill, at most
 _WIDTHS = 3  # forwards of so many widths are compiled, each half as wide as the next
 
 
@@ -129,6 +130,7 @@ def sizes_for(requests: Sequence[Request], model: ModelConfig) -> Static:
         widest = max(map(_widest, requests, slots, per_block))
         widths = tuple(sorted({max(-(-widest >> i), K) for i in range(_WIDTHS)}))
     text = max(request.length for request in requests)
+    given = max(sum(len(p) for p in request.pieces if not isinstance(p, int)) for request in requests)
     return Static(
         method=settings.method,
         slot_size=K,
@@ -136,6 +138,7 @@ def sizes_for(requests: Sequence[Request], model: ModelConfig) -> Static:
         block_slots=max(per_block),
         widths=widths,
         cache_length=max(settings.cache_length, -(-text // _ROUNDING) * _ROUNDING) + widths[-1],
+        chunk=min(_CHUNK, -(-given // _ROUNDING) * _ROUNDING),
         **token_ids(settings, model),
     )
 

@@ -92,6 +92,7 @@ class Static:
     block_slots: int  # of a serial block, at most
     widths: tuple[int, ...]  # tokens a row that one forward may feed, rising; each forward takes the least that serves
     cache_length: int  # entries of a row's cache
+    chunk: int  # given tokens that one forward of the prefill takes
     eos_id: int
     mask_id: int
     pad_id: int
