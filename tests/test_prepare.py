@@ -338,8 +338,8 @@ def test_workers_need_no_jax():
 
 
 LENGTHS = {
-    # GSM8K's tokens: a question of about 60, a worked answer of about 130 (its paper's figure 2, by Qwen's count).
-    "GSM8K": lambda rng, n: np.clip(rng.lognormal(5.1, 0.4, n), 40, 600),
+    # Like short questions with worked answers: a median of about 160 tokens.
+    "GSM8K-like": lambda rng, n: np.clip(rng.lognormal(5.1, 0.4, n), 40, 600),
     "long tail": lambda rng, n: np.clip(20 * (1 + rng.pareto(0.8, n)), 1, 4096),
 }
 
