@@ -29,12 +29,14 @@ def main(argv: list[str]) -> None:
     if name not in NAMES:
         raise UserError(f"bench {name!r}: unknown; known: {', '.join(NAMES)}")
     benchmark = importlib.import_module(f"refusion_jax.benchmarks.{name}")
+    own = flags.FlagValues()
+    benchmark.define_flags(own)
     if "--help" in rest:
-        own = flags.FlagValues()
-        benchmark.define_flags(own)
-        print(cli.help_page(benchmark.__doc__, {name: own[name] for name in own}.values()))
-    else:
-        benchmark.main(rest)
+        print(cli.help_page(benchmark.__doc__, [own[flag] for flag in own]))
+        return
+    if unexpected := own([f"bench {name}", *rest])[1:]:
+        raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
+    benchmark.main(own)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -165,11 +165,8 @@ def define_flags(own: flags.FlagValues) -> None:
     number("steps", 100, "Batches to load, and steps to train")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a measurement, then a table."""
-    own = flags.FlagValues()
-    define_flags(own)
-    own(["bench data", *argv])
     results = [result for length in (1024, 4096) for result in measure_fill(own.documents, length)]
     with tempfile.TemporaryDirectory() as directory:
         results.append(measure_prepare(Path(directory), own.mebibytes, own.repeats))

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +61,8 @@ def define_flags(own: flags.FlagValues) -> None:
     number("repeats", 3, "Runs of each way, in turns; the median counts")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a way and batch size, then a table."""
-    own = flags.FlagValues()
-    define_flags(own)
-    own(["bench decode", *argv])
     if own.size not in SIZES:
         raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
     if not all(size.isdigit() and int(size) for size in own.batch_sizes):

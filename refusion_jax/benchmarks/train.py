@@ -10,7 +10,7 @@ one that is built in.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -40,11 +40,8 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_bool("torch", True, "Compare with PyTorch: pip install -e '.[compare]'", flag_values=own)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a measurement, then a table."""
-    own = flags.FlagValues()
-    define_flags(own)
-    own(["bench train", *argv])
     if own.row_length < 2 or own.batch_size < 1 or own.steps < 1 or own.hidden_size % 64:
         raise UserError("--row_length must be at least 2, --batch_size and --steps 1, --hidden_size a multiple of 64")
     lengths = read_lengths(own.lengths)

@@ -70,7 +70,7 @@ def slots_of(request: Request) -> tuple[list[int], list[int], list[bool], int]:
     """(starts, sizes, may_end, slots a block) of a request's slots: each gap cut into slots, the last may be short."""
     starts, sizes, ends, at = [], [], [], 0
     pieces, K = request.pieces, request.settings.slot_size
-    last_given = max(index for index, piece in enumerate(pieces) if not isinstance(piece, int))
+    last_given = max(index for index, piece in enumerate(pieces) if not isinstance(piece, int) and len(piece))
     for index, piece in enumerate(pieces):
         if isinstance(piece, int):
             cut = range(at, at + piece, K)

@@ -55,8 +55,9 @@ class DecodeSettings:
         for name in ("max_new_tokens", "temperature", "top_k", "seed", "cache_length"):
             if getattr(self, name) < 0:
                 refuse(name, "must be at least 0")
-        if self.seed >= 2**32:
-            refuse("seed", f"must be below {2**32}")
+        for name, end in (("seed", 2**32), ("top_k", 2**31)):
+            if getattr(self, name) >= end:
+                refuse(name, f"must be below {end}")
         if not 0 < self.top_p <= 1:
             refuse("top_p", "must be above 0 and at most 1")
         if self.method == "refusion" and self.new_tokens % self._unit:
@@ -115,14 +116,10 @@ class Dials:
     @classmethod
     def of(cls, rows: Sequence[DecodeSettings]) -> "Dials":
         """The traced part of each row's settings."""
-        dtypes = {"float": np.float32, "int": np.int32, "bool": np.bool_}
-        kinds = {
-            field.name: dtypes[field.type.__name__]
-            for field in dataclasses.fields(DecodeSettings)
-            if field.name != "method"
-        }
+        dtypes = {float: np.float32, int: np.int32, bool: np.bool_}
+        kinds = {field.name: field.type for field in dataclasses.fields(DecodeSettings)}
         names = (field.name for field in dataclasses.fields(cls))
-        return cls(*(np.array([getattr(row, name) for row in rows], kinds[name]) for name in names))
+        return cls(*(np.array([getattr(row, name) for row in rows], dtypes[kinds[name]]) for name in names))
 
 
 def token_ids(settings: DecodeSettings, model: ModelConfig) -> dict[str, int]:
