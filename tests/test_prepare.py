@@ -180,6 +180,27 @@ def test_what_is_held_out_depends_on_the_text_alone(tmp_path, tokenizer_file):
     assert 0 < len(half) < len(held)
 
 
+def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_cuts(tmp_path, tokenizer_file):
+    tokenizer = Tokenizer.load(tokenizer_file)
+    texts = [" ".join(random.Random(i).choices(WORDS, k=3000)) for i in range(20)]
+    held = []
+    for directory, order, shard in (("a", texts, 1 << 12), ("b/c", texts[::-1], 1 << 20), ("d", texts, 5000)):
+        source = tmp_path / directory
+        source.mkdir(parents=True)
+        for i, text in enumerate(order):
+            (source / f"{i:02}.txt").write_bytes(("\ufeff" * (shard == 5000) + text).encode())
+        make(
+            tokenizer_file, source, source / "out", shard=shard, held_out=0.3, text_packing="split", row_length=1 << 15
+        )
+        rows = PreparedRows(str(source / "out" / "held_out"))
+        tokens = [t for i in range(len(rows)) for t in rows[i]["tokens"][rows[i]["segment_ids"] > 0].tolist()]
+        assert tokens.count(tokenizer.bos_id) == tokens.count(tokenizer.eos_id)  # no text is torn apart
+        held.append({text for text in texts if text in tokenizer.decode(tokens)})
+        assert sum(map(len, held[-1])) == len(tokenizer.decode(tokens))
+    assert held[0] == held[1] == held[2]
+    assert 2 <= len(held[0]) <= 12
+
+
 def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path):
     pairs = write_pairs(tmp_path / "a.jsonl", 100)
     table = pyarrow.table({"query": [q for q, _ in pairs], "response": [r for _, r in pairs], "image": [b"x"] * 100})

@@ -12,6 +12,8 @@ RESPONSE_FIELDS = ("response", "answer", "completion")
 TEXT_FIELDS = ("text",)
 MESSAGES_FIELD = "messages"
 
+OPENING = 1 << 12  # bytes of a text by which it is held out or not, however it is cut
+
 Messages = tuple[tuple[str, str], ...]  # (role, content) of each turn
 
 
@@ -46,6 +48,7 @@ class Example:
     where: str | Line  # for messages, file:line
     starts: bool = True  # False in the later parts of a text that is read in several
     ends: bool = True  # False in all parts but the last
+    opening: bytes = b""  # of a later part: the first OPENING bytes of the text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 from etils import epath
 
 from refusion_jax.data.examples import (
+    OPENING,
     Bad,
     Example,
     Fields,
@@ -180,13 +181,15 @@ def _text(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
     size = epath.Path(piece.path).stat().length
     with epath.Path(piece.path).open("rb") as file:
         start, end = _text_cut(file, piece.start, size), _text_cut(file, piece.end, size)
+        file.seek(0)
+        opening = file.read(len(codecs.BOM_UTF8) + OPENING).removeprefix(codecs.BOM_UTF8)[:OPENING] if start else b""
         file.seek(start)
         raw = file.read(end - start)
     text = decode(raw, piece.path if start == 0 else f"{piece.path}: from byte {start}")
     if isinstance(text, Bad):
         yield text
     elif start == 0 or text:
-        yield checked(Example(None, text, piece.path, starts=start == 0, ends=end == size))
+        yield checked(Example(None, text, piece.path, starts=start == 0, ends=end == size, opening=opening))
 
 
 def _text_cut(file, offset: int, size: int) -> int:

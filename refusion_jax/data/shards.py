@@ -19,7 +19,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 
-from refusion_jax.data.examples import Bad, Example, Fields
+from refusion_jax.data.examples import OPENING, Bad, Example, Fields
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.manifest import Shard
 from refusion_jax.data.packing import fit
@@ -152,12 +152,15 @@ def make_shard(
 
 
 def _split(example: Example, held_out: float) -> str:
-    """A document is held out by what it says, wherever it stands; the parts of a long file stay together."""
+    """A document is held out by what it says, wherever it stands: a text by its opening, so its parts stay together."""
     if not held_out:
         return "train"
-    if not (example.starts and example.ends):
-        example = dataclasses.replace(example, response=str(example.where).split(": from byte")[0])
-    is_held_out = int.from_bytes(digest(example)[:7], "little") < held_out * (1 << 56)
+    if example.prompt is None:
+        opening = example.opening or example.response[:OPENING].encode()[:OPENING]
+        key = hashlib.blake2b(opening, digest_size=16).digest()
+    else:
+        key = digest(example)
+    is_held_out = int.from_bytes(key[:7], "little") < held_out * (1 << 56)
     return "held_out" if is_held_out else "train"
 
 
