@@ -17,6 +17,7 @@ import ml_collections
 import pytest
 from flax import nnx
 
+from refusion_jax import DecodeSettings
 from refusion_jax.config import default_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
@@ -112,3 +113,32 @@ def forward(model: Transformer, *inputs: jax.Array) -> jax.Array:
 def tiny_model(seed: int = 0, **changes) -> Transformer:
     """A random tiny model."""
     return Transformer(tiny_config(**changes), nnx.Rngs(seed))
+
+
+PROMPTS = [
+    [BOS, 5, 9, 13],
+    [BOS, 22],
+    [BOS, 7, 7, 7, 8, 19, 25, 11],
+    [BOS, 6, 28, 3],
+    [BOS, 14, 15, 16, 17, 18],
+    [BOS, 29, 27, 9],
+]
+
+
+def sharp_model(seed: int = 0):
+    """A random model sure enough of itself that thresholds decide."""
+    model = tiny_model(seed)
+    model.layers.o_proj[...] *= 8.0
+    model.layers.down_proj[...] *= 4.0
+    model.lm_head[...] *= 3.0
+    model.lm_head[...] = model.lm_head[...].at[EOS].multiply(1.5)  # so that some answers end
+    return model
+
+
+@functools.cache
+def sharp_models():
+    return [sharp_model(seed) for seed in range(5)]
+
+
+def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, **changes) -> DecodeSettings:
+    return DecodeSettings(method, new, size, blocks, slot, token, **changes)

@@ -1,0 +1,156 @@
+"""The queue, the batch and its cache: nobody changes anybody else, and nothing compiles twice."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BOS, PROMPTS, ROOT, settings, sharp_model, tiny_config, tiny_model
+from flax import nnx
+
+from refusion_jax import DecodeSettings, UserError, decode
+from refusion_jax.decoding import batching, memory
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.batching import stream
+from refusion_jax.decoding.requests import Given, Request, prepare, sizes_for
+from refusion_jax.model.transformer import KeyValues, logical_axes
+from refusion_jax.sharding import MESH_AXES, make_mesh, sharding
+
+
+@pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])
+def test_changing_thresholds_temperature_seed_and_prompts_compiles_nothing(method):
+    model = sharp_model()
+    decode(model, PROMPTS, settings(method))
+    compiled = batching._run._cache_size()
+    decode(model, PROMPTS[::-1], settings(method, slot=0.1, token=0.9, temperature=0.5, seed=9))
+    assert batching._run._cache_size() == compiled
+    decode(model, PROMPTS, settings(method, new=8))
+    assert batching._run._cache_size() == compiled + 1  # sizes do: the counter counts
+
+
+def test_nothing_is_transferred_while_the_device_decodes():
+    """Requests go in and records come out between runs of the loop; inside it there is no way to the host."""
+    model = sharp_model()
+    requests = prepare(PROMPTS, settings(), model.config)
+    graphdef, params = nnx.split(model)
+    static = sizes_for(requests, model.config)
+    state = batching._empty(graphdef, params, 4, static)
+    newcomers = batching.newcomers({0: 0, 1: 1}, requests, 2, 4, static)
+    state = batching._admit(graphdef, params, state, *newcomers, static)
+    wanted = jnp.int32(4)
+    with jax.transfer_guard("disallow_explicit"):
+        state = batching._run(graphdef, params, state, wanted, static)
+    assert state.done.all()
+    lowered = batching._run.lower(graphdef, params, state, wanted, static).as_text()
+    assert "while" in lowered
+    assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered]
+
+
+def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
+    """A queue much longer than the batch, of requests of very different lengths, compiles one loop."""
+    model = sharp_model()
+    lengths = [4, 32, 8, 4, 24, 4, 4, 16] * 4
+    s = settings(new=32, eos_id=29)
+    requests = [
+        Request([BOS, 5 + i % 20], settings=dataclasses.replace(s, max_new_tokens=n)) for i, n in enumerate(lengths)
+    ]
+    requests = prepare(requests, s, model.config)
+    compiled = batching._run._cache_size(), batching._admit._cache_size()
+    order, answers = zip(*stream(model, requests, 8), strict=True)
+    assert (batching._run._cache_size(), batching._admit._cache_size()) == (compiled[0] + 1, compiled[1] + 1)
+    assert sorted(order) == list(range(32))
+    assert order.index(3) < order.index(1)  # the short one behind overtakes the long one before
+    for i, answer in zip(order, answers, strict=True):
+        alone = decode(model, [requests[i]], s)
+        assert (answer.tokens, answer.forwards) == (alone.tokens[0], alone.forwards[0])
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 600])
+def test_prompts_of_any_length_are_prefilled_in_chunks(length):
+    """What stands in the cache is that of one forward over the whole prompt, whatever the padding."""
+    model = tiny_model(max_position_embeddings=1024)
+    given = np.zeros((2, 672), np.int32)
+    given[:, :length] = np.random.default_rng(0).integers(5, 29, length)
+    given[0, length:] = 7  # padding without meaning
+    positions = np.broadcast_to(np.arange(672), given.shape)
+    prompt = Given(given, positions, np.full(2, length))
+    cache = jax.jit(lambda m, g: kv.prefill(m, g, 256))(model, prompt)
+    none = KeyValues(*(jnp.zeros((2, 2, 0, 2, 8)),) * 2)
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (2, length, length))
+    _, whole = model.extend(given[:, :length], positions[:, :length], none, jnp.zeros(2, int), causal)
+    for ours, expected in zip(jax.tree.leaves(cache.entries), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours[:, :, :length], expected, atol=2e-6)
+
+
+def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():
+    model = tiny_model()
+    requests = prepare(PROMPTS, settings(new=64, blocks=2), model.config)
+    static = sizes_for(requests, model.config)
+    assert static.widths[-1] == 64  # a block of 32 and the next one
+    assert static.cache_length == 96 + 64  # 8 + 64 tokens, rounded up to 96
+    cache = kv.Cache.empty(model, 3, static.cache_length)
+    stored = sum(x.nbytes for x in jax.tree.leaves(cache.entries))
+    assert stored == 3 * static.cache_length * kv.bytes_per_token(model.config, "float32")
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
+    model = tiny_model()
+    requests = prepare(PROMPTS, settings(new=64, blocks=2), model.config)
+    compiled = batching._run._cache_size()
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2_350_000)
+    with pytest.raises(UserError, match="--decode.batch_size=8: 8 rows of 160 tokens, of 256 bytes.*size=4 would fit"):
+        next(stream(model, requests, 64))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    with pytest.raises(UserError, match="lower --decode.cache_length"):
+        next(stream(model, requests, 64))
+    assert batching._run._cache_size() == compiled
+
+
+def test_help_states_the_bytes_of_a_token_as_they_are():
+    c = tiny_config(num_hidden_layers=36, num_key_value_heads=8, head_dim=128)
+    assert kv.bytes_per_token(c, "bfloat16") == 147_456
+    assert 147_456 * 64 * 512 / 2**30 == 4.5
+    assert "147,456 bytes a token, 4.5 GiB for 64 rows of\n512" in (ROOT / "refusion_jax/generate.py").read_text()
+
+
+def test_a_mesh_changes_no_answer():
+    """Rows over `data`, heads and weights over `tensor`; the cache with them."""
+    model = sharp_model()
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 2, "tensor": 2}, jax.devices()[:4])
+    graphdef, params = nnx.split(model)
+    place = lambda x, names: jax.device_put(x, sharding(mesh, *names))  # noqa: E731
+    split = nnx.merge(graphdef, jax.tree.map(place, nnx.to_pure_dict(params), logical_axes(model)))
+    for method in ("refusion", "ar"):
+        s = settings(method, blocks=2, slot=0.7, batch_size=4)
+        assert decode(split, PROMPTS, s) == decode(model, PROMPTS, s)
+    with jax.set_mesh(mesh):
+        static = sizes_for(prepare(PROMPTS, s, model.config), model.config)
+        state = batching._empty(*nnx.split(split), 4, static)
+    assert state.cache.entries.keys.sharding.shard_shape(state.cache.entries.keys.shape)[1:4:2] == (2, 1)
+
+
+@pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_batch_of_mixed_prompts_decodes_each_as_if_alone(method, temperature):
+    model = sharp_model()
+    s = settings(method, temperature=temperature)
+    together = decode(model, PROMPTS, s)
+    in_pairs = decode(model, PROMPTS, dataclasses.replace(s, batch_size=2))
+    assert together == in_pairs
+    for i, prompt in enumerate(PROMPTS):
+        alone = decode(model, [Request(prompt, noise=i, settings=s)], s)  # noise belongs to its place in the call
+        assert {f: v[0] for f, v in vars(alone).items()} == {f: v[i] for f, v in vars(together).items()}
+
+
+def test_no_prompts_give_no_answers():
+    assert decode(sharp_model(), [], settings()).tokens == []
+
+
+def test_without_a_number_of_new_tokens_the_context_is_used_up_to_128():
+    model = tiny_model(max_position_embeddings=50)
+    out = decode(model, [[BOS] * 9], DecodeSettings("sequential", slot_size=8, eos_id=29))
+    assert len(out.commit_order[0]) <= 40
+    assert DecodeSettings(slot_size=8, serial_blocks=2).fill_in(45).max_new_tokens == 32
+    assert DecodeSettings(slot_size=8).fill_in(1000).max_new_tokens == 128
+    assert DecodeSettings(max_new_tokens=64).fill_in(1000).max_new_tokens == 64

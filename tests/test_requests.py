@@ -1,0 +1,67 @@
+"""What can be asked for, and what is refused."""
+
+import pytest
+from conftest import BOS, EOS, settings, sharp_model, sharp_models, tiny_model
+
+from refusion_jax import DecodeSettings, UserError, decode
+from refusion_jax.decoding.requests import Request, slots_of
+
+
+@pytest.mark.parametrize("method", ["refusion", "sequential"])
+def test_templates_keep_what_is_given_and_fill_the_gaps(method):
+    for model in sharp_models():
+        given = ([7, 8], 10, [9, EOS, 11], 3, [12], 8)
+        s = settings(method, slot=0.5, token=0.3)
+        out = decode(model, [Request([BOS, 5], given), Request([], ([BOS], 6, [14]))], s)
+        text = out.tokens[0]
+        assert text[:2] == [7, 8]
+        assert text[12:15] == [9, EOS, 11]
+        assert text[18] == 12
+        assert EOS not in text[2:12] + text[15:18]  # a gap that has text behind it cannot end it
+        assert len(text) == 27 or text.index(EOS, 19) == len(text) - 1
+        gaps = {*range(4, 14), *range(17, 20)}
+        assert gaps <= set(out.commit_order[0]) <= gaps | set(range(21, 29))
+        assert len(out.tokens[1]) == 8
+        assert out.tokens[1][-1] == 14
+        assert sorted(out.commit_order[1]) == list(range(1, 7))
+
+
+def test_gaps_become_slots_of_which_the_last_may_be_short():
+    s = settings(size=4, blocks=2)
+    given = ([7, 8], 6, [9], 5, [])  # nothing is given behind the last gap
+    assert slots_of(Request([BOS, 5], given, s)) == ([4, 8, 11, 15], [4, 2, 4, 1], [False, False, True, True], 2)
+
+
+def test_what_stands_behind_a_gap_changes_what_is_written_into_it():
+    model = sharp_model(1)
+    a, b = (decode(model, [Request([BOS, 5], (8, behind))], settings()) for behind in ([9, 9], [21, 22]))
+    assert a.tokens[0][:8] != b.tokens[0][:8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_new_tokens": 24, "slot_size": 8, "serial_blocks": 2}, "--decode.max_new_tokens=24.*32 would"),
+        ({"max_new_tokens": -1}, "--decode.max_new_tokens=-1: must be at least 0"),
+        ({"slot_size": 0}, "--decode.slot_size=0: must be at least 1"),
+        ({"temperature": -0.1}, "--decode.temperature=-0.1: must be at least 0"),
+        ({"method": "beam"}, "--decode.method=beam: unknown; known: refusion, sequential, ar"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        DecodeSettings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "said"),
+    [
+        ([], {}, "prompt 1: is empty"),
+        ([BOS, 32], {}, "prompt 1: holds an id outside 0 to 31"),
+        ([BOS] * 20, {"cache_length": 30}, "prompt 1: has 20 tokens, and 16 new ones do not fit.*cache of 30"),
+        ([BOS], {"mask_id": 32}, "--decode.mask_id=32 is no token of this model"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded_are_refused(prompt, changes, said):
+    with pytest.raises(UserError, match=said):
+        decode(tiny_model(), [[BOS, 5], prompt], settings(**changes))

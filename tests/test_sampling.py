@@ -1,0 +1,82 @@
+"""From logits to tokens: what is drawn, and what never is."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MASK, PAD, PROMPTS, settings, sharp_model
+
+from refusion_jax import DecodeSettings, decode
+from refusion_jax.decoding.sampling import probability, sample
+from refusion_jax.decoding.settings import Dials
+
+
+@pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperature):
+    model = sharp_model()
+    banned = [MASK, PAD, 30, 31]  # the last two are padding rows of the vocabulary
+    favoured = model.lm_head[...][jnp.array([7, 9, 11, 13])]
+    model.lm_head[...] = model.lm_head[...].at[jnp.array(banned)].set(3 * favoured)
+    logits = model(jnp.array(PROMPTS[:1]), jnp.arange(4)[None], jnp.ones((1, 4), int))
+    assert np.isin(jnp.argmax(logits, axis=-1), banned).any(), "the model does not even want them"
+    out = decode(model, PROMPTS, settings(method, temperature=temperature))
+    assert not {token for tokens in out.commit_tokens for token in tokens} & set(banned)
+
+
+def test_sampling_follows_softmax_and_temperature():
+    logits, rows = jnp.array([[[0.0, 1.0, 2.0, -1.0]]]), 20_000
+    keys, places = jax.random.split(jax.random.key(0), rows), jnp.zeros((rows, 1), int)
+    many, draw = jnp.broadcast_to(logits, (rows, 1, 4)), jnp.ones((rows, 1), bool)
+    for temperature in (0.5, 2.0):
+        drawn = sample(many, draw, keys, places, Dials.of([DecodeSettings(temperature=temperature)] * rows))
+        expected = jax.nn.softmax(logits[0, 0] / temperature)
+        # 5 standard deviations of a share of 20 000 draws are at most 0.018
+        np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / rows, expected, atol=0.018)
+    warm = Dials.of([DecodeSettings(temperature=9.0)] * rows)
+    assert (sample(many, ~draw, keys, places, warm) == 2).all()  # where nothing is drawn, the best
+    assert (sample(many, draw, keys, places, Dials.of([DecodeSettings()] * rows)) == 2).all()
+
+
+def test_neither_overlapping_nor_the_batch_changes_a_draw():
+    model, s = sharp_model(), settings(temperature=1.0, top_p=0.9, top_k=10, blocks=2)
+    overlaps = [{"overlap_planning": p, "overlap_infilling": i} for p in (True, False) for i in (True, False)]
+    sizes = [{"batch_size": 2}, {"batch_size": 64}]
+    draws = [decode(model, PROMPTS, dataclasses.replace(s, **a, **b)) for a in overlaps for b in sizes]
+    for name in ("tokens", "commit_order", "rounds"):
+        assert all(getattr(out, name) == getattr(draws[0], name) for out in draws)
+    assert sum(draws[0].forwards) < sum(draws[-1].forwards)
+
+
+def test_sampling_depends_on_the_seed():
+    model = sharp_model()
+    a, b, c = (decode(model, PROMPTS, settings(temperature=1.0, seed=seed)) for seed in (0, 0, 1))
+    assert a == b
+    assert a != c
+
+
+def test_probability_is_softmax_at_the_token():
+    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
+    tokens = jnp.array([[0, 1, 2], [3, 4, 0]])
+    expected = np.take_along_axis(np.array(jax.nn.softmax(logits)), np.array(tokens)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(probability(logits, tokens), expected, rtol=1e-5)
+
+
+def test_top_k_and_top_p_keep_the_most_probable():
+    logits = jnp.log(jnp.array([[[0.4, 0.3, 0.2, 0.1]]]))
+    rows = 20_000
+    draw = jnp.ones((rows, 1), bool)
+    keys, places = jax.random.split(jax.random.key(0), rows), jnp.zeros((rows, 1), int)
+    for changes, expected in (
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_p": 0.05}, [1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [4 / 7, 3 / 7, 0, 0]),  # of 4/9, 3/9, 2/9
+    ):
+        dials = Dials.of([DecodeSettings(temperature=1.0, **changes)] * rows)
+        drawn = sample(jnp.broadcast_to(logits, (rows, 1, 4)), draw, keys, places, dials)
+        # 5 standard deviations of a share of 20 000 draws are at most 0.018
+        np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / rows, expected, atol=0.018)
+        assert not (np.bincount(drawn[:, 0], minlength=4) > 0)[np.array(expected) == 0].any()
