@@ -9,6 +9,8 @@ assigns; FLOPs, memory traffic and collectives are counted in the compiled progr
 against the chip's documented peaks, and an estimate. Exit code 2 where the run does not fit.
 """
 
+from collections.abc import Callable
+
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
@@ -20,7 +22,7 @@ from refusion_jax.decoding.settings import DecodeSettings
 from refusion_jax.errors import UserError
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_decode, plan_train, to_json, to_table
-from refusion_jax.planning.search import fix_for, search
+from refusion_jax.planning.search import fix_for, fix_for_decode, search
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
@@ -48,18 +50,28 @@ def main() -> None:
     check(config)
     if _WHAT.value == "decode":
         settings = DecodeSettings(**{name: flag.value for name, flag in _DECODE.items()})
-        show(plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value))
+        record = plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value)
+        show_verdict(record, lambda: fix_for_decode(config, topology, slices, settings))
     elif _SEARCH.value:
         show_search(config, topology, slices, chips)
     else:
         record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
-        show(record)
-        if not record["fits"]:
-            fix = fix_for(config, topology, slices, chips)
-            raise UserError(
-                f"needs {record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB a chip of {topology}; "
-                + (f"{fix} makes it fit" if fix else "no remat policy or accumulation makes it fit: take more chips")
-            )
+        show_verdict(record, lambda: fix_for(config, topology, slices, chips))
+
+
+def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
+    """Prints one plan.
+
+    Raises:
+      UserError: where it does not fit, with the flags that make it fit.
+    """
+    show(record)
+    if not record["fits"]:
+        fix = find_fix()
+        raise UserError(
+            f"needs {record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB a chip of {record['topology']}; "
+            + (f"{fix} makes it fit" if fix else "none of the changes that were tried makes it fit: take more chips")
+        )
 
 
 def show(record: dict) -> None:

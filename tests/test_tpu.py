@@ -6,6 +6,7 @@ Bounds on memory hold for one version of the compiler, the one that `pip install
 import functools
 import importlib.util
 import json
+import re
 
 import pytest
 from conftest import ROOT, run
@@ -174,6 +175,16 @@ def test_the_decoder_is_planned_too():
     assert record["what"] == "decode"
     assert record["fits"]
     assert record["flops_per_chip"] > 0
+
+
+def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
+    flags = ["--config=configs/refusion_8b.py:0.6b", "--topology=v5e:2x2", "--what=decode", "--memory_only", "--json"]
+    flags += ["--decode.batch_size=1024", "--config.model.num_hidden_layers=4"]
+    out, err = run("plan", *flags, code=2)
+    assert not json.loads(out)["fits"]
+    (line,) = err.strip().splitlines()
+    found = re.fullmatch(r"error: needs .* GiB a chip of v5e:2x2; --decode.batch_size=(\d+) makes it fit", line)
+    assert 1 <= int(found[1]) <= 512
 
 
 @pytest.mark.slow

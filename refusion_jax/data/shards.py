@@ -6,6 +6,7 @@ Axes: D documents.
 """
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -239,7 +240,9 @@ def _write(name: epath.Path, documents: _Documents, settings: Settings, dtype: n
     documents.tokens.clear()
     rows = _pack(documents, settings)
     is_remote = "://" in str(name)
-    with tempfile.TemporaryDirectory() if is_remote else _Here(name.parent) as directory:
+    if not is_remote:
+        name.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() if is_remote else contextlib.nullcontext(name.parent) as directory:
         temporary = Path(directory) / f".tmp-{name.name}.{os.getpid()}"
         writer = ArrayRecordWriter(str(temporary), _OPTIONS)
         for row in rows:
@@ -254,20 +257,6 @@ def _write(name: epath.Path, documents: _Documents, settings: Settings, dtype: n
         epath.Path(temporary).copy(name) if is_remote else os.replace(temporary, name)
     segments = sum(map(len, rows))
     return Shard(name.name, len(rows), documents.starts, segments, len(tokens), size, checksum)
-
-
-class _Here:
-    """A directory that is not temporary."""
-
-    def __init__(self, directory: epath.Path):
-        self._directory = directory
-
-    def __enter__(self) -> str:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        return str(self._directory)
-
-    def __exit__(self, *_) -> None:
-        pass
 
 
 def _pack(documents: _Documents, settings: Settings) -> list[list[tuple[int, int, int]]]:

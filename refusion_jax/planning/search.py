@@ -5,13 +5,15 @@ up to its buffer assignment, a few seconds each.
 """
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
 
+from refusion_jax.decoding.settings import DecodeSettings
 from refusion_jax.errors import UserError
-from refusion_jax.planning.report import plan_train
+from refusion_jax.planning.report import plan_decode, plan_train
 
 POLICIES = ("none", "outputs", "full", "offload")  # from the fastest to the one that takes the least memory
 
@@ -69,6 +71,20 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
                 return as_flags({key: value for key, value in flags.items() if _get(config, key) != value})
         except UserError:
             continue
+    return ""
+
+
+def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: DecodeSettings) -> str:
+    """The largest batch, halved as often as needed, that fits and can be split; "" where there is none."""
+    rows = settings.batch_size
+    while rows % 2 == 0:
+        rows //= 2
+        try:
+            smaller = dataclasses.replace(settings, batch_size=rows)
+            if plan_decode(config, topology, slices, smaller, memory_only=True)["fits"]:
+                return f"--decode.batch_size={rows}"
+        except UserError:
+            break  # the mesh does not divide it
     return ""
 
 

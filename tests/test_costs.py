@@ -1,0 +1,166 @@
+"""Counting a compiled program: FLOPs, memory traffic and collectives of programs small enough to count by hand."""
+
+import dataclasses
+
+import pytest
+
+from refusion_jax.chips import find_chip
+from refusion_jax.planning.costs import Collective, Costs, count
+from refusion_jax.planning.estimate import estimate
+from refusion_jax.planning.hlo import parse
+
+LOOP = """
+HloModule loop
+
+%body (state: (s32[], f32[4,8], f32[8,8])) -> (s32[], f32[4,8], f32[8,8]) {
+  %state = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %x = f32[4,8]{1,0} get-tuple-element(%state), index=1
+  %w = f32[8,8]{1,0} get-tuple-element(%state), index=2
+  %y = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %out = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) tuple(%next, %y, %w)
+}
+
+%condition (state.1: (s32[], f32[4,8], f32[8,8])) -> pred[] {
+  %state.1 = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %limit = s32[] constant(13)
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (x.1: f32[4,8], w.1: f32[8,8]) -> (s32[], f32[4,8], f32[8,8]) {
+  %three = s32[] constant(3)
+  %x.1 = f32[4,8]{1,0} parameter(0)
+  %w.1 = f32[8,8]{1,0} parameter(1)
+  %begin = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) tuple(%three, %x.1, %w.1)
+  ROOT %loop = (s32[], f32[4,8]{1,0}, f32[8,8]{1,0}) while(%begin), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    costs = count(parse(LOOP), chips_per_slice=1)  # i = 3, 5, 7, 9, 11
+    assert costs.flops == 5 * 2 * 4 * 8 * 8
+    assert costs.bytes == 5 * (4 * (4 * 8 + 8 * 8 + 4 * 8) + 3 * 4)  # the product, and the counter's addition
+    assert costs.open_loops == 0
+
+
+def test_a_loop_whose_end_the_data_decides_counts_once_and_is_named():
+    open_ended = LOOP.replace("compare(%i.1, %limit), direction=LT", "compare(%i.1, %limit), direction=NE")
+    costs = count(parse(open_ended), chips_per_slice=1)
+    assert costs.flops == 2 * 4 * 8 * 8
+    assert costs.open_loops == 1
+
+
+def collective(line: str, chips_per_slice: int = 8) -> Collective:
+    """What is counted of one collective of a float32 array of 16 elements."""
+    text = (
+        f"HloModule one\n\nENTRY %main (x: f32[16]) -> f32[] {{\n  %x = f32[16]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+    )
+    (found,) = count(parse(text), chips_per_slice).collectives
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "received"),
+    [
+        ("%c = f32[64]{0} all-gather(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}", 3 * 64),
+        ("%c = f32[128]{0} all-gather(%x), replica_groups=[1,8]<=[8], dimensions={0}", 7 * 64),
+        ("%c = f32[16]{0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add", 2 * 64 * 3 / 4),
+        ("%c = f32[4]{0} reduce-scatter(%x), replica_groups=[2,4]<=[8], dimensions={0}", 64 * 3 / 4),
+        ("%c = f32[16]{0} all-to-all(%x), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 64 / 2),
+        ("%c = f32[16]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 64),
+        ("%c = f32[16]{0} all-reduce(%x), replica_groups={{0},{1}}, to_apply=%add", 0),
+    ],
+)
+def test_a_collective_counts_what_a_chip_receives_in_a_ring(line, received):
+    assert collective(line).bytes == received
+
+
+@pytest.mark.parametrize(
+    ("groups", "over"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", "ici"),
+        ("{{0,4},{1,5},{2,6},{3,7}}", "dcn"),
+        ("[2,4]<=[8]", "ici"),
+        ("[4,2]<=[2,4]T(1,0)", "dcn"),
+        ("[1,8]<=[8]", "dcn"),
+    ],
+)
+def test_what_leaves_a_slice_of_four_chips_goes_over_the_data_centre_network(groups, over):
+    line = f"%c = f32[16]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
+    assert collective(line, chips_per_slice=4).over == over
+    assert collective(line, chips_per_slice=8).over == "ici"
+
+
+def test_only_an_asynchronous_collective_runs_beside_arithmetic():
+    line = "%c = f32[16]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add"
+    assert not collective(line).overlapped
+    assert collective(line.replace("all-reduce(", "all-reduce-start(")).overlapped
+
+
+def test_a_fusion_reads_only_the_slices_it_takes_and_writes_in_place():
+    text = """
+HloModule fused
+
+%fused (table: f32[100,8], at: s32[], new: f32[1,8]) -> f32[100,8] {
+  %table = f32[100,8]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %new = f32[1,8]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %old = f32[1,8]{1,0} dynamic-slice(%table, %at, %zero), dynamic_slice_sizes={1,8}
+  %sum = f32[1,8]{1,0} add(%old, %new)
+  ROOT %put = f32[100,8]{1,0} dynamic-update-slice(%table, %sum, %at, %zero)
+}
+
+ENTRY %main (t: f32[100,8], i: s32[], n: f32[1,8]) -> f32[100,8] {
+  %t = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %n = f32[1,8]{1,0} parameter(2)
+  ROOT %f = f32[100,8]{1,0} fusion(%t, %i, %n), kind=kLoop, calls=%fused
+}
+"""
+    costs = count(parse(text), chips_per_slice=1)
+    row = 8 * 4
+    assert costs.bytes == row + 4 + row + row  # the old row, the index, what is added, the new row
+
+
+def test_of_a_conditional_the_dearer_side_counts():
+    text = """
+HloModule sides
+
+%cheap (x: f32[4,4]) -> f32[4,4] {
+  ROOT %x = f32[4,4]{1,0} parameter(0)
+}
+
+%dear (y: f32[4,4]) -> f32[4,4] {
+  %y = f32[4,4]{1,0} parameter(0)
+  ROOT %z = f32[4,4]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (p: pred[], a: f32[4,4]) -> f32[4,4] {
+  %p = pred[] parameter(0)
+  %a = f32[4,4]{1,0} parameter(1)
+  ROOT %c = f32[4,4]{1,0} conditional(%p, %a, %a), true_computation=%cheap, false_computation=%dear
+}
+"""
+    assert count(parse(text), chips_per_slice=1).flops == 2 * 4**3
+
+
+def test_a_step_takes_its_operations_and_the_collectives_that_nothing_hides():
+    chip = find_chip("v5p:2x2x1")
+    flops, size = chip.peak_flops, chip.hbm_bandwidth  # of one second each
+    waits = Collective("all-reduce", "ici", 1, False, chip.ici_bandwidth * 0.5)
+    hidden = Collective("all-gather", "ici", 1, True, chip.ici_bandwidth * 2)
+    costs = Costs(3 * flops, 3 * size, ((2, flops, 0.1 * size), (1, flops, 3 * size)), (waits, hidden))
+    times = estimate(costs, chip)
+    assert times.compute == pytest.approx(3)
+    assert times.hbm == pytest.approx(3)
+    assert times.operations == pytest.approx(2 + 3)
+    assert times.waiting == pytest.approx(0.5)
+    assert times.step == pytest.approx(5.5)
+    assert times.mfu(2.75 * flops, chip) == pytest.approx(0.5)
+    flooded = dataclasses.replace(costs, collectives=(waits, dataclasses.replace(hidden, bytes=hidden.bytes * 5)))
+    assert estimate(flooded, chip).step == pytest.approx(10.5)  # too much to hide
