@@ -156,9 +156,8 @@ class _Counter:
             reduce = next(j for j in inside.instructions.values() if j.opcode.startswith("all-reduce"))
             return Costs(collectives=(self._collective("reduce-scatter", inside, reduce),))
         flops = sum(part.flops for part in nested)
-        size = sum(
-            _read(inside, number, computation.instructions[name]) for number, name in enumerate(i.operands)
-        ) + _written(inside, i)
+        size = sum(self._read(inside, n, computation.instructions[name]) for n, name in enumerate(i.operands))
+        size += self._written(inside, i)
         return add([*(Costs(collectives=part.collectives) for part in nested), Costs(flops, size, ((1, flops, size),))])
 
     def _fused(self, inside: Computation, j: Instruction) -> Costs:
@@ -168,6 +167,57 @@ class _Counter:
         if kind := collective_kind(j):
             return Costs(collectives=(self._collective(kind, inside, j),))
         return Costs(_flops(inside, j))
+
+    def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
+        """Bytes of an operand that a fusion reads from HBM: where it only takes slices, those."""
+        if number not in inside.parameters:
+            return 0.0
+        full = sum(s.bytes for s in operand.shapes if s.in_hbm)
+        return min(full, self._taken(inside, inside.parameters[number].name))
+
+    def _taken(self, inside: Computation, name: str) -> float:
+        """Bytes of a value that its users in a fusion need; infinite where one needs all of it."""
+        taken = 0.0
+        for user in inside.users(name):
+            if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+                taken += user.shapes[0].bytes
+            elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+                continue  # updated in place
+            elif collective_kind(user) or (user.is_root and user.opcode == "tuple"):
+                continue  # handed on
+            elif user.opcode == "bitcast" and not user.is_root:
+                taken += self._taken(inside, user.name)
+            elif user.opcode == "fusion":
+                deeper = self._module.computations[user.attribute("calls")]
+                numbers = (n for n, operand in enumerate(user.operands) if operand == name)
+                taken += sum(self._taken(deeper, deeper.parameters[n].name) for n in numbers if n in deeper.parameters)
+            else:
+                return math.inf
+        return taken
+
+    def _written(self, inside: Computation, i: Instruction) -> float:
+        """Bytes that a fusion writes to HBM."""
+        root = inside.root
+        if root.opcode != "tuple":
+            return self._stored(inside, root) if i.shapes[0].in_hbm else 0.0
+        total = 0.0
+        for name, shape in zip(root.operands, i.shapes, strict=False):
+            value = inside.instructions[name]
+            if value.opcode == "parameter" or collective_kind(value):
+                continue  # handed on
+            total += self._stored(inside, value) if shape.in_hbm else 0.0
+        return total
+
+    def _stored(self, inside: Computation, value: Instruction) -> float:
+        """Bytes of a value when it is written; of an update in place, the update."""
+        if value.opcode == "dynamic-update-slice":
+            return inside.instructions[value.operands[1]].shapes[0].bytes
+        if value.opcode == "bitcast":
+            return self._stored(inside, inside.instructions[value.operands[0]])
+        if value.opcode == "fusion":
+            deeper = self._module.computations[value.attribute("calls")]
+            return self._stored(deeper, deeper.root)
+        return sum(s.bytes for s in value.shapes)
 
     def _collective(self, kind: str, computation: Computation, i: Instruction) -> Collective:
         size = sum(s.bytes for s in _operand_shapes(computation, i))  # what a chip puts in
@@ -234,40 +284,3 @@ def _batch(attributes: str) -> int:
         return 1
     size, dilate = ([int(x) for x in part.split("x")] for part in found.groups())
     return math.prod(s for s, d in zip(size, dilate, strict=True) if s == d and d > 1)
-
-
-def _read(inside: Computation, number: int, operand: Instruction) -> float:
-    """Bytes of an operand that a fusion reads from HBM: where it only takes slices, those."""
-    if number not in inside.parameters:
-        return 0.0
-    name = inside.parameters[number].name
-    full = sum(s.bytes for s in operand.shapes if s.in_hbm)
-    taken = 0.0
-    for user in inside.users(name):
-        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
-            taken += user.shapes[0].bytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
-            continue  # updated in place
-        elif collective_kind(user) or (user.is_root and user.opcode == "tuple"):
-            continue  # handed on
-        else:
-            return full
-    return min(full, taken)
-
-
-def _written(inside: Computation, i: Instruction) -> float:
-    """Bytes that a fusion writes to HBM: of an update in place, the update."""
-    root = inside.root
-    if root.opcode == "dynamic-update-slice":
-        return inside.instructions[root.operands[1]].shapes[0].bytes if i.shapes[0].in_hbm else 0.0
-    if root.opcode != "tuple":
-        return sum(s.bytes for s in i.shapes if s.in_hbm)
-    total = 0.0
-    for name, shape in zip(root.operands, i.shapes, strict=False):
-        value = inside.instructions[name]
-        if value.opcode == "parameter" or collective_kind(value):
-            continue  # handed on
-        if value.opcode == "dynamic-update-slice":
-            shape = inside.instructions[value.operands[1]].shapes[0]
-        total += shape.bytes if shape.in_hbm else 0.0
-    return total
