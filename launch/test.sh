@@ -5,4 +5,5 @@ set -euo pipefail
 source "$(dirname "$0")/install.sh" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/python -m pytest "$@"
+# Two files at a time: most tests wait for a compiler that uses one core.
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -133,6 +133,12 @@ def ways(mesh: Mesh, axis: str) -> int:
     return math.prod(mesh.shape[name] for name in mesh_axes(axis))
 
 
+def ways_here(axis: str) -> int:
+    """The same for the mesh of `jax.set_mesh`; 1 outside it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else ways(mesh, axis)
+
+
 def on_each_chip(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function run by every chip of the mesh on its own shards; the function itself outside `jax.set_mesh`."""
     if jax.sharding.get_abstract_mesh().empty:

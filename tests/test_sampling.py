@@ -13,6 +13,11 @@ from refusion_jax.decoding.sampling import probability, sample
 from refusion_jax.decoding.settings import Dials
 
 
+def dials(rows, **changes):
+    """[rows, 1] of the same settings."""
+    return jax.tree.map(lambda x: x[:, None], Dials.of([DecodeSettings(**changes)] * rows))
+
+
 @pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperature):
@@ -28,16 +33,16 @@ def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperatu
 
 def test_sampling_follows_softmax_and_temperature():
     logits, rows = jnp.array([[[0.0, 1.0, 2.0, -1.0]]]), 20_000
-    keys, places = jax.random.split(jax.random.key(0), rows), jnp.zeros((rows, 1), int)
+    keys, places = jax.random.split(jax.random.key(0), (rows, 1)), jnp.zeros((rows, 1), int)
     many, draw = jnp.broadcast_to(logits, (rows, 1, 4)), jnp.ones((rows, 1), bool)
     for temperature in (0.5, 2.0):
-        drawn = sample(many, draw, keys, places, Dials.of([DecodeSettings(temperature=temperature)] * rows))
+        drawn = sample(many, draw, keys, places, dials(rows, temperature=temperature))
         expected = jax.nn.softmax(logits[0, 0] / temperature)
         # 5 standard deviations of a share of 20 000 draws are at most 0.018
         np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / rows, expected, atol=0.018)
-    warm = Dials.of([DecodeSettings(temperature=9.0)] * rows)
+    warm = dials(rows, temperature=9.0)
     assert (sample(many, ~draw, keys, places, warm) == 2).all()  # where nothing is drawn, the best
-    assert (sample(many, draw, keys, places, Dials.of([DecodeSettings()] * rows)) == 2).all()
+    assert (sample(many, draw, keys, places, dials(rows)) == 2).all()
 
 
 def test_neither_overlapping_nor_the_batch_changes_a_draw():
@@ -68,15 +73,15 @@ def test_top_k_and_top_p_keep_the_most_probable():
     logits = jnp.log(jnp.array([[[0.4, 0.3, 0.2, 0.1]]]))
     rows = 20_000
     draw = jnp.ones((rows, 1), bool)
-    keys, places = jax.random.split(jax.random.key(0), rows), jnp.zeros((rows, 1), int)
+    keys, places = jax.random.split(jax.random.key(0), (rows, 1)), jnp.zeros((rows, 1), int)
     for changes, expected in (
         ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
         ({"top_p": 0.75}, [4 / 9, 3 / 9, 2 / 9, 0]),
         ({"top_p": 0.05}, [1, 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.5}, [4 / 7, 3 / 7, 0, 0]),  # of 4/9, 3/9, 2/9
     ):
-        dials = Dials.of([DecodeSettings(temperature=1.0, **changes)] * rows)
-        drawn = sample(jnp.broadcast_to(logits, (rows, 1, 4)), draw, keys, places, dials)
+        own = dials(rows, temperature=1.0, **changes)
+        drawn = sample(jnp.broadcast_to(logits, (rows, 1, 4)), draw, keys, places, own)
         # 5 standard deviations of a share of 20 000 draws are at most 0.018
         np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / rows, expected, atol=0.018)
         assert not (np.bincount(drawn[:, 0], minlength=4) > 0)[np.array(expected) == 0].any()

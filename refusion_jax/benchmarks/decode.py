@@ -6,9 +6,10 @@
 
 Without a checkpoint the weights are random, in the shape that --size names; thresholds of 0 then accept every draft
 (--token_threshold=0) or all slots at once (--slot_threshold=0). Of each way: tokens a second, forwards, tokens a
-forward, milliseconds a forward; `bare_ms` is one forward of the widest width alone, with its logits, and `of_bandwidth`
-the share of the memory bandwidth that reading weights and cache once a forward takes, bandwidth being that of a copy
-measured here. Compilation is not counted, but told.
+forward, milliseconds a forward; `bare_ms` is one forward of the widest width alone, with its logits, and
+`bare_half_full_ms` the same where half of its places hold a token; `of_bandwidth` is the share of the memory bandwidth
+that reading weights and cache once a forward takes, bandwidth being that of a copy measured here. Compilation is not
+counted, but told.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from refusion_jax.decoding.cache import Cache, bytes_per_token
 from refusion_jax.decoding.requests import prepare, sizes_for
 from refusion_jax.decoding.settings import DecodeSettings, Static
 from refusion_jax.errors import UserError
+from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.pretrained import load_model
 
@@ -130,6 +132,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
                 "tokens_per_forward": tokens / forwards,
                 "ms_per_forward": 1e3 * each,
                 "bare_ms": 1e3 * bare_forward(model, rows, static),
+                "bare_half_full_ms": 1e3 * bare_forward(model, rows, static, parts=2),
                 "of_bandwidth": moved / each / bandwidth,
                 "compile_seconds": compiling[way] - took,
                 "width": static.widths[-1],
@@ -157,8 +160,8 @@ def random_model(size: str, dtype: str) -> Transformer:
     return nnx.merge(graphdef, init())
 
 
-def bare_forward(model: Transformer, rows: int, static: Static, repeats: int = 5) -> float:
-    """Seconds of one forward of the widest width and its best tokens, and nothing else."""
+def bare_forward(model: Transformer, rows: int, static: Static, parts: int = 1, repeats: int = 5) -> float:
+    """Seconds of one forward of the widest width and its best tokens, and nothing else; 1/parts of its places count."""
     W = static.widths[-1]
 
     @jax.jit
@@ -166,7 +169,8 @@ def bare_forward(model: Transformer, rows: int, static: Static, repeats: int = 5
         visible = jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (rows, W, W))
         positions = jnp.broadcast_to(jnp.arange(W), (rows, W))
         length = jnp.full((rows,), static.cache_length - W)
-        logits, new = model.extend(tokens, positions, cache.entries, length, visible)
+        ragged = Ragged.of(jnp.full((rows,), W // parts), W, rows * W // parts, shards=1)
+        logits, new = model.extend(tokens, positions, cache.entries, length, visible, ragged)
         return jnp.argmax(logits, axis=-1), new
 
     cache, tokens = Cache.empty(model, rows, static.cache_length), jnp.full((rows, W), 5)

@@ -86,7 +86,8 @@ def step(model: Transformer, s: State, static: Static) -> State:
 
     chosen = jnp.where(from_mask[:, None], logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
     _, choosable = mask_logits(chosen, may_end[:, None], static)
-    token = sample(choosable, jnp.ones_like(may_end)[:, None], s.keys, place[:, None], s.dials)[:, 0]
+    own = jax.tree.map(lambda x: x[:, None], (jnp.ones_like(may_end), s.keys, place, s.dials))
+    token = sample(choosable, *own)[:, 0]
     count = 1 - s.done.astype(jnp.int32)
     offset = s.offset + count
     slot = s.slot + (offset == size)

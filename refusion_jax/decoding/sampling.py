@@ -58,25 +58,23 @@ def sample(logits: jax.Array, draw: jax.Array, keys: jax.Array, positions: jax.A
     Args:
       logits: [B, T, V] float32.
       draw: [B, T] bool.
-      keys: [B] PRNG keys; a row's draw depends on its own key and the token's position only.
+      keys: [B, T] PRNG keys of each token's row; a draw depends on this key and the token's position only.
       positions: [B, T] int32.
-      dials: temperature, top_k, top_p of each row.
+      dials: temperature, top_k, top_p [B, T] of each token's row.
 
     Returns:
       [B, T] int32.
     """
 
     def drawn(logits):
-        draws = draw & (dials.temperature > 0)[:, None]
-        scaled = logits / jnp.where(draws, dials.temperature[:, None], 1.0)[:, :, None]
+        draws = draw & (dials.temperature > 0)
+        scaled = logits / jnp.where(draws, dials.temperature, 1.0)[:, :, None]
         k = jnp.where(dials.top_k > 0, dials.top_k, logits.shape[-1])
         scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
         nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), dials.top_p)
         # The shares of all tokens need not sum to exactly 1.
-        scaled = jnp.where((dials.top_p < 1)[:, None, None], nucleus, scaled)
-        gumbel = jax.vmap(
-            jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:]), (None, 0))
-        )
+        scaled = jnp.where((dials.top_p < 1)[:, :, None], nucleus, scaled)
+        gumbel = jax.vmap(jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:])))
         return jnp.where(draws[:, :, None], scaled + gumbel(keys, positions), logits)
 
     noisy = jax.lax.cond(jnp.any(dials.temperature > 0), drawn, lambda logits: logits, logits)
@@ -91,7 +89,7 @@ def keep_top(logits: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Ar
 
     Args:
       logits, weights: [B, T, V] float32.
-      target: [B] float32.
+      target: [B, T] float32.
     """
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the floats
@@ -99,7 +97,7 @@ def keep_top(logits: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Ar
     def halve(_, bounds):
         low, high = bounds  # the tokens at or above `low` reach the target, those at or above `high` do not
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        reaches = jnp.sum(jnp.where(ordered >= middle[:, :, None], weights, 0.0), axis=-1) >= target[:, None]
+        reaches = jnp.sum(jnp.where(ordered >= middle[:, :, None], weights, 0.0), axis=-1) >= target
         return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle)
 
     info = jnp.iinfo(jnp.int32)

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
+from refusion_jax.model.ragged import Ragged
 from refusion_jax.sharding import constrain
 
 
@@ -164,7 +165,13 @@ class Transformer(nnx.Module):
         return linear_cross_entropy(self._hidden(tokens, positions, segment_ids), self._head[...], labels, is_labelled)
 
     def extend(
-        self, tokens: jax.Array, positions: jax.Array, cached: KeyValues, length: jax.Array, visible: jax.Array
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cached: KeyValues,
+        length: jax.Array,
+        visible: jax.Array,
+        ragged: Ragged | None = None,
     ) -> tuple[jax.Array, KeyValues]:
         """Logits of new tokens on top of cached ones, and the new tokens' own keys and values.
 
@@ -176,16 +183,20 @@ class Transformer(nnx.Module):
           cached: keys and values [L, B, S, K, H].
           length: [B] int32, the leading cached entries that every new token of the row sees.
           visible: [B, T, T] bool, which of the new tokens each new token sees.
+          ragged: the new tokens that count, to leave the others out of all but attention.
 
         Returns:
-          ([B, T, V] float32, keys and values [L, B, T, K, H]).
+          ([B, T, V] float32, keys and values [L, B, T, K, H]); with `ragged` the logits are packed, [S, N, V].
         """
         is_cached = jnp.arange(cached.keys.shape[2])[None] < length[:, None]  # [B, S]
+        ragged = ragged or Ragged(*tokens.shape, len(tokens), None, None)
 
         def attend(q, k, v, cached):
-            return cached_attention(q, k, v, visible, cached.keys, cached.values, is_cached), KeyValues(k, v)
+            q, k, v = ragged.spread(q), ragged.spread(k), ragged.spread(v)
+            heads = cached_attention(q, k, v, visible, cached.keys, cached.values, is_cached)
+            return ragged.pack(heads), KeyValues(k, v)
 
-        x, kept = self._run(tokens, positions, attend, cached)
+        x, kept = self._run(ragged.pack(tokens), ragged.pack(positions), attend, cached)
         return self._logits(x), kept
 
     def _hidden(self, tokens, positions, segment_ids) -> jax.Array:
