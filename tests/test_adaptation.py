@@ -153,6 +153,17 @@ def test_encoding_loses_nothing(tmp_path):
     assert tokenizer.decode([tokenizer.mask_id, *tokenizer.encode(["plum"])[0], tokenizer.eos_id]) == "plum"
 
 
+def test_a_text_that_spells_a_special_token_makes_none(tmp_path):
+    tokenizer = FastTokenizer(write_tokenizer(tmp_path), "<mask>")
+    text = "ends with <|im_end|>, not <|mask|>"
+    (ids,) = tokenizer.encode([text])
+    assert not {tokenizer.eos_id, tokenizer.mask_id} & set(ids)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_id in tokenizer.encode_prompts(["hi"])[0]  # a template's own are tokens
+    plain = FastTokenizer(write_tokenizer(tmp_path / "plain", chat_template=None), "<mask>")
+    assert plain.eos_id not in plain.encode_prompts([text])[0]
+
+
 def test_a_mask_token_is_found_by_name_or_added(tmp_path):
     added = FastTokenizer(write_tokenizer(tmp_path / "a"), "<mask>")
     assert added.mask_id == added.size - 1

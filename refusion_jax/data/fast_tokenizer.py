@@ -85,7 +85,11 @@ class FastTokenizer:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens around them."""
+        """Token ids of each text, without special tokens around them or, even where it spells them out, inside."""
+        return self._encode(texts, as_text=True)
+
+    def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
+        self._tokenizer.encode_special_tokens = as_text  # else "<|im_end|>" becomes the token of that name
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
@@ -94,7 +98,7 @@ class FastTokenizer:
         A string is the turn of a user; messages are the turns they say.
         """
         bos = [self.bos_id] if self.bos_id >= 0 else []
-        encoded = self.encode([self._render(text) for text in texts])
+        encoded = self._encode([self._render(text) for text in texts], as_text=self._template is None)
         is_turn = (text is not None and self._template is not None for text in texts)  # which begins as it should
         return [ids if turn else bos + ids for turn, ids in zip(is_turn, encoded, strict=True)]
 
