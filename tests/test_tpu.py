@@ -187,6 +187,17 @@ def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
     assert 1 <= int(found[1]) <= 512
 
 
+def test_a_search_prints_what_it_tries_and_names_the_fastest():
+    flags = ["--config=configs/quickstart.py", "--topology=v5e:2x2", "--rows_per_chip=1", "--search"]
+    tried = [json.loads(line) for line in run("plan", *flags, "--json")[0].splitlines()]
+    assert len(tried) > 4
+    fitting = [record for record in tried if record["fits"]]
+    fastest = min(fitting, key=lambda record: record["step_seconds"])
+    out, _ = run("plan", *flags)
+    assert out.splitlines()[-1] == f"fastest by the estimate: {fastest['flags']}"
+    assert all(record["flags"] in out for record in tried)
+
+
 @pytest.mark.slow
 def test_a_search_keeps_the_batch_and_names_the_fastest_that_fits():
     prepare_environment()

@@ -120,7 +120,7 @@ def choose_parts(s: State, here: Block, static: Static) -> Parts:
     rest = s.remaining & ~chosen
     is_last = ~jnp.any(rest, axis=1)  # of its block: if all is accepted, the next block is planned
     following = block_of(s.canvas, s.block + 1, static)
-    plan_block = select(is_last & ~plans[:, 0], following, here)
+    plan_block = select(is_last, following, here)
     ahead = s.dials.overlap_planning[:, None] & (verifies | checks)
     ahead_here, ahead_there = ahead & rest, ahead & (following.size > 0) & ~s.ended[:, None]
     planned = jnp.where(plans, s.remaining, jnp.where(is_last[:, None], ahead_there, ahead_here))
