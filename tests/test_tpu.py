@@ -187,6 +187,7 @@ def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
     assert 1 <= int(found[1]) <= 512
 
 
+@pytest.mark.slow
 def test_a_search_prints_what_it_tries_and_names_the_fastest():
     flags = ["--config=configs/quickstart.py", "--topology=v5e:2x2", "--rows_per_chip=1", "--search"]
     tried = [json.loads(line) for line in run("plan", *flags, "--json")[0].splitlines()]
