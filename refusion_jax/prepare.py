@@ -63,20 +63,21 @@ class _Bar:
 
     def __init__(self):
         self._bar = Progress(
-            TextColumn("reading"),
+            TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
             disable=not sys.stdout.isatty(),
         )
-        self._done = self._total = self._tokens = 0
-        self._began = self._said = time.monotonic()
+        self._task = self._bar.add_task("", note="")
+        self._said = time.monotonic()
 
-    def started(self, total: int) -> None:
-        """Hears what there is to do, in bytes."""
-        self._total, self._began = total, time.monotonic()
-        self._task = self._bar.add_task("reading", total=total, note="")
+    def started(self, what: str, total: int) -> None:
+        """Hears what a pass over the input is for, and how many bytes it will read."""
+        self._what, self._total, self._began = what, total, time.monotonic()
+        self._done = self._tokens = 0
+        self._bar.reset(self._task, total=total, description=what, note="")
         self._bar.start()
 
     def advance(self, size: int, tokens: int) -> None:
@@ -85,12 +86,13 @@ class _Bar:
         self._tokens += tokens
         now = time.monotonic()
         rate = self._tokens / max(now - self._began, 1e-9)
-        self._bar.update(self._task, completed=self._done, note=f"{rate:,.0f} tokens/s")
+        self._bar.update(self._task, completed=self._done, note=f"{rate:,.0f} tokens/s" if self._tokens else "")
         if self._bar.disable and now - self._said > 10:
             self._said = now
             left = (now - self._began) * (self._total - self._done) / max(self._done, 1)
             share = self._done / max(self._total, 1)
-            print(f"{share:6.1%}  {self._tokens:,} tokens  {rate:,.0f} tokens/s  {left:,.0f} s left", flush=True)
+            made = f"{self._tokens:,} tokens  {rate:,.0f} tokens/s  " if self._tokens else ""
+            print(f"{self._what}  {share:6.1%}  {made}{left:,.0f} s left", flush=True)
 
     def close(self) -> None:
         """Leaves the terminal as it was."""

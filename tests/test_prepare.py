@@ -52,7 +52,7 @@ def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, row_leng
         Tokenizer.load(tokenizer_file),
         command="",
         processes=processes,
-        started=lambda size: None,
+        started=lambda what, size: None,
         advance=lambda size, tokens: None,
     )
 

@@ -115,7 +115,7 @@ def measure_prepare(directory: Path, lines: list[dict], library: str, file: Path
             tokenizer,
             command="",
             processes=1,
-            started=lambda size: None,
+            started=lambda what, size: None,
             advance=lambda size, tokens: None,
         )
         whole.append(manifest.tokens / (time.process_time() - began))

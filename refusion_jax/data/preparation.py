@@ -57,7 +57,7 @@ def prepare(
     *,
     command: str,
     processes: int,
-    started: Callable[[int], None],
+    started: Callable[[str, int], None],
     advance: Callable[[int, int], None],
 ) -> Manifest:
     """Makes the shards that are not there yet, then the manifest.
@@ -69,7 +69,7 @@ def prepare(
       tokenizer: of the rows.
       command: for the manifest.
       processes: that work; they change nothing in the output.
-      started: hears how many bytes will be read.
+      started: hears of each pass over the input what it is for, and how many bytes it will read.
       advance: hears, a few times a second, how many bytes have been read and how many tokens made since.
 
     Raises:
@@ -156,12 +156,13 @@ def _make(chunks, output, settings, processes, started, advance) -> list[Report]
     size = [sum(piece.size for piece in chunk) for chunk in chunks]
     todo = [index for index in range(len(chunks)) if f"done-{index:05}.json" not in done]
     undigested = [i for i in range(len(chunks)) if f"digests-{i:05}.npy" not in done] if settings.dedup and todo else []
-    started(sum(size[index] for index in [*undigested, *todo]))
     pool = workers.Pool(settings, output, min(processes, len(todo) or 1), advance)
     with pool:
         if settings.dedup and todo:
+            started("looking for duplicates", sum(size[index] for index in undigested))
             pool.run(workers.write_digests, [(index, chunks[index]) for index in undigested])
             _mark_duplicates(progress, len(chunks))
+        started("tokenizing", sum(size[index] for index in todo))
         for _, report in pool.run(workers.write_shard, [(index, chunks[index]) for index in todo]):
             if settings.on_error == "stop" and report.first_bad:
                 hint = "--on_error=skip leaves out and counts what is malformed or too long"
