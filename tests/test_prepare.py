@@ -163,6 +163,9 @@ def test_duplicates_are_left_out_wherever_they_stand(tmp_path, tokenizer_file):
     manifest = make(tokenizer_file, tmp_path / "*.jsonl", tmp_path / "once", dedup=True)
     assert kept.documents == 250
     assert manifest.dropped == {"duplicate": 150}
+    make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "first")  # it stands before b.jsonl, and is what is kept
+    shards = [{n: c for n, c in contents(tmp_path / name).items() if "rows-" in n} for name in ("first", "once")]
+    assert shards[0] == shards[1]
     assert documents(tmp_path / "once") == expected(tokenizer_file, pairs)
 
 

@@ -109,6 +109,16 @@ def test_real_processes_read_the_same_order_and_each_row_once(prepared):
     )
 
 
+def test_every_seed_and_every_epoch_has_an_order_of_its_own():
+    orders = [RowOrder([50], [1.0], seed) for seed in (0, 1)]
+    epochs = [tuple(order[epoch * 50 + i] for i in range(50)) for order in orders for epoch in range(2)]
+    assert len(set(epochs)) == 4
+    mixed = [RowOrder([50, 50], [1.0, 1.0], seed) for seed in (0, 1)]
+    draws = [[[row for i in range(100) if (row := order[i]) // 50 == source] for source in (0, 1)] for order in mixed]
+    assert draws[0] != draws[1]
+    assert draws[0][0] != [row - 50 for row in draws[0][1]]  # nor do two sources share one
+
+
 def test_a_host_reads_its_own_rows_only(prepared, monkeypatch):
     rows, asked, real = PreparedRows(str(prepared / "a")), [], PreparedRows.record
     monkeypatch.setattr(PreparedRows, "record", lambda self, index: asked.append(index) or real(self, index))
@@ -202,6 +212,16 @@ def test_damage_is_found(tokenizer_file, tmp_path):
     file.unlink()
     with pytest.raises(UserError, match="rows-00000.array_record is missing, but the manifest names it"):
         PreparedRows(str(tmp_path / "out"))
+
+
+def test_a_row_that_is_not_as_it_was_written_is_named(prepared):
+    rows, unchecked = PreparedRows(str(prepared / "a"), verify=True), PreparedRows(str(prepared / "a"))
+    damaged = bytearray(rows.record(0))
+    damaged[-1] ^= 1
+    rows._records = unchecked._records = [bytes(damaged)]  # as if ArrayRecord's own checksum had let it pass
+    with pytest.raises(UserError, match="a: row 0: the checksum of this row is wrong"):
+        rows[0]
+    assert unchecked[0].keys() == {"tokens", "segment_ids", "is_response"}
 
 
 def test_train_reads_a_mixture_resumes_and_logs_its_epochs(prepared, tmp_path):

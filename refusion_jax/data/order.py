@@ -28,10 +28,9 @@ class RowOrder:
         """
         self._sizes = list(sizes)
         self._starts = [0, *itertools.accumulate(sizes)][:-1]
-        seeds = [seed] if len(self._sizes) == 1 else _seeds(seed, len(self._sizes))
-        # Grain's permutation of an epoch is computed index by index, and is another one in each epoch.
+        # Grain's permutation of an epoch is computed index by index; the next epoch's is that of the next seed.
         self._shuffled = [
-            grain.MapDataset.range(size).shuffle(seed=own).repeat() for size, own in zip(sizes, seeds, strict=True)
+            grain.MapDataset.range(size).shuffle(seed=_seed(seed, source)).repeat() for source, size in enumerate(sizes)
         ]
         self._counts = block_counts(weights)  # [sources] of a block
         self._pattern = _spread(self._counts)  # [_BLOCK] source of each place
@@ -73,5 +72,6 @@ def _spread(counts: np.ndarray) -> np.ndarray:
     return source[np.argsort(place, kind="stable")]
 
 
-def _seeds(seed: int, sources: int) -> list[int]:
-    return [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(sources)]
+def _seed(seed: int, source: int) -> int:
+    """A source's own seed, far from those of other sources and of neighbouring seeds: they share no epoch."""
+    return int(np.random.SeedSequence([seed, source]).generate_state(1)[0])
