@@ -49,6 +49,13 @@ def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
         assert_close(jax.jit(outputs_and_grads, static_argnums=0)(emulated, *inputs()), expected)
 
 
+@pytest.mark.parametrize("length", [100, 200, 256])
+def test_blocks_of_queries_are_the_definition_forward_and_backward(length):
+    short = [x[:, :length] for x in inputs()]
+    got = outputs_and_grads(lambda *args: packed_attention(*args, "xla"), *short)
+    assert_close(got, outputs_and_grads(definition, *short))
+
+
 def test_a_gpu_kernel_is_the_definition():
     if jax.default_backend() != "gpu":
         pytest.skip("needs an NVIDIA GPU; run it there with JAX_PLATFORMS=cuda")

@@ -300,8 +300,9 @@ def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tok
         time.sleep(0.01)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.wait()
     assert len(psutil.wait_procs(workers, timeout=60)[1]) == 0
+    process.communicate()
     assert not (tmp_path / "killed" / "manifest.json").exists()
     with pytest.raises(UserError, match="is not finished"):
         PreparedRows(str(tmp_path / "killed"))

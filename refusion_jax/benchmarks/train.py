@@ -80,6 +80,7 @@ def in_turns(programs: dict[str, Callable[[], None]], steps: int) -> dict[str, l
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(steps):
         for name, run in programs.items():
+            time.sleep(0.5)  # PyTorch's threads go on spinning for 0.2 s, on whoever comes next
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)

@@ -8,6 +8,7 @@ Axes: B rows, T row length, N query heads, K key/value heads, H head size.
 """
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from refusion_jax import sharding
@@ -19,6 +20,11 @@ SAVED_NAME = "attention"  # under which `jax.checkpoint` policies know what the 
 # Side of the tiles that the kernel works on, by its largest dividing T. 512 keeps scores and operands of head size 128
 # in the 16 MiB of vector memory that a compiled program may use on every generation from v4 to v6e.
 _TILES = (512, 256, 128)
+
+
+# Queries go to XLA in blocks that see only the keys up to their own end, so that about half of the scores are never
+# made: at 512 tokens forward and backward take 53 ms on two cores instead of 90. More blocks would only compile longer.
+_QUERIES, _MOST_BLOCKS = 128, 8
 
 
 def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
@@ -54,7 +60,14 @@ def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.
     mask = packed_causal_mask(segment_ids)
     if backend == "cudnn":
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
-    return attention(q, k, v, mask)
+    T = q.shape[1]
+    block = max(_QUERIES, -(-T // _MOST_BLOCKS)) if sharding.ways_here("length") == 1 else T
+    ends = [*range(block, T, block), T]
+    heads = [
+        attention(q[:, start:end], k[:, :end], v[:, :end], mask[:, start:end, :end])
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    return jnp.concatenate(heads, axis=1)
 
 
 def splash_attention(
