@@ -5,12 +5,12 @@ import importlib
 # Imported when first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
 _HOME = {
     "DecodeSettings": "refusion_jax.decoding.settings",
-    "Decoded": "refusion_jax.decoding.api",
+    "Decoded": "refusion_jax.systems.api",
     "Request": "refusion_jax.decoding.requests",
-    "UserError": "refusion_jax.errors",
-    "decode": "refusion_jax.decoding.api",
-    "load_model": "refusion_jax.pretrained",
-    "load_tokenizer": "refusion_jax.pretrained",
+    "UserError": "refusion_jax.runtime.errors",
+    "decode": "refusion_jax.systems.api",
+    "load_model": "refusion_jax.training.pretrained",
+    "load_tokenizer": "refusion_jax.training.pretrained",
 }
 
 __all__ = ["DecodeSettings", "Decoded", "Request", "UserError", "decode", "load_model", "load_tokenizer"]

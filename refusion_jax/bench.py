@@ -12,9 +12,9 @@ import sys
 
 from absl import flags
 
-from refusion_jax import cli
 from refusion_jax.benchmarks import __path__ as place
-from refusion_jax.errors import UserError
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(place))
 

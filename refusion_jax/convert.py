@@ -17,11 +17,13 @@ from absl import flags
 from flax import nnx
 from rich.progress import Progress
 
-from refusion_jax import checkpoints, cli, huggingface, sharding
-from refusion_jax.errors import UserError
+from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.pretrained import find_tokenizer, load_model
-from refusion_jax.workdir import write_file
+from refusion_jax.runtime import cli, sharding
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.training import checkpoints
+from refusion_jax.training.pretrained import find_tokenizer, load_model
+from refusion_jax.training.workdir import write_file
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read")
 _TO = flags.DEFINE_string("to", None, "Directory to make")

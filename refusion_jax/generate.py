@@ -26,17 +26,17 @@ from etils import epath
 from rich.console import Console
 from rich.progress import track
 
-from refusion_jax import cli
-from refusion_jax.checkpoints import find_step
-from refusion_jax.decoding.batching import stream
+from refusion_jax.decoding.prompts import encode_prompt, read_prompts, to_record
+from refusion_jax.decoding.queue import stream
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import METHODS, DecodeSettings
-from refusion_jax.errors import UserError
-from refusion_jax.huggingface import is_huggingface
-from refusion_jax.pretrained import find_tokenizer, load_model
-from refusion_jax.prompts import encode_prompt, read_prompts, to_record
-from refusion_jax.sharding import MESH_AXES, make_mesh
-from refusion_jax.workdir import read_config, write_file
+from refusion_jax.model.huggingface import is_huggingface
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.pretrained import find_tokenizer, load_model
+from refusion_jax.training.workdir import read_config, write_file
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")

@@ -8,8 +8,9 @@ import json
 from absl import flags
 from etils import epath
 
-from refusion_jax import cli, events
-from refusion_jax.errors import UserError
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.training import events
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object: seconds by part, total, goodput (0 to 1), sessions")

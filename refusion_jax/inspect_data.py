@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refusion_jax import cli, slots
+from refusion_jax.batch.rows import noise_keys
 from refusion_jax.config import default_config
 from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.prepared import PreparedRows, file_checksum
 from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
-from refusion_jax.errors import UserError
-from refusion_jax.train_step import noise_keys
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.refusion import slots
 
 _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote")
 _ROW = flags.DEFINE_integer("row", 0, "Which row, from 0", lower_bound=0)

@@ -16,13 +16,13 @@ from absl import flags
 from ml_collections import config_flags
 from rich.console import Console
 
-from refusion_jax import cli
 from refusion_jax.config import check, default_config
 from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.errors import UserError
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_decode, plan_train, to_json, to_table
 from refusion_jax.planning.search import fix_for, fix_for_decode, search
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")

@@ -19,14 +19,14 @@ from absl import flags
 from etils import epath
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from refusion_jax import cli
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import Manifest
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.errors import UserError
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
 
 _INPUT = flags.DEFINE_multi_string(
     "input", None, "A file, a glob or a directory (all files below it), local or gs://; may be given several times"

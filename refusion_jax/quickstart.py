@@ -18,15 +18,15 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax import cli
 from refusion_jax.data import tasks
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.decoding.api import Decoded, decode
 from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.metrics import read_metrics
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.pretrained import load_model, load_tokenizer
-from refusion_jax.workdir import write_file
+from refusion_jax.runtime import cli
+from refusion_jax.systems.api import Decoded, decode
+from refusion_jax.training.metrics import read_metrics
+from refusion_jax.training.pretrained import load_model, load_tokenizer
+from refusion_jax.training.workdir import write_file
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
 _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", lower_bound=3)

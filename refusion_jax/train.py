@@ -22,22 +22,23 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_flags
 
-from refusion_jax import cli, events, sharding
-from refusion_jax.checkpoints import Checkpoints, saved_steps
 from refusion_jax.config import check, check_mesh, default_config
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs, global_batches
-from refusion_jax.distributed import check_same, check_shared, together
-from refusion_jax.errors import UserError
-from refusion_jax.flops import train_flops_per_token
-from refusion_jax.metrics import MetricsWriter, check_finite
-from refusion_jax.preemption import EXIT_CODE, Preemption
-from refusion_jax.pretrained import check_fits, load_params
-from refusion_jax.profiling import Profile
-from refusion_jax.program import abstract_rows, train_program
-from refusion_jax.storage import LogDirectory
-from refusion_jax.train_step import init_state, wide_to_int
-from refusion_jax.workdir import check_same_run, claim, model_config
+from refusion_jax.model.flops import train_flops_per_token
+from refusion_jax.runtime import cli, sharding
+from refusion_jax.runtime.distributed import check_same, check_shared, together
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.preemption import EXIT_CODE, Preemption
+from refusion_jax.runtime.profiling import Profile
+from refusion_jax.runtime.storage import LogDirectory
+from refusion_jax.training import events
+from refusion_jax.training.checkpoints import Checkpoints, saved_steps
+from refusion_jax.training.metrics import MetricsWriter, check_finite
+from refusion_jax.training.pretrained import check_fits, load_params
+from refusion_jax.training.program import abstract_rows, train_program
+from refusion_jax.training.train_step import init_state, wide_to_int
+from refusion_jax.training.workdir import check_same_run, claim, model_config
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, such as configs/quickstart.py", lock_config=True

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from absl import flags
 
-from refusion_jax import cli
 from refusion_jax.config import default_config
 from refusion_jax.data.dataset import corpus
 from refusion_jax.data.packing import usable
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.errors import UserError
-from refusion_jax.workdir import write_file
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.training.workdir import write_file
 
 _INPUT = flags.DEFINE_string("input", None, "tasks | stdlib | a file or glob, as --config.data.path of `train`")
 _OUTPUT = flags.DEFINE_string("output", None, "The model file to write")

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from refusion_jax import distributed, sharding
+from refusion_jax.batch.rows import noise_keys
 from refusion_jax.data.loader import global_batches
 from refusion_jax.data.packing import PackedRows
-from refusion_jax.train_step import noise_keys
+from refusion_jax.runtime import distributed, sharding
 
 BATCH, LENGTH = 16, 8
 MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "sequence": 2}, {"tensor": 8}, {"sequence": 8}]

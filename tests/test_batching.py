@@ -10,12 +10,13 @@ from conftest import BOS, PROMPTS, ROOT, settings, sharp_model, tiny_config, tin
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode
-from refusion_jax.decoding import batching, memory
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.batching import stream
+from refusion_jax.decoding import memory
+from refusion_jax.decoding import queue as batching
+from refusion_jax.decoding.queue import stream
 from refusion_jax.decoding.requests import Given, Request, prepare, sizes_for
 from refusion_jax.model.transformer import KeyValues, logical_axes
-from refusion_jax.sharding import MESH_AXES, make_mesh, sharding
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding
 
 
 @pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])

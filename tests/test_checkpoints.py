@@ -8,10 +8,11 @@ import pytest
 from conftest import tiny_config
 from flax import nnx
 
-from refusion_jax import UserError, sharding
-from refusion_jax.checkpoints import Checkpoints, find_step, restore_params, saved_steps
+from refusion_jax import UserError
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.train_step import init_state, state_shardings
+from refusion_jax.runtime import sharding
+from refusion_jax.training.checkpoints import Checkpoints, find_step, restore_params, saved_steps
+from refusion_jax.training.train_step import init_state, state_shardings
 
 OPTIMIZER = optax.adamw(1e-3)
 

@@ -7,9 +7,10 @@ import pytest
 from conftest import config_with, tiny_config
 from flax import nnx
 
-from refusion_jax import UserError, cli, config, sharding
+from refusion_jax import UserError, config
 from refusion_jax.decoding.settings import DecodeSettings
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime import cli, sharding
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 

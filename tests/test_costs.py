@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from refusion_jax.chips import find_chip
 from refusion_jax.planning.costs import Collective, Costs, count
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.planning.hlo import parse
+from refusion_jax.runtime.chips import find_chip
 
 LOOP = """
 HloModule loop

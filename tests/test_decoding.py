@@ -16,11 +16,12 @@ from flax import nnx
 from hypothesis import strategies as st
 
 from refusion_jax import DecodeSettings, decode
-from refusion_jax.decoding import batching, refusion
-from refusion_jax.decoding.batching import Answer, read_answer
-from refusion_jax.decoding.phases import CHECK, DONE, PLAN, PROPOSE, VERIFY
+from refusion_jax.decoding import queue as batching
+from refusion_jax.decoding.queue import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare, sizes_for
 from refusion_jax.decoding.settings import Static
+from refusion_jax.systems.refusion import decoder as refusion
+from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, VERIFY
 
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
 

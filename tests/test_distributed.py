@@ -13,10 +13,11 @@ import pytest
 import rows_probe
 from conftest import ROOT, TINY_RUN, run
 
-from refusion_jax import distributed, events
-from refusion_jax.checkpoints import saved_steps
-from refusion_jax.errors import UserError
-from refusion_jax.metrics import read_metrics
+from refusion_jax.runtime import distributed
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.training import events
+from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.batch_size=16", "--config.steps=20", "--config.checkpoint.every=100"]
 

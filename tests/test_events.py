@@ -3,7 +3,7 @@ import json
 import pytest
 from conftest import run
 
-from refusion_jax import events
+from refusion_jax.training import events
 
 
 def event(time, event, **values):

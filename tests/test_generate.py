@@ -4,8 +4,8 @@ import pytest
 from conftest import TINY_RUN, run
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
-from refusion_jax.decoding.batching import Answer
-from refusion_jax.prompts import read_prompts, to_record
+from refusion_jax.decoding.prompts import read_prompts, to_record
+from refusion_jax.decoding.queue import Answer
 
 KEYS = ["id", "text", "tokens", "commit_order", "forwards", "rounds", "finish_reason"]
 

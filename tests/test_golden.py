@@ -19,10 +19,11 @@ import pytest
 from conftest import SHARED
 from flax import nnx
 
-from refusion_jax import DecodeSettings, UserError, decode, load_model, slots
-from refusion_jax.decoding.batching import Answer, stream
+from refusion_jax import DecodeSettings, UserError, decode, load_model
+from refusion_jax.decoding.queue import Answer, stream
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.objectives import hybrid_batch, loss_terms
+from refusion_jax.systems.interface import hybrid_batch, loss_terms
+from refusion_jax.systems.refusion import slots
 
 GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden"))
 pytestmark = pytest.mark.skipif(

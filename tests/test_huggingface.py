@@ -12,8 +12,10 @@ from conftest import ROOT, forward, run, tiny_config, tiny_model
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from refusion_jax import UserError, huggingface, load_model, sharding
+from refusion_jax import UserError, load_model
+from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.runtime import sharding
 
 SHAPES = {
     "1:1, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -183,7 +185,7 @@ import sys, threading, time
 from pathlib import Path
 import jax
 from flax import nnx
-from refusion_jax import huggingface
+from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
 
 def anonymous():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY_RUN
 
-from refusion_jax import events
-from refusion_jax.metrics import read_metrics
+from refusion_jax.training import events
+from refusion_jax.training.metrics import read_metrics
 
 PLACE = "--zone=us-east5-a"
 ALL = ["--node=all", "--worker=all"]

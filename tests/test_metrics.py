@@ -6,8 +6,8 @@ import pytest
 from conftest import tiny_config, tiny_model
 from flax import nnx
 
-from refusion_jax import flops
-from refusion_jax.metrics import read_metrics
+from refusion_jax.model import flops
+from refusion_jax.training.metrics import read_metrics
 
 
 def test_the_longest_matching_device_kind_gives_the_peak():

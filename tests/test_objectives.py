@@ -7,8 +7,8 @@ from conftest import MASK, forward, tiny_model
 from flax import nnx
 from test_slots import packed
 
-from refusion_jax import slots
-from refusion_jax.objectives import Batch, hybrid_batch, loss_terms, make_objective, next_token_batch
+from refusion_jax.systems.interface import Batch, hybrid_batch, loss_terms, make_objective, next_token_batch
+from refusion_jax.systems.refusion import slots
 
 
 def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> slots.Rows:

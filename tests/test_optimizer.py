@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from refusion_jax.config import default_config
-from refusion_jax.optimizer import make_optimizer, make_schedule
+from refusion_jax.training.optimizer import make_optimizer, make_schedule
 
 
 def schedule(**changes):

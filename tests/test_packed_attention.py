@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from refusion_jax import sharding
 from refusion_jax.model.attention import attention, packed_causal_mask
 from refusion_jax.model.packed_attention import backend_for, packed_attention, splash_attention
+from refusion_jax.runtime import sharding
 
 B, T, N, K, H = 4, 256, 4, 2, 128
 

@@ -11,9 +11,10 @@ import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from test_train import computed
 
-from refusion_jax import events, preemption
-from refusion_jax.checkpoints import saved_steps
-from refusion_jax.metrics import read_metrics
+from refusion_jax.runtime import preemption
+from refusion_jax.training import events
+from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]
 

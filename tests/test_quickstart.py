@@ -10,7 +10,7 @@ from conftest import ROOT
 from refusion_jax import quickstart
 from refusion_jax.data import tasks
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.decoding.api import Decoded
+from refusion_jax.systems.api import Decoded
 
 
 @pytest.fixture(scope="module")

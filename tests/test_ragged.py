@@ -8,12 +8,12 @@ import pytest
 from conftest import tiny_config, tiny_model
 from hypothesis import strategies as st
 
-from refusion_jax.decoding.refusion import shapes_of
 from refusion_jax.decoding.requests import Request, prepare, sizes_for
 from refusion_jax.decoding.settings import DecodeSettings
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues
-from refusion_jax.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.systems.refusion.decoder import shapes_of
 
 
 @hypothesis.settings(derandomize=True, deadline=None)

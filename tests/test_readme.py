@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY_RUN, tiny_model
 from test_adaptation import write_tokenizer
 
-from refusion_jax import huggingface
+from refusion_jax.model import huggingface
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [

@@ -9,13 +9,14 @@ from flax import nnx
 from test_config import load
 from test_train_step import random_rows
 
-from refusion_jax import UserError, sharding
+from refusion_jax import UserError
+from refusion_jax.batch.rows import noise_keys
 from refusion_jax.config import default_config
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.objectives import is_labelled, make_objective, weigh
 from refusion_jax.planning.programs import model_shape
-from refusion_jax.program import train_program
-from refusion_jax.train_step import noise_keys
+from refusion_jax.runtime import sharding
+from refusion_jax.systems.interface import is_labelled, make_objective, weigh
+from refusion_jax.training.program import train_program
 
 ONES = dict.fromkeys(sharding.MESH_AXES, 1)
 

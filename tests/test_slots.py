@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from refusion_jax import slots
+from refusion_jax.systems.refusion import slots
 
 MASK = 99
 SIZES = (2, 3, 4)

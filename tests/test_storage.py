@@ -7,7 +7,8 @@ import pytest
 from conftest import TINY_RUN, run
 from object_store import ObjectStore
 
-from refusion_jax import events, storage
+from refusion_jax.runtime import storage
+from refusion_jax.training import events
 
 COMPUTED = ("step", "loss", "grad_norm", "tokens")
 

@@ -12,10 +12,11 @@ import pytest
 from conftest import ROOT, run
 from test_config import load
 
-from refusion_jax import UserError, sharding
+from refusion_jax import UserError
 from refusion_jax.planning.compiler import prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_train
 from refusion_jax.planning.search import fix_for, search
+from refusion_jax.runtime import sharding
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 pytestmark = [

@@ -8,8 +8,8 @@ import time
 import pytest
 from conftest import SHARED, TINY_RUN, run, start
 
-from refusion_jax.checkpoints import saved_steps
-from refusion_jax.metrics import read_metrics
+from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.metrics import read_metrics
 
 KEYS = set("step loss loss_ar loss_mdm grad_norm learning_rate tokens tokens_per_second mfu seconds epoch".split())
 SAME_WHEN_RESUMED = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens")

@@ -26,6 +26,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.batch.rows import Rows
 from refusion_jax.config import default_config
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
@@ -36,10 +37,9 @@ from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
-from refusion_jax.objectives import make_objective
-from refusion_jax.optimizer import make_optimizer, make_schedule
-from refusion_jax.slots import Rows
-from refusion_jax.train_step import init_state, make_train_step
+from refusion_jax.systems.interface import make_objective
+from refusion_jax.training.optimizer import make_optimizer, make_schedule
+from refusion_jax.training.train_step import init_state, make_train_step
 
 # Tokens a document: like GSM8K's questions with worked answers, and a long tail as of the web.
 LENGTHS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {

@@ -25,14 +25,14 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.decoding.batching import batch_rows, mesh_of, stream
 from refusion_jax.decoding.cache import Cache, bytes_per_token
+from refusion_jax.decoding.queue import batch_rows, mesh_of, stream
 from refusion_jax.decoding.requests import prepare, sizes_for
 from refusion_jax.decoding.settings import DecodeSettings, Static
-from refusion_jax.errors import UserError
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.pretrained import load_model
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.training.pretrained import load_model
 
 # hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
 SIZES = {

@@ -20,14 +20,13 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax import sharding
+from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import default_config
-from refusion_jax.errors import UserError
-from refusion_jax.objectives import make_objective
 from refusion_jax.planning.programs import model_shape
-from refusion_jax.program import train_program
-from refusion_jax.slots import Rows
-from refusion_jax.train_step import noise_keys
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.interface import make_objective
+from refusion_jax.training.program import train_program
 
 
 def define_flags(own: flags.FlagValues) -> None:

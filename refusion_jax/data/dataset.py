@@ -18,7 +18,7 @@ from refusion_jax.data.packing import PackedRows, pack, tokenize, usable
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 
 def load_dataset(

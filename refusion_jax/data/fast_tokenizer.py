@@ -10,7 +10,7 @@ from etils import epath
 
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from refusion_jax.batch.rows import Rows
 from refusion_jax.data.order import RowOrder
 from refusion_jax.data.packing import PackedRows
 from refusion_jax.data.prepared import MixedRows, PreparedRows
-from refusion_jax.slots import Rows
 
 
 def global_batches(

@@ -6,7 +6,7 @@ import os
 
 from etils import epath
 
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 FORMAT = "refusion_jax rows 1"
 FILE = "manifest.json"

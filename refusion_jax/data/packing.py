@@ -14,7 +14,7 @@ from absl import logging
 
 from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from refusion_jax.data.examples import (
     parse,
     to_example,
 )
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 LONGEST_LINE = 16 << 20  # bytes; a line is read whole
 LARGEST_LIST = 256 << 20  # bytes of a .json file, which is read whole

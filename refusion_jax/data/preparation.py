@@ -23,7 +23,7 @@ from refusion_jax.data.pieces import Piece, cut, find_files
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import SPLITS, Report, Settings
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 _PARTITION = 1 << 22  # digests compared at a time: 130 MB
 

@@ -14,7 +14,7 @@ from grain.sources import ArrayRecordDataSource
 
 from refusion_jax.data.manifest import Manifest, Shard, read_manifest
 from refusion_jax.data.rows import check_row, decode_row
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 
 class PreparedRows:

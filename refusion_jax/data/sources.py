@@ -11,7 +11,7 @@ import ml_collections
 
 from refusion_jax.data import pieces, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 
 def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Example | Bad]:

@@ -7,7 +7,7 @@ import sentencepiece
 from etils import epath
 
 from refusion_jax.data.examples import Messages
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 MASK_PIECE = "<mask>"
 _LONGEST_LINE = 2048  # sentencepiece skips training lines above 4192 bytes; longer ones are cut

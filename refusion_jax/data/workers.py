@@ -22,7 +22,7 @@ from refusion_jax.data.manifest import PROGRESS, write_whole
 from refusion_jax.data.pieces import Piece
 from refusion_jax.data.shards import SPLITS, Report, Settings, digests, make_shard
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from refusion_jax.decoding.requests import Given
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
-from refusion_jax.sharding import constrain
+from refusion_jax.runtime.sharding import constrain
 
 
 @jax.tree_util.register_dataclass

@@ -7,9 +7,9 @@ from jax.sharding import Mesh
 
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.settings import Static
-from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.sharding import ways
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import ways
 
 _GIB = 2**30
 _FLOAT32 = 4

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from refusion_jax.decoding.settings import DecodeSettings, Static, token_ids
-from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.runtime.errors import UserError
 
 _ROUNDING = 32  # cache lengths are multiples of this, so that few are compiled
 _CHUNK = 256  # given tokens a forward of the prefill, at most

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.runtime.errors import UserError
 
 METHODS = ("refusion", "sequential", "ar")
 _MOST_NEW_TOKENS = 128  # unless asked for

@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from refusion_jax import sharding
+from refusion_jax.runtime import sharding
 
 _BLOCK = 2048  # tokens: enough to keep a matrix unit busy
 _CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits a block

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-from refusion_jax import sharding
 from refusion_jax.model.attention import attention, packed_causal_mask
+from refusion_jax.runtime import sharding
 
 BACKENDS = ("xla", "splash", "cudnn")
 SAVED_NAME = "attention"  # under which `jax.checkpoint` policies know what the kernel computed

@@ -22,7 +22,7 @@ from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.sharding import constrain
+from refusion_jax.runtime.sharding import constrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: f
     Args:
       rngs: source of randomness.
       shape: of the weight.
-      axes: a logical name per axis; `refusion_jax.sharding.RULES` maps each to mesh axes.
+      axes: a logical name per axis; `refusion_jax.runtime.sharding.RULES` maps each to mesh axes.
       std: standard deviation of the initial normal draw; None means ones (the scale of a norm).
     """
     if std is None:

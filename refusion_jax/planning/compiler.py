@@ -20,9 +20,9 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from refusion_jax.chips import find_chip
-from refusion_jax.errors import UserError
 from refusion_jax.planning import hlo
+from refusion_jax.runtime.chips import find_chip
+from refusion_jax.runtime.errors import UserError
 
 _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"

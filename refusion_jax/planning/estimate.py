@@ -7,8 +7,8 @@ everything else; for the others the chip waits. Real steps are slower: no operat
 
 import dataclasses
 
-from refusion_jax.chips import Chip
 from refusion_jax.planning.costs import Costs
+from refusion_jax.runtime.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)

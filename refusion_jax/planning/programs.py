@@ -11,15 +11,15 @@ import ml_collections
 from flax import nnx
 from jax.sharding import Mesh
 
-from refusion_jax import sharding
 from refusion_jax.config import check, check_mesh
-from refusion_jax.decoding import batching
+from refusion_jax.decoding import queue as batching
 from refusion_jax.decoding.requests import prepare, sizes_for
 from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
 from refusion_jax.planning.compiler import tpu_devices
-from refusion_jax.program import abstract_rows, train_program
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.training.program import abstract_rows, train_program
 
 
 def model_shape(config: ml_collections.ConfigDict) -> ModelConfig:

@@ -7,14 +7,14 @@ import jax
 import ml_collections
 from rich.table import Table
 
-from refusion_jax import sharding
-from refusion_jax.chips import find_chip
 from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.flops import train_flops_per_token
+from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.planning import programs
 from refusion_jax.planning.compiler import Compiled, compile_program, libtpu_version, tpu_devices
 from refusion_jax.planning.costs import Costs, count
 from refusion_jax.planning.estimate import estimate
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.chips import find_chip
 
 GIB = 2.0**30
 

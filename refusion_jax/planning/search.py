@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import ml_collections
 
 from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.errors import UserError
 from refusion_jax.planning.report import plan_decode, plan_train
+from refusion_jax.runtime.errors import UserError
 
 POLICIES = ("none", "outputs", "full", "offload")  # from the fastest to the one that takes the least memory
 

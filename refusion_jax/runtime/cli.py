@@ -12,8 +12,8 @@ from pathlib import Path
 from absl import app, flags, logging
 from etils import epath
 
-from refusion_jax.errors import UserError
-from refusion_jax.storage import is_remote
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import is_remote
 
 
 def run(main: Callable[[], None], settings: dict[str, str] | None = None) -> None:

@@ -6,12 +6,13 @@ import jax
 from etils import epath
 from flax import nnx
 
-from refusion_jax import checkpoints, huggingface, workdir
 from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
-from refusion_jax.errors import UserError
+from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
-from refusion_jax.sharding import MESH_AXES, make_mesh, sharding, ways
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding, ways
+from refusion_jax.training import checkpoints, workdir
 
 
 def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None) -> Transformer:

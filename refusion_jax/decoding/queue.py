@@ -17,13 +17,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import left_to_right, refusion
 from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.requests import Canvas, Given, Request, lay_out, sizes_for
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import DecodeSettings, Dials, Static
 from refusion_jax.model.transformer import KeyValues, Transformer
-from refusion_jax.sharding import MESH_AXES, constrain, make_mesh, ways
+from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, ways
+from refusion_jax.systems import ar as left_to_right
+from refusion_jax.systems.refusion import decoder as refusion
 
 State = refusion.State | left_to_right.State
 

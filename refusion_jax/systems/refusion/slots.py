@@ -19,15 +19,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Packed rows of text: several documents a row, each one a prompt (may be empty) and then a response."""
-
-    tokens: jax.Array  # [B, T] int32
-    segment_ids: jax.Array  # [B, T] int32: 1, 2, ... by document, contiguous; 0 is padding, at the end
-    is_response: jax.Array  # [B, T] bool
+from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
 
 
 @jax.tree_util.register_dataclass
@@ -54,18 +46,6 @@ class Corrupted:
     masked_label: jax.Array  # [B, T] bool: a mask token that predicts its own
     mask_probability: jax.Array  # [B, T] float32, of the token's document
     response_length: jax.Array  # [B, T] int32, of the token's document
-
-
-def row_index(x: jax.Array) -> jax.Array:
-    """[B, T] int32: each token's place in its row."""
-    return jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-
-
-def text_positions(segment_ids: jax.Array) -> jax.Array:
-    """[B, T] int32: each token's place in its document, from 0."""
-    index = row_index(segment_ids)
-    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
 def slot_starts(rows: Rows, slot_size: jax.Array) -> jax.Array:
@@ -134,15 +114,5 @@ def corrupt(rows: Rows, noise: Noise, mask_id: int) -> Corrupted:
         clean_label=permute(rows.is_response & ~noise.is_masked & same_slot_next),
         masked_label=permute(noise.is_masked),
         mask_probability=noise.mask_probability,
-        response_length=_per_document_sum(rows.is_response, rows.segment_ids),
+        response_length=per_document_sum(rows.is_response, rows.segment_ids),
     )
-
-
-def _per_document_sum(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """[B, T] int32: for every token the sum of x over its document."""
-    T = x.shape[-1]
-
-    def one_row(x, ids):
-        return jax.ops.segment_sum(x.astype(jnp.int32), ids, num_segments=T + 1)[ids]
-
-    return jax.vmap(one_row)(x, segment_ids)

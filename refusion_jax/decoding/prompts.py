@@ -7,10 +7,10 @@ from pathlib import Path
 
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.decoding.batching import Answer
+from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 _OF_A_LINE = {field.name for field in dataclasses.fields(DecodeSettings)} - {
     *("method", "slot_size", "eos_id", "mask_id"),  # compiled in

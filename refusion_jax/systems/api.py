@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from refusion_jax.decoding.batching import Answer, stream
+from refusion_jax.decoding.queue import Answer, stream
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import DecodeSettings
 from refusion_jax.model.transformer import Transformer

@@ -10,11 +10,11 @@ import tensorboardX
 from etils import epath
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from refusion_jax.errors import UserError
-from refusion_jax.flops import peak_flops
-from refusion_jax.storage import LogDirectory
-from refusion_jax.train_step import wide_to_int
-from refusion_jax.workdir import write_file
+from refusion_jax.model.flops import peak_flops
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import LogDirectory
+from refusion_jax.training.train_step import wide_to_int
+from refusion_jax.training.workdir import write_file
 
 
 class MetricsWriter:

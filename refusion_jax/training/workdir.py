@@ -15,13 +15,13 @@ import jax
 import ml_collections
 from etils import epath
 
-from refusion_jax.cli import check_output
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.storage import is_remote
+from refusion_jax.runtime.cli import check_output
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import is_remote
 
 
 def write_file(path: epath.Path, content: bytes | str) -> None:

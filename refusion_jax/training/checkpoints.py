@@ -12,10 +12,10 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from refusion_jax.distributed import all_agree
-from refusion_jax.errors import UserError
-from refusion_jax.storage import absolute
-from refusion_jax.train_step import TrainState
+from refusion_jax.runtime.distributed import all_agree
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import absolute
+from refusion_jax.training.train_step import TrainState
 
 
 class Checkpoints:

@@ -16,9 +16,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from refusion_jax import sharding
-from refusion_jax.objectives import Objective, is_labelled, weigh
-from refusion_jax.slots import Rows
+from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.runtime import sharding
+from refusion_jax.systems.interface import Objective, is_labelled, weigh
 
 
 @jax.tree_util.register_dataclass
@@ -130,12 +130,6 @@ def make_train_step(
         return TrainState(state.step + 1, metrics["tokens"], params, opt_state), metrics
 
     return train_step
-
-
-def noise_keys(seed: int, step: jax.Array, batch_size: int) -> jax.Array:
-    """[B] PRNG keys: a row's noise depends on (seed, step, its index in the global batch) and on nothing else."""
-    step_key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, jnp.arange(batch_size))
 
 
 def split_batch(batch: Any, parts: int) -> Any:

@@ -7,8 +7,8 @@ A file in configs/ starts from `default_config()` and changes what it needs; fla
 import jax
 import ml_collections
 
-from refusion_jax import sharding
-from refusion_jax.errors import UserError
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.errors import UserError
 
 
 def default_config() -> ml_collections.ConfigDict:

@@ -7,7 +7,7 @@ receive. The memory limit is what the compiler (libtpu 0.0.51) lets a program us
 
 import dataclasses
 
-from refusion_jax.errors import UserError
+from refusion_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from refusion_jax import sharding
+from refusion_jax.batch.rows import Rows
 from refusion_jax.model.packed_attention import backend_for
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
-from refusion_jax.objectives import make_objective
-from refusion_jax.optimizer import make_optimizer, make_schedule
-from refusion_jax.slots import Rows
-from refusion_jax.train_step import TrainState, init_state, make_train_step, state_shardings
-from refusion_jax.xla_options import compiler_options
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.xla_options import compiler_options
+from refusion_jax.systems.interface import make_objective
+from refusion_jax.training.optimizer import make_optimizer, make_schedule
+from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from refusion_jax import slots
-from refusion_jax.slots import Rows
+from refusion_jax.batch.rows import Rows
+from refusion_jax.systems.refusion import slots
 
 
 @jax.tree_util.register_dataclass

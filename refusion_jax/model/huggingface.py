@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.errors import UserError
 from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
 
 # Ours -> (theirs, how many leading axes of ours are the input; 0: the same array in both).
 _LAYER = {

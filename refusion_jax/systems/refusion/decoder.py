@@ -20,14 +20,25 @@ import jax
 import jax.numpy as jnp
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.feeding import Block, Parts, Strip, block_of, build_strip
-from refusion_jax.decoding.phases import CHECK, DONE, PLAN, PROPOSE, VERIFY, Reading, Work, follow, judge, select
 from refusion_jax.decoding.requests import Canvas
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
 from refusion_jax.decoding.settings import Dials, Static
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.sharding import ways_here
+from refusion_jax.runtime.sharding import ways_here
+from refusion_jax.systems.refusion.feeding import Block, Parts, Strip, block_of, build_strip
+from refusion_jax.systems.refusion.phases import (
+    CHECK,
+    DONE,
+    PLAN,
+    PROPOSE,
+    VERIFY,
+    Reading,
+    Work,
+    follow,
+    judge,
+    select,
+)
 
 
 @jax.tree_util.register_dataclass

@@ -10,8 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.decoding.feeding import Block, Parts
 from refusion_jax.decoding.settings import Dials, Static
+from refusion_jax.systems.refusion.feeding import Block, Parts
 
 DONE, PLAN, VERIFY, PROPOSE, CHECK = range(5)
 

@@ -17,8 +17,8 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from refusion_jax import cli
-from refusion_jax.errors import UserError
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 

@@ -3,8 +3,8 @@
 Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers, T row length.
 """
 
-from refusion_jax.chips import CHIPS
 from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.runtime.chips import CHIPS
 
 # Documented peak of dense bf16 arithmetic, FLOP/s a chip; matched against jax.Device.device_kind.
 PEAK_FLOPS = {chip.device_kind: chip.peak_flops for chip in CHIPS.values()} | {
