@@ -8,4 +8,4 @@ source "$(dirname "$0")/install.sh" ""
 workdir=${WORKDIR:-runs/quickstart}
 export JAX_PLATFORMS=cpu
 .venv/bin/python -m refusion_jax.train --config=configs/quickstart.py --workdir="$workdir" "$@"
-.venv/bin/python -m refusion_jax.quickstart --workdir="$workdir" --started="$started"
+.venv/bin/python -m refusion_jax.quickstart --workdir="$workdir" --started="$started" --decode.slot_size=4

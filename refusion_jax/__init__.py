@@ -4,7 +4,7 @@ import importlib
 
 # Imported when first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
 _HOME = {
-    "DecodeSettings": "refusion_jax.decoding.settings",
+    "DecodeSettings": "refusion_jax.systems.api",
     "Decoded": "refusion_jax.systems.api",
     "Request": "refusion_jax.decoding.requests",
     "UserError": "refusion_jax.runtime.errors",

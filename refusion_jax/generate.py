@@ -27,13 +27,14 @@ from rich.console import Console
 from rich.progress import track
 
 from refusion_jax.decoding.prompts import encode_prompt, read_prompts, to_record
-from refusion_jax.decoding.queue import stream
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.settings import METHODS, DecodeSettings
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.runtime.settings import declared
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, stream
+from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 from refusion_jax.training.checkpoints import find_step
 from refusion_jax.training.pretrained import find_tokenizer, load_model
 from refusion_jax.training.workdir import read_config, write_file
@@ -46,26 +47,36 @@ _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begin
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_METHOD = flags.DEFINE_enum("decode.method", None, METHODS, "How; by default what the model was trained for")
-_SETTINGS = cli.define_settings(DecodeSettings, "decode", but="method")
+_SETTINGS = cli.define_settings(all_settings(), "decode")
 
 
-def choose_method(checkpoint: Path, method: str | None) -> str:
-    """The decoding method: the one asked for, else the one the model was trained for.
+def choose_method(checkpoint: epath.Path, method: str | None) -> str:
+    """The decoder: the one asked for, else the first that serves what the model was trained for.
 
     Raises:
-      UserError: where the model was not trained for the method.
+      SettingError: where the model was not trained for the decoder.
     """
     if is_huggingface(checkpoint) or not (run := find_step(checkpoint)[0] / "config.json").exists():
-        return method or "refusion"  # nobody says what it was trained for
+        return method or decoders_for(default_system().name)[0]  # nobody says what it was trained for
     objective = read_config(run.parent).objective
-    fitting = ("ar",) if objective == "ar" else ("refusion", "sequential")
+    fitting = decoders_for(objective)
     if method and method not in fitting:
-        raise UserError(
-            f"--decode.method={method}: {checkpoint} was trained with objective={objective}, which decodes with "
-            f"{' or '.join(fitting)}"
+        raise SettingError(
+            "decode",
+            "method",
+            method,
+            f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}",
         )
     return method or fitting[0]
+
+
+def useless_flags() -> list[str]:
+    """Flags of settings that the chosen decoder does not have."""
+    method = cli.given(_SETTINGS).get("method")
+    if _CHECKPOINT.value:
+        method = choose_method(epath.Path(_CHECKPOINT.value), method)
+    own = declared(find_decoder(method or decoders_for(default_system().name)[0]).settings)
+    return [f"decode.{name}" for name in _SETTINGS if name not in own]
 
 
 def main() -> None:
@@ -75,8 +86,10 @@ def main() -> None:
     output = _OUTPUT.value and Path(_OUTPUT.value)
     if output:
         cli.check_output("output", output)
-    method = choose_method(checkpoint, _METHOD.value)
-    settings = DecodeSettings(method, **{name: flag.value for name, flag in _SETTINGS.items()})
+    given = cli.given(_SETTINGS)
+    given["method"] = choose_method(checkpoint, given.get("method"))
+    check_settings(given["method"], given)
+    settings = DecodeSettings(**given)
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.devices()[: _DATA.value * _TENSOR.value])
 
@@ -90,7 +103,7 @@ def main() -> None:
     requests = prepare(requests, settings, model.config)
 
     answers = track(
-        stream(model, requests, settings.batch_size),
+        stream(model, requests),
         total=len(requests),
         description="decoding",
         console=Console(stderr=True),
@@ -106,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, hidden=useless_flags)

@@ -16,13 +16,14 @@ from absl import flags
 from ml_collections import config_flags
 from rich.console import Console
 
-from refusion_jax.config import check, default_config
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.config import check, explained, names
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_decode, plan_train, to_json, to_table
 from refusion_jax.planning.search import fix_for, fix_for_decode, search
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
+from refusion_jax.systems.registry import decoders_for
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
@@ -32,7 +33,7 @@ _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to t
 _MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop when the memory is known: seconds instead of a minute")
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows a forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
-_DECODE = cli.define_settings(DecodeSettings, "decode")
+_DECODE = cli.define_settings(all_settings(), "decode")
 
 
 def main() -> None:
@@ -49,7 +50,10 @@ def main() -> None:
         config.batch_size = int(_ROWS.value * chips)
     check(config)
     if _WHAT.value == "decode":
-        settings = DecodeSettings(**{name: flag.value for name, flag in _DECODE.items()})
+        given = cli.given(_DECODE)
+        method = given.setdefault("method", decoders_for(config.objective)[0])
+        check_settings(method, given)
+        settings = DecodeSettings(**given)
         record = plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value)
         show_verdict(record, lambda: fix_for_decode(config, topology, slices, settings))
     elif _SEARCH.value:
@@ -102,5 +106,4 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, c
 
 if __name__ == "__main__":
     prepare_environment()
-    keys = cli.declared_settings(default_config)
-    cli.run(main, {f"config.{name}": f"{meaning} ({default})" for name, (default, meaning) in keys.items()})
+    cli.run(main, lambda: explained(_CONFIG.value), names)

@@ -3,14 +3,16 @@
   python -m refusion_jax.quickstart --workdir=runs/quickstart
 
 Prints accuracy (the whole worked answer must be right), tokens per forward and tokens per second (one prompt at a time,
-unless --batch_size says otherwise), for ReFusion decoding and for one token a forward with the same model; then three
-answers, slot by slot in the order of writing. The same figures go to DIR/report.json.
+unless --decode.batch_size says otherwise), for every decoder of the system that the model was trained for; then three
+answers, piece by piece (of a slot model, slot by slot) in the order of writing. The same figures go to
+DIR/report.json.
 """
 
 import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
@@ -20,49 +22,57 @@ from rich.table import Table
 
 from refusion_jax.data import tasks
 from refusion_jax.data.tokenizer import Tokenizer
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
-from refusion_jax.systems.api import Decoded, decode
+from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
+from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.pretrained import load_model, load_tokenizer
-from refusion_jax.training.workdir import write_file
+from refusion_jax.training.workdir import read_config, write_file
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
 _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", lower_bound=3)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 1, "How many of them at once", lower_bound=1)
+_SETTINGS = cli.define_settings(
+    {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")}, "decode"
+)
 _STARTED = flags.DEFINE_float("started", None, "When the whole thing began, in Unix seconds; now by default")
 
-SLOT_SIZE = 4
 MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 
 
-def report(workdir: Path, problems: list[tasks.Problem], batch_size: int, started: float) -> tuple[dict, Decoded]:
-    """Decodes the problems by both methods; the report, and what ReFusion decoding gave.
+def report(
+    workdir: Path, problems: list[tasks.Problem], given: dict[str, Any], started: float
+) -> tuple[dict, Settings, Decoded]:
+    """Decodes the problems by each decoder; the report, and the first decoder's settings and answers.
 
     Args:
       workdir: of the training run.
       problems: to decode.
-      batch_size: how many at once.
+      given: decode settings that differ from their defaults.
       started: Unix seconds from which seconds_total counts.
     """
     model, tokenizer = load_model(workdir), load_tokenizer(workdir)
-    sizes = {"max_new_tokens": MAX_NEW_TOKENS, "slot_size": SLOT_SIZE, "batch_size": batch_size}
-    refusion, decoded = measure(DecodeSettings("refusion", **sizes), model, tokenizer, problems)
-    sequential, _ = measure(DecodeSettings("sequential", **sizes), model, tokenizer, problems)
-    return {
-        "refusion": refusion,
-        "sequential": sequential,
-        "problems": len(problems),
-        "batch_size": batch_size,
-        "seconds_total": time.time() - started,
-        "train_seconds": read_metrics(workdir)[-1]["seconds"],
-        "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
-    }, decoded
+    names = decoders_for(read_config(workdir).objective)
+    settings = {name: DecodeSettings(name, max_new_tokens=MAX_NEW_TOKENS, **given) for name in names}
+    measured = {name: measure(own, model, tokenizer, problems) for name, own in settings.items()}
+    return (
+        {name: figures for name, (figures, _) in measured.items()}
+        | {
+            "decoders": names,
+            "problems": len(problems),
+            "batch_size": settings[names[0]].batch_size,
+            "seconds_total": time.time() - started,
+            "train_seconds": read_metrics(workdir)[-1]["seconds"],
+            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
+        },
+        settings[names[0]],
+        measured[names[0]][1],
+    )
 
 
 def measure(
-    settings: DecodeSettings, model: Transformer, tokenizer: Tokenizer, problems: list[tasks.Problem]
+    settings: Settings, model: Transformer, tokenizer: Tokenizer, problems: list[tasks.Problem]
 ) -> tuple[dict[str, float], Decoded]:
     """Accuracy and speed of one way of decoding, compilation not counted."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
@@ -79,7 +89,7 @@ def measure(
     }, out
 
 
-def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer) -> None:
+def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, piece: int) -> None:
     """Prints the table and three answers."""
     console = Console()
     table = Table(
@@ -88,27 +98,27 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
     )
     for column in ("decoding", "exact match", "tokens per forward", "tokens per second"):
         table.add_column(column, justify="left" if column == "decoding" else "right")
-    for method in ("refusion", "sequential"):
+    for method in figures["decoders"]:
         f = figures[method]
         table.add_row(
             method, f"{f['accuracy']:.1%}", f"{f['tokens_per_forward']:.2f}", f"{f['tokens_per_second']:,.0f}"
         )
     console.print(table)
-    console.print("Three answers, cut into slots; the number tells which slot was written first, second, third ...")
-    for i in examples(problems, decoded, tokenizer):
+    console.print("Three answers in pieces; the number tells which was written first, second, third ...")
+    for i in examples(problems, decoded, tokenizer, piece):
         cost = f"({len(decoded.tokens[i])} tokens by {decoded.forwards[i]} forwards)"
         console.print(f"\n{problems[i].query}  {cost}", style="bold", markup=False, highlight=False)
-        for slot, text in written_slots(decoded, i, tokenizer):
-            console.print(f"  {slot:>2}  {text}", markup=False, highlight=False)
+        for order, text in written_pieces(decoded, i, tokenizer, piece):
+            console.print(f"  {order:>2}  {text}", markup=False, highlight=False)
     console.print(
         f"\ntraining took {figures['train_seconds']:.0f} s, everything {figures['seconds_total']:.0f} s",
         highlight=False,
     )
 
 
-def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer) -> list[int]:
+def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, piece: int) -> list[int]:
     """Three right answers to look at, of three families: written least in order of reading, and then the longest."""
-    orders = [slot_order(decoded, i) for i in range(len(problems))]
+    orders = [piece_order(decoded, i, piece) for i in range(len(problems))]
     worth = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
     most = {}
     for i, problem in enumerate(problems):
@@ -118,29 +128,29 @@ def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokeniz
     return sorted(most.values(), key=worth.__getitem__, reverse=True)[:3]
 
 
-def slot_order(decoded: Decoded, index: int) -> list[int]:
-    """The slots of an answer, counted from 0, in the order of writing; slots dropped behind its end are left out."""
+def piece_order(decoded: Decoded, index: int, piece: int) -> list[int]:
+    """The pieces of an answer, of so many tokens each and counted from 0, in the order of writing.
+
+    Pieces dropped behind its end are left out.
+    """
     first = min(decoded.commit_order[index])
     places = (position - first for position in decoded.commit_order[index])
-    return list(dict.fromkeys(place // SLOT_SIZE for place in places if place < len(decoded.tokens[index])))
+    return list(dict.fromkeys(place // piece for place in places if place < len(decoded.tokens[index])))
 
 
-def written_slots(decoded: Decoded, index: int, tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """(when it was written, from 1; its text) for each slot of an answer, in text order."""
-    order = slot_order(decoded, index)
+def written_pieces(decoded: Decoded, index: int, tokenizer: Tokenizer, piece: int) -> list[tuple[int, str]]:
+    """(when it was written, from 1; its text) for each piece of an answer, in text order."""
+    order = piece_order(decoded, index, piece)
     tokens = decoded.tokens[index]
-    return [
-        (1 + order.index(slot), tokenizer.decode(tokens[slot * SLOT_SIZE : (slot + 1) * SLOT_SIZE]))
-        for slot in sorted(order)
-    ]
+    return [(1 + order.index(i), tokenizer.decode(tokens[i * piece : (i + 1) * piece])) for i in sorted(order)]
 
 
 def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
     problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
-    figures, decoded = report(workdir, problems, _BATCH_SIZE.value, started)
-    show(figures, problems, decoded, load_tokenizer(workdir))
+    figures, settings, decoded = report(workdir, problems, {"batch_size": 1} | cli.given(_SETTINGS), started)
+    show(figures, problems, decoded, load_tokenizer(workdir), settings.unit)
     write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
 
 

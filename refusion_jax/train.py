@@ -22,16 +22,16 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_flags
 
-from refusion_jax.config import check, check_mesh, default_config
+from refusion_jax.config import check, check_mesh, explained, make_objective, names
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs, global_batches
-from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.distributed import check_same, check_shared, together
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.preemption import EXIT_CODE, Preemption
 from refusion_jax.runtime.profiling import Profile
 from refusion_jax.runtime.storage import LogDirectory
+from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training import events
 from refusion_jax.training.checkpoints import Checkpoints, saved_steps
 from refusion_jax.training.metrics import MetricsWriter, check_finite
@@ -123,7 +123,8 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
         log.write("start", at=began, step=first_step)
         log.write("restore", seconds=restore_seconds)
         log.write("init", seconds=time.time() - began - restore_seconds)
-        flops = config.batch_size * config.row_length * train_flops_per_token(shape, config.row_length)
+        objective = make_objective(config, shape.mask_token_id)
+        flops = config.batch_size * train_flops_per_row(objective, shape, config.row_length)
         tokens = wide_to_int(state.tokens)
         metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, mesh.devices)
         stack.callback(metrics.close)
@@ -205,5 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    keys = cli.declared_settings(default_config)
-    cli.run(main, {f"config.{name}": f"{meaning} ({default})" for name, (default, meaning) in keys.items()})
+    cli.run(main, lambda: explained(_CONFIG.value), names)

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Tests compile more than they run: without LLVM's optimizations a decoder compiles in half the time.
+QUICK_COMPILE = "--xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICK_COMPILE}"
 # Virtual devices share XLA's thread pool, and a collective blocks its thread until all devices have come: with too few
 # threads they wait for each other for ever (seen once, with two devices on two cores).
 os.environ["NPROC"] = "32"
@@ -18,7 +20,9 @@ import pytest
 from flax import nnx
 
 from refusion_jax import DecodeSettings
+from refusion_jax.batch.visibility import CAUSAL, Visibility
 from refusion_jax.config import default_config
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,7 +57,10 @@ def _free_compiled_programs():
 
 def start(command: str, *flags: str, devices: int = 1) -> subprocess.Popen:
     """Starts a command of ours as a user would, on the CPU."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILE}",
+    }
     line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
     return subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -120,6 +127,11 @@ def tiny_model(seed: int = 0, **changes) -> Transformer:
     return Transformer(tiny_config(**changes), nnx.Rngs(seed))
 
 
+def causal(segment_ids: jax.Array) -> Visibility:
+    """Packed rows in which every token sees its own document up to itself."""
+    return Visibility.of(CAUSAL, segment_ids)
+
+
 PROMPTS = [
     [BOS, 5, 9, 13],
     [BOS, 22],
@@ -145,5 +157,7 @@ def sharp_models():
     return [sharp_model(seed) for seed in range(5)]
 
 
-def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, **changes) -> DecodeSettings:
-    return DecodeSettings(method, new, size, blocks, slot, token, **changes)
+def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, **changes) -> Settings:
+    """Decode settings, of which each decoder takes its own."""
+    slots = {"slot_size": size, "serial_blocks": blocks, "slot_threshold": slot, "token_threshold": token}
+    return DecodeSettings(method, max_new_tokens=new, **slots | changes)

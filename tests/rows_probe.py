@@ -42,7 +42,7 @@ def digest(mesh: dict[str, int], first: int, last: int) -> str:
     for step, batch in enumerate(batches, first):
         for array in [*jax.tree.leaves(batch), keys(step)]:
             found.update(np.ascontiguousarray(multihost_utils.process_allgather(array, tiled=True)))
-    hosts = min(jax.process_count(), sharding.ways(mesh, "batch"))
+    hosts = min(jax.process_count(), sharding.shard_count(mesh, "batch"))
     assert len(Counted.reads) == (last - first) * BATCH // hosts, "rows of other hosts are read"
     return found.hexdigest()
 

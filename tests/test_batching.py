@@ -13,10 +13,10 @@ from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory
 from refusion_jax.decoding import queue as batching
-from refusion_jax.decoding.queue import stream
-from refusion_jax.decoding.requests import Given, Request, prepare, sizes_for
+from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.model.transformer import KeyValues, logical_axes
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding
+from refusion_jax.systems.api import decoder_for, stream
 
 
 @pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])
@@ -35,15 +35,15 @@ def test_nothing_is_transferred_while_the_device_decodes():
     model = sharp_model()
     requests = prepare(PROMPTS, settings(), model.config)
     graphdef, params = nnx.split(model)
-    static = sizes_for(requests, model.config)
-    state = batching._empty(graphdef, params, 4, static)
-    newcomers = batching.newcomers({0: 0, 1: 1}, requests, 2, 4, static)
-    state = batching._admit(graphdef, params, state, *newcomers, static)
+    decoder = decoder_for(requests, model.config)
+    state = batching._empty(graphdef, params, decoder.lay_out(requests[:1]), 4, decoder)
+    newcomers = batching.newcomers({0: 0, 1: 1}, requests, 2, 4, decoder)
+    state = batching._admit(graphdef, params, state, newcomers, decoder)
     wanted = jnp.int32(4)
     with jax.transfer_guard("disallow_explicit"):
-        state = batching._run(graphdef, params, state, wanted, static)
-    assert state.done.all()
-    lowered = batching._run.lower(graphdef, params, state, wanted, static).as_text()
+        state = batching._run(graphdef, params, state, wanted, decoder)
+    assert not state.active.any()
+    lowered = batching._run.lower(graphdef, params, state, wanted, decoder).as_text()
     assert "while" in lowered
     assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered]
 
@@ -52,13 +52,13 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
     """A queue much longer than the batch, of requests of very different lengths, compiles one loop."""
     model = sharp_model()
     lengths = [4, 32, 8, 4, 24, 4, 4, 16] * 4
-    s = settings(new=32, eos_id=29)
+    s = settings(new=32, eos_id=29, batch_size=8)
     requests = [
         Request([BOS, 5 + i % 20], settings=dataclasses.replace(s, max_new_tokens=n)) for i, n in enumerate(lengths)
     ]
     requests = prepare(requests, s, model.config)
     compiled = batching._run._cache_size(), batching._admit._cache_size()
-    order, answers = zip(*stream(model, requests, 8), strict=True)
+    order, answers = zip(*stream(model, requests), strict=True)
     assert (batching._run._cache_size(), batching._admit._cache_size()) == (compiled[0] + 1, compiled[1] + 1)
     assert sorted(order) == list(range(32))
     assert order.index(3) < order.index(1)  # the short one behind overtakes the long one before
@@ -87,12 +87,12 @@ def test_prompts_of_any_length_are_prefilled_in_chunks(length):
 def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():
     model = tiny_model()
     requests = prepare(PROMPTS, settings(new=64, blocks=2), model.config)
-    static = sizes_for(requests, model.config)
-    assert static.widths[-1] == 64  # a block of 32 and the next one
-    assert static.cache_length == 96 + 64  # 8 + 64 tokens, rounded up to 96
-    cache = kv.Cache.empty(model, 3, static.cache_length)
+    decoder = decoder_for(requests, model.config)
+    assert decoder.width == 64  # a block of 32 and the next one
+    assert decoder.cache_length == 96 + 64  # 8 + 64 tokens, rounded up to 96
+    cache = kv.Cache.empty(model, 3, decoder.cache_length)
     stored = sum(x.nbytes for x in jax.tree.leaves(cache.entries))
-    assert stored == 3 * static.cache_length * kv.bytes_per_token(model.config, "float32")
+    assert stored == 3 * decoder.cache_length * kv.bytes_per_token(model.config, "float32")
 
 
 def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
@@ -100,11 +100,11 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
     requests = prepare(PROMPTS, settings(new=64, blocks=2), model.config)
     compiled = batching._run._cache_size()
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2_350_000)
-    with pytest.raises(UserError, match="--decode.batch_size=8: 8 rows of 160 tokens, of 256 bytes.*size=4 would fit"):
-        next(stream(model, requests, 64))
+    with pytest.raises(UserError, match="batch_size=8: 8 rows of 160 tokens, of 256 bytes.*size=4 would fit"):
+        next(stream(model, requests))
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(UserError, match="lower --decode.cache_length"):
-        next(stream(model, requests, 64))
+    with pytest.raises(UserError, match="lower cache_length"):
+        next(stream(model, requests))
     assert batching._run._cache_size() == compiled
 
 
@@ -126,8 +126,9 @@ def test_a_mesh_changes_no_answer():
         s = settings(method, blocks=2, slot=0.7, batch_size=4)
         assert decode(split, PROMPTS, s) == decode(model, PROMPTS, s)
     with jax.set_mesh(mesh):
-        static = sizes_for(prepare(PROMPTS, s, model.config), model.config)
-        state = batching._empty(*nnx.split(split), 4, static)
+        requests = prepare(PROMPTS, s, model.config)
+        decoder = decoder_for(requests, model.config)
+        state = batching._empty(*nnx.split(split), decoder.lay_out(requests[:1]), 4, decoder)
     assert state.cache.entries.keys.sharding.shard_shape(state.cache.entries.keys.shape)[1:4:2] == (2, 1)
 
 

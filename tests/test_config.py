@@ -1,5 +1,5 @@
+import dataclasses
 import importlib.util
-import inspect
 from pathlib import Path
 
 import jax
@@ -8,9 +8,12 @@ from conftest import config_with, tiny_config
 from flax import nnx
 
 from refusion_jax import UserError, config
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.config.keys import keys
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import cli, sharding
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.settings import declared
+from refusion_jax.systems.api import all_settings
+from refusion_jax.systems.registry import decoders
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 
@@ -56,9 +59,10 @@ def test_the_real_sizes_are_the_published_ones(size):
 
 
 def test_every_key_and_every_decode_setting_has_a_meaning():
-    keys = set(config._flatten(config.default_config().to_dict()))
-    assert set(cli.declared_settings(config.default_config)) - {"mesh", "model", "slots", "data", "checkpoint"} == keys
-    assert set(cli.declared_settings(DecodeSettings)) == set(inspect.signature(DecodeSettings).parameters)
+    assert set(keys()) == set(config._flatten(config.default_config().to_dict()))
+    assert all(own.help for own in (*keys().values(), *all_settings().values()))
+    for decoder in decoders().values():
+        assert set(declared(decoder.settings)) == {field.name for field in dataclasses.fields(decoder.settings)}
 
 
 def test_the_keys_that_must_hold_are_there():
@@ -72,33 +76,33 @@ def test_the_keys_that_must_hold_are_there():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("changes", "said"),
     [
-        ({"objective": "gan"}, "--config.objective=gan: unknown; known: refusion, ar"),
-        ({"schedule": "step"}, "--config.schedule=step: unknown; known: cosine, wsd, constant"),
-        ({"steps": 0}, "--config.steps=0: must be at least 1"),
-        ({"learning_rate": 0.0}, "--config.learning_rate=0.0: must be above 0"),
-        ({"weight_decay": -1.0}, "--config.weight_decay=-1.0: must be at least 0"),
+        ({"objective": "gan"}, "objective=gan: unknown; known: ar, .*refusion"),
+        ({"schedule": "step"}, "schedule=step: unknown; known: cosine, wsd, constant"),
+        ({"steps": 0}, "steps=0: must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0: must be above 0"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: must be at least 0"),
         (
             {"batch_size": 30, "accumulation": 4},
-            "batch_size=30: must be a multiple of --config.accumulation=4",
+            "batch_size=30: must be a multiple of accumulation=4",
         ),
-        ({"slots.sizes": ()}, "--config.slots.sizes=.*one or more sizes of at least 1"),
-        ({"slots.sizes": (4, 0)}, "--config.slots.sizes=.*one or more sizes of at least 1"),
-        ({"slots.eps": 1.0}, "--config.slots.eps=1.0: must be below 1"),
-        ({"profile_steps": (3, 2)}, "--config.profile_steps=.*must be a first and a last step"),
-        ({"profile_steps": (3,)}, "--config.profile_steps=.*must be a first and a last step"),
-        ({"warmup_steps": 2000}, "--config.warmup_steps=2000: must not exceed --config.steps=1000"),
-        ({"schedule": "wsd"}, "--config.decay_steps=0: must be 1 to 1000 for schedule=wsd"),
+        ({"slots.sizes": ()}, "slots.sizes=.*one or more whole sizes of 1 to"),
+        ({"slots.sizes": (4, 0)}, "slots.sizes=.*one or more whole sizes of 1 to"),
+        ({"slots.eps": 1.0}, "slots.eps=1.0: must be below 1"),
+        ({"profile_steps": (3, 2)}, "profile_steps=.*must be a first and a last step"),
+        ({"profile_steps": (3,)}, "profile_steps=.*must be a first and a last step"),
+        ({"warmup_steps": 2000}, "warmup_steps=2000: must not exceed steps=1000"),
+        ({"schedule": "wsd"}, "decay_steps=0: must be 1 to 1000 for schedule=wsd"),
         ({"model.num_key_value_heads": 3}, "num_attention_heads=4: must be a multiple of num_key_value_heads=3"),
-        ({"model.head_dim": 7}, "--config.model.head_dim=7: must be even"),
+        ({"model.head_dim": 7}, "model.head_dim=7: must be even"),
         ({"mesh.data": -1}, "at most one axis can be -1"),
-        ({"mesh.tensor": 0}, "--config.mesh.tensor=0: must be at least 1, or -1"),
+        ({"mesh.tensor": 0}, "mesh.tensor=0: must be at least 1, or -1"),
     ],
 )
-def test_an_impossible_value_is_refused_by_name(keys, said):
+def test_an_impossible_value_is_refused_by_name(changes, said):
     with pytest.raises(UserError, match=said):
-        config.check(config_with(**keys))
+        config.check(config_with(**changes))
 
 
 def test_invented_and_missing_keys_are_refused():
@@ -117,13 +121,13 @@ def test_invented_and_missing_keys_are_refused():
     [
         (
             {"batch_size": 12},
-            r"--config.batch_size=12 does not divide into 8 parts \(mesh.replica x mesh.data x",
+            r"batch_size=12: does not divide into 8 parts \(mesh.replica x mesh.data x",
         ),
         ({"batch_size": 40, "accumulation": 2}, "x accumulation.*the next size that does is 48"),
-        ({"mesh.tensor": 8, "model.num_attention_heads": 8}, "num_key_value_heads=2 does not divide into 8 parts"),
-        ({"mesh.sequence": 8, "row_length": 1001}, "row_length=1001 does not divide.*the next size that does is 1008"),
+        ({"mesh.tensor": 8, "model.num_attention_heads": 8}, "num_key_value_heads=2: does not divide into 8 parts"),
+        ({"mesh.sequence": 8, "row_length": 1001}, "row_length=1001: does not divide.*the next size that does is 1008"),
         ({"mesh.tensor": 2, "model.vocab_size": 4095}, "model.vocab_size=4095.*the next size that does is 4096"),
-        ({"mesh.fsdp": 8, "model.hidden_size": 100}, "model.hidden_size=100 does not divide into 8 parts"),
+        ({"mesh.fsdp": 8, "model.hidden_size": 100}, "model.hidden_size=100: does not divide into 8 parts"),
     ],
 )
 def test_sizes_that_the_mesh_does_not_divide_are_refused_with_the_next_that_works(keys, said):

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from refusion_jax import DecodeSettings, decode
 from refusion_jax.decoding import queue as batching
 from refusion_jax.decoding.queue import Answer, read_answer
-from refusion_jax.decoding.requests import Request, prepare, sizes_for
-from refusion_jax.decoding.settings import Static
-from refusion_jax.systems.refusion import decoder as refusion
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.systems.api import decoder_for
+from refusion_jax.systems.refusion.decoder import PlanAndInfill
 from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, VERIFY
 
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
@@ -29,34 +30,34 @@ RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
 THRESHOLDS = [(1, 0.6, 0.4), (1, 0.7, 0.02), (1, 0.2, 0.7), (2, 0.4, 0.2), (4, 0.9, 0.01)]
 
 
-def phases_of(model, requests: list[Request], static: Static) -> list[tuple[list[str], Answer]]:
+def phases_of(model, requests: list[Request], decoder: PlanAndInfill) -> list[tuple[list[str], Answer]]:
     """Decodes all requests as one batch: (the phases each went through, its answer)."""
     graphdef, params = nnx.split(model)
     B = len(requests)
-    state = batching._empty(graphdef, params, B, static)
-    newcomers = batching.newcomers(dict(enumerate(range(B))), requests, B, B, static)
-    state = batching._admit(graphdef, params, state, *newcomers, static)
-    state, phases_seen = run_and_look(graphdef, params, state, static)
+    state = batching._empty(graphdef, params, decoder.lay_out(requests[:1]), B, decoder)
+    newcomers = batching.newcomers(dict(enumerate(range(B))), requests, B, B, decoder)
+    state = batching._admit(graphdef, params, state, newcomers, decoder)
+    state, phases_seen = run_and_look(graphdef, params, state, decoder)
     seen, record = np.asarray(phases_seen), jax.device_get((state.record, state.forwards, state.rounds))
     names = {PLAN: "plan", VERIFY: "verify", PROPOSE: "propose", CHECK: "check"}
     of_row = [[names[phases[row]] for phases in seen if phases[row] != DONE] for row in range(B)]
     return [
-        (of_row[row], read_answer(request, *jax.tree.map(lambda x, row=row: x[row], record), static))
+        (of_row[row], read_answer(request, *jax.tree.map(lambda x, row=row: x[row], record), decoder.ids.eos_id))
         for row, request in enumerate(requests)
     ]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "static"))
-def run_and_look(graphdef, params, state, static):
+@functools.partial(jax.jit, static_argnames=("graphdef", "decoder"))
+def run_and_look(graphdef, params, state, decoder):
     """The loop of the decoder, which also notes the phases [steps, B] that rows are in before each forward."""
-    seen = jnp.full((200, len(state.done)), DONE)
+    seen = jnp.full((200, len(state.active)), DONE)
     model = nnx.merge(graphdef, params)
 
     def step(loop):
         state, i, seen = loop
-        return refusion.step(model, state, static), i + 1, seen.at[i].set(state.work.phase)
+        return decoder.step(model, state), i + 1, seen.at[i].set(state.work.phase)
 
-    state, _, seen = jax.lax.while_loop(lambda loop: ~loop[0].done.all(), step, (state, 0, seen))
+    state, _, seen = jax.lax.while_loop(lambda loop: loop[0].active.any(), step, (state, 0, seen))
     return state, seen
 
 
@@ -69,7 +70,11 @@ def strategies(slot_size: int):
     sizes = st.integers(1, 3).flatmap(lambda s: st.tuples(st.integers(1, 6 // s), st.just(s)))  # slots a block, blocks
     settings = st.builds(
         lambda size, slot, token, planning, infilling: DecodeSettings(
-            *("refusion", size[0] * size[1] * slot_size, slot_size, size[1], slot, token),
+            max_new_tokens=size[0] * size[1] * slot_size,
+            slot_size=slot_size,
+            serial_blocks=size[1],
+            slot_threshold=slot,
+            token_threshold=token,
             overlap_planning=planning,
             overlap_infilling=infilling,
         ),
@@ -91,8 +96,8 @@ def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
     model = sharp_models()[data.draw(st.integers(0, 4))]
     requests = prepare([data.draw(strategies(slot_size)) for _ in range(8)], DecodeSettings(), model.config)
     sizes = {"slots": 40, "block_slots": 40, "widths": (8, 32, 64), "cache_length": 128}
-    static = dataclasses.replace(sizes_for(requests, model.config), **sizes)
-    for request, (phases, answer) in zip(requests, phases_of(model, requests, static), strict=True):
+    decoder = dataclasses.replace(decoder_for(requests, model.config), **sizes)
+    for request, (phases, answer) in zip(requests, phases_of(model, requests, decoder), strict=True):
         expected = reference_decoder.refusion(model, request)
         if expected["margin"] < 1e-5:
             continue  # float32 noise may decide it
@@ -159,7 +164,7 @@ def test_the_cases_above_meet_every_phase_and_every_way_to_end():
     assert min(counts) > 10, counts
 
 
-def left_to_right(model, prompt: list[int], s: DecodeSettings) -> dict:
+def left_to_right(model, prompt: list[int], s: Settings) -> dict:
     """`sequential` and `ar` without a cache: one token a forward."""
     text = reference_decoder.Text(model, Request(prompt, settings=s))
     for offset in range(s.max_new_tokens):

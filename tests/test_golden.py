@@ -20,10 +20,11 @@ from conftest import SHARED
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model
+from refusion_jax.batch.batch import loss_terms
 from refusion_jax.decoding.queue import Answer, stream
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.systems.interface import hybrid_batch, loss_terms
 from refusion_jax.systems.refusion import slots
+from refusion_jax.systems.refusion.objective import hybrid_batch
 
 GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden"))
 pytestmark = pytest.mark.skipif(
@@ -185,7 +186,7 @@ def loss_and_gradient():
 
     def loss(params, c):
         batch = hybrid_batch(c)
-        logits = nnx.merge(graphdef, params)(batch.inputs, batch.positions, batch.segment_ids)
+        logits = nnx.merge(graphdef, params)(batch.inputs, batch.positions, batch.visibility)
         terms = loss_terms(logits, batch)
         return terms["ar"] + terms["mdm"], (terms, logits)
 

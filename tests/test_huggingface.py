@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import ROOT, forward, run, tiny_config, tiny_model
+from conftest import ROOT, causal, forward, run, tiny_config, tiny_model
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers(tmp_path, shape):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     positions = np.broadcast_to(np.arange(17), (2, 17))
-    got = forward(load_model(path), tokens, positions, np.ones((2, 17), int))
+    got = forward(load_model(path), tokens, positions, causal(np.ones((2, 17), int)))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 

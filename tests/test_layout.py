@@ -39,7 +39,6 @@ def is_command(module: str) -> bool:
     return "." not in module and module not in ROOMS
 
 
-@pytest.mark.xfail(reason="the queue still knows its decoders: the next commits hand them to it", strict=True)
 def test_imports_run_one_way():
     graph = {name(path): imports(path) for path in MODULES if path != PACKAGE / "__init__.py"}
     for module, imported in graph.items():

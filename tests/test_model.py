@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import forward, tiny_config, tiny_model
+from conftest import causal, forward, tiny_config, tiny_model
 from flax import nnx
 
-from refusion_jax.model.attention import attention, packed_causal_mask
+from refusion_jax.model.attention import attention
 from refusion_jax.model.transformer import KeyValues, Transformer, linear, logical_axes, rope_rotation, rotate
 
 TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
@@ -15,9 +15,9 @@ SEGMENTS = jnp.array([[1, 1, 1, 1, 2, 2, 2, 2, 0, 0]])
 
 def test_a_token_influences_only_logits_physically_behind_it_in_its_own_document():
     model = tiny_model()
-    before = forward(model, TOKENS, POSITIONS, SEGMENTS)[0]
+    before = forward(model, TOKENS, POSITIONS, causal(SEGMENTS))[0]
     for changed in range(TOKENS.shape[1]):
-        after = forward(model, TOKENS.at[0, changed].set(20), POSITIONS, SEGMENTS)[0]
+        after = forward(model, TOKENS.at[0, changed].set(20), POSITIONS, causal(SEGMENTS))[0]
         moved = np.abs(after - before).max(axis=1) > 1e-6
         may = [SEGMENTS[0, i] == SEGMENTS[0, changed] and i >= changed for i in range(TOKENS.shape[1])]
         assert moved.tolist() == may, f"token {changed}"
@@ -30,7 +30,7 @@ def test_no_gradient_flows_against_the_order():
 
     def logits_of(embeddings):  # every token has an id of its own, so that each one's influence is seen apart
         model = nnx.merge(graph, params | {"embed_tokens": embeddings})
-        return model(jnp.arange(10)[None], POSITIONS, SEGMENTS)[0].sum(axis=1)
+        return model(jnp.arange(10)[None], POSITIONS, causal(SEGMENTS))[0].sum(axis=1)
 
     influence = jnp.abs(jax.jacrev(logits_of)(params["embed_tokens"])).sum(axis=2)[:, :10] > 0  # [logit, token]
     same = SEGMENTS[0][:, None] == SEGMENTS[0][None]
@@ -39,22 +39,22 @@ def test_no_gradient_flows_against_the_order():
 
 def test_only_relative_positions_matter():
     model = tiny_model()
-    a = forward(model, TOKENS, POSITIONS, SEGMENTS)
-    b = forward(model, TOKENS, POSITIONS + 17, SEGMENTS)
+    a = forward(model, TOKENS, POSITIONS, causal(SEGMENTS))
+    b = forward(model, TOKENS, POSITIONS + 17, causal(SEGMENTS))
     np.testing.assert_allclose(a, b, atol=2e-5)  # rounding of larger angles in float32
-    assert np.abs(a - forward(model, TOKENS, POSITIONS * 2, SEGMENTS)).max() > 1e-3
+    assert np.abs(a - forward(model, TOKENS, POSITIONS * 2, causal(SEGMENTS))).max() > 1e-3
 
 
 def test_extending_a_cache_equals_one_forward():
     model = tiny_model()
     tokens, positions = TOKENS[:, :8], jnp.array([[0, 1, 2, 3, 7, 6, 5, 4]])
-    whole = model(tokens, positions, jnp.ones_like(tokens))
+    whole = model(tokens, positions, causal(jnp.ones_like(tokens)))
     none = jnp.zeros((2, 1, 0, 2, 8))
-    causal = jnp.tril(jnp.ones((1, 8, 8), bool))
+    below = jnp.tril(jnp.ones((1, 8, 8), bool))
     first, kept = model.extend(
-        tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(1, int), causal[:, :5, :5]
+        tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(1, int), below[:, :5, :5]
     )
-    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], kept, jnp.full(1, 5), causal[:, 5:, 5:])
+    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], kept, jnp.full(1, 5), below[:, 5:, 5:])
     np.testing.assert_allclose(whole, jnp.concatenate([first, second], axis=1), atol=1e-5)
 
 
@@ -74,12 +74,6 @@ def test_attention_of_a_query_that_sees_nothing_is_finite_with_finite_gradients(
     mask = jnp.array([[[True, False], [False, False]]])
     value, grads = jax.value_and_grad(lambda q, k, v: attention(q, k, v, mask).sum(), argnums=(0, 1, 2))(q, q, q)
     assert all(np.isfinite(x).all() for x in (value, *grads))
-
-
-def test_packed_causal_mask_is_the_matrix_in_its_docstring():
-    rows = [line.split() for line in packed_causal_mask.__doc__.splitlines() if set(line.split()) <= {"1", "."}]
-    drawn = [[cell == "1" for cell in row] for row in rows if row]
-    assert packed_causal_mask(jnp.array([[1, 1, 2, 2, 2]]))[0].tolist() == drawn
 
 
 def test_rotation_is_half_split():
@@ -111,7 +105,7 @@ def test_recomputing_layers_changes_neither_loss_nor_gradient(remat, again):
         graph, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0), remat=remat))
 
         def loss(params):
-            return jnp.sum(nnx.merge(graph, params)(TOKENS, POSITIONS, SEGMENTS) ** 2)
+            return jnp.sum(nnx.merge(graph, params)(TOKENS, POSITIONS, causal(SEGMENTS)) ** 2)
 
         products = str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
         return jax.jit(jax.value_and_grad(loss))(params), products
@@ -125,10 +119,10 @@ def test_recomputing_layers_changes_neither_loss_nor_gradient(remat, again):
 
 def test_bfloat16_computes_in_bfloat16_but_keeps_float32_weights_and_logits():
     exact, rough = tiny_model(), Transformer(tiny_config(), nnx.Rngs(0), dtype="bfloat16")
-    logits = rough(TOKENS, POSITIONS, SEGMENTS)
+    logits = rough(TOKENS, POSITIONS, causal(SEGMENTS))
     assert logits.dtype == jnp.float32
     assert {x.dtype for x in jax.tree.leaves(nnx.state(rough))} == {jnp.dtype("float32")}
-    difference = np.abs(logits - exact(TOKENS, POSITIONS, SEGMENTS))
+    difference = np.abs(logits - exact(TOKENS, POSITIONS, causal(SEGMENTS)))
     assert 0 < difference.max() < 0.15  # 2^-8 relative, a few roundings deep
 
 

@@ -3,12 +3,15 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import pytest
-from conftest import MASK, forward, tiny_model
+from conftest import MASK, causal, forward, tiny_model
 from flax import nnx
 from test_slots import packed
 
-from refusion_jax.systems.interface import Batch, hybrid_batch, loss_terms, make_objective, next_token_batch
+from refusion_jax.batch.batch import Batch, loss_terms
+from refusion_jax.config import make_objective
+from refusion_jax.systems.ar import NextToken
 from refusion_jax.systems.refusion import slots
+from refusion_jax.systems.refusion.objective import hybrid_batch
 
 
 def rows_of(*rows: list[tuple[int, int]], row_length: int = 24) -> slots.Rows:
@@ -24,7 +27,7 @@ def objective(name: str):
 
 def prepare(rows: slots.Rows, seed: int = 0, name: str = "refusion") -> Batch:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows.tokens.shape[0]))
-    return objective(name).prepare(rows, keys)
+    return objective(name).corrupt(rows, keys)
 
 
 def test_hybrid_loss_is_the_formula_of_the_paper():
@@ -32,7 +35,7 @@ def test_hybrid_loss_is_the_formula_of_the_paper():
     rows = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)])
     noise = slots.draw_noise(jax.random.split(jax.random.key(4), 2), rows, (2, 3, 4), 1e-3)
     c = slots.corrupt(rows, noise, MASK)
-    logits = forward(tiny_model(), c.inputs, c.positions, c.segment_ids)
+    logits = forward(tiny_model(), c.inputs, c.positions, causal(c.segment_ids))
     terms = loss_terms(logits, hybrid_batch(c))
 
     log_p = np.array(jax.nn.log_softmax(logits))
@@ -72,7 +75,7 @@ def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
     graph, params = nnx.split(tiny_model())
 
     def loss(params):
-        terms = loss_terms(nnx.merge(graph, params)(batch.inputs, batch.positions, batch.segment_ids), batch)
+        terms = loss_terms(nnx.merge(graph, params)(batch.inputs, batch.positions, batch.visibility), batch)
         return sum(terms.values()), terms
 
     (_, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -83,7 +86,7 @@ def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
 
 def test_next_token_labels_are_the_responses_of_the_same_document():
     rows = rows_of([(2, 3), (0, 3), (1, 1)], row_length=12)
-    batch = next_token_batch(rows)
+    batch = NextToken().corrupt(rows, None)
     #                      prompt  response   text    p r   padding
     labelled = np.array([[0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0]], bool)
     np.testing.assert_array_equal(batch.weights["ar"] > 0, labelled)

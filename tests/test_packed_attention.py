@@ -1,9 +1,15 @@
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import causal
+from test_visibility import TwoStreams
 
-from refusion_jax.model.attention import attention, packed_causal_mask
+from refusion_jax.batch.visibility import BIDIRECTIONAL, BlockCausal, Pattern, Visibility
+from refusion_jax.model.attention import attention
 from refusion_jax.model.packed_attention import backend_for, packed_attention, splash_attention
 from refusion_jax.runtime import sharding
 
@@ -26,11 +32,11 @@ def outputs_and_grads(function, q, k, v, segments):
 
 
 def definition(q, k, v, segments):
-    return attention(q, k, v, packed_causal_mask(segments))
+    return attention(q, k, v, causal(segments).mask())
 
 
 def emulated(q, k, v, segments):
-    return splash_attention(q, k, v, segments, interpret=True)
+    return splash_attention(q, k, v, causal(segments), interpret=True)
 
 
 def assert_close(got, expected):
@@ -49,10 +55,43 @@ def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
         assert_close(jax.jit(outputs_and_grads, static_argnums=0)(emulated, *inputs()), expected)
 
 
+@dataclasses.dataclass(frozen=True)
+class ByChance(Pattern):
+    """Ranks and groups without any order."""
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(length)
+        return rng.integers(0, 9, length).astype(np.int32), rng.integers(0, 3, length).astype(np.int32)
+
+
+@pytest.mark.parametrize("pattern", [BIDIRECTIONAL, BlockCausal(32), TwoStreams(32)], ids=repr)
+def test_both_kernels_follow_any_pattern_forward_and_backward(pattern):
+    def see(segments):
+        return Visibility.of(pattern, segments)
+
+    expected = outputs_and_grads(lambda q, k, v, s: attention(q, k, v, see(s).mask()), *inputs())
+    assert_close(
+        outputs_and_grads(lambda q, k, v, s: splash_attention(q, k, v, see(s), interpret=True), *inputs()), expected
+    )
+    assert_close(outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, see(s), "xla"), *inputs()), expected)
+
+
+@pytest.mark.parametrize("backend", ["xla", "splash"])
+def test_visibility_without_a_pattern_is_the_definition_and_never_a_whole_square(backend):
+    def see(segments):
+        return dataclasses.replace(Visibility.of(ByChance(), segments), pattern=None)
+
+    expected = outputs_and_grads(lambda q, k, v, s: attention(q, k, v, see(s).mask()), *inputs())
+    run = functools.partial(outputs_and_grads, lambda q, k, v, s: packed_attention(q, k, v, see(s), backend))
+    assert_close(run(*inputs()), expected)
+    longer = [jnp.concatenate([x, x[:, :128]], axis=1) for x in inputs()]
+    assert "384,384]" not in str(jax.make_jaxpr(run)(*longer))
+
+
 @pytest.mark.parametrize("length", [100, 200, 256])
 def test_blocks_of_queries_are_the_definition_forward_and_backward(length):
     short = [x[:, :length] for x in inputs()]
-    got = outputs_and_grads(lambda *args: packed_attention(*args, "xla"), *short)
+    got = outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, causal(s), "xla"), *short)
     assert_close(got, outputs_and_grads(definition, *short))
 
 
@@ -61,7 +100,7 @@ def test_a_gpu_kernel_is_the_definition():
         pytest.skip("needs an NVIDIA GPU; run it there with JAX_PLATFORMS=cuda")
     q, k, v, segments = inputs()
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    got = outputs_and_grads(lambda *args: packed_attention(*args, "cudnn"), q, k, v, segments)
+    got = outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, causal(s), "cudnn"), q, k, v, segments)
     for a, b in zip(got, outputs_and_grads(definition, q, k, v, segments), strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.02 * np.abs(b).max())
 

@@ -8,11 +8,12 @@ import pytest
 from conftest import tiny_config, tiny_model
 from hypothesis import strategies as st
 
-from refusion_jax.decoding.requests import Request, prepare, sizes_for
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax import DecodeSettings
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.refusion.decoder import shapes_of
 
 
@@ -71,11 +72,11 @@ def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):
 
 def test_some_compiled_shape_holds_any_rows_and_a_lone_row_packs_nothing():
     settings = DecodeSettings("refusion", 64, 4, 2)
-    static = sizes_for(prepare([Request([1, 2])], settings, tiny_config()), tiny_config())
-    widest = static.widths[-1]
-    assert shapes_of(1, static) == [(width, width) for width in static.widths]
+    widths = decoder_for(prepare([Request([1, 2])], settings, tiny_config()), tiny_config()).widths
+    widest = widths[-1]
+    assert shapes_of(1, widths) == [(width, width) for width in widths]
     for rows in (2, 3, 8, 64):
-        shapes = shapes_of(rows, static)
+        shapes = shapes_of(rows, widths)
         assert shapes[-1] == (widest, rows * widest)
         assert len(shapes) <= 5
         assert all(width <= size <= rows * width for width, size in shapes)

@@ -4,7 +4,8 @@ import pytest
 from conftest import BOS, EOS, settings, sharp_model, sharp_models, tiny_model
 
 from refusion_jax import DecodeSettings, UserError, decode
-from refusion_jax.decoding.requests import Request, slots_of
+from refusion_jax.decoding.requests import Request
+from refusion_jax.systems.refusion.canvas import slots_a_block, slots_of
 
 
 @pytest.mark.parametrize("method", ["refusion", "sequential"])
@@ -29,7 +30,9 @@ def test_templates_keep_what_is_given_and_fill_the_gaps(method):
 def test_gaps_become_slots_of_which_the_last_may_be_short():
     s = settings(size=4, blocks=2)
     given = ([7, 8], 6, [9], 5, [])  # nothing is given behind the last gap
-    assert slots_of(Request([BOS, 5], given, s)) == ([4, 8, 11, 15], [4, 2, 4, 1], [False, False, True, True], 2)
+    request = Request([BOS, 5], given, s)
+    assert slots_of(request) == ([4, 8, 11, 15], [4, 2, 4, 1], [False, False, True, True])
+    assert slots_a_block(request) == 2
 
 
 def test_what_stands_behind_a_gap_changes_what_is_written_into_it():
@@ -41,15 +44,15 @@ def test_what_stands_behind_a_gap_changes_what_is_written_into_it():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"max_new_tokens": 24, "slot_size": 8, "serial_blocks": 2}, "--decode.max_new_tokens=24.*32 would"),
-        ({"max_new_tokens": -1}, "--decode.max_new_tokens=-1: must be at least 0"),
-        ({"slot_size": 0}, "--decode.slot_size=0: must be at least 1"),
-        ({"temperature": -0.1}, "--decode.temperature=-0.1: must be at least 0"),
-        ({"method": "beam"}, "--decode.method=beam: unknown; known: refusion, sequential, ar"),
+        ({"max_new_tokens": 24, "slot_size": 8, "serial_blocks": 2}, "max_new_tokens=24.*32 would"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: must be at least 0"),
+        ({"slot_size": 0}, "slot_size=0: must be at least 1"),
+        ({"temperature": -0.1}, "temperature=-0.1: must be at least 0"),
+        ({"method": "beam"}, "method=beam: unknown; known: ar, .*refusion, sequential"),
     ],
 )
 def test_impossible_settings_are_refused(changes, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"^{said}"):
         DecodeSettings(**changes)
 
 
@@ -59,9 +62,9 @@ def test_impossible_settings_are_refused(changes, said):
         ([], {}, "prompt 1: is empty"),
         ([BOS, 32], {}, "prompt 1: holds an id outside 0 to 31"),
         ([BOS] * 20, {"cache_length": 30}, "prompt 1: has 20 tokens, and 16 new ones do not fit.*cache of 30"),
-        ([BOS], {"mask_id": 32}, "--decode.mask_id=32 is no token of this model"),
+        ([BOS], {"mask_id": 32}, "mask_id=32: is no token of this model"),
     ],
 )
 def test_prompts_that_cannot_be_decoded_are_refused(prompt, changes, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"^{said}"):
         decode(tiny_model(), [[BOS, 5], prompt], settings(**changes))

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, PAD, PROMPTS, settings, sharp_model
+from conftest import MASK, PAD, PROMPTS, causal, settings, sharp_model
 
 from refusion_jax import DecodeSettings, decode
 from refusion_jax.decoding.sampling import probability, sample
-from refusion_jax.decoding.settings import Dials
+from refusion_jax.decoding.settings import RowSettings
 
 
-def dials(rows, **changes):
+def row_settings(rows, **changes):
     """[rows, 1] of the same settings."""
-    return jax.tree.map(lambda x: x[:, None], Dials.of([DecodeSettings(**changes)] * rows))
+    return jax.tree.map(lambda x: x[:, None], RowSettings.of([DecodeSettings(**changes)] * rows))
 
 
 @pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])
@@ -25,7 +25,7 @@ def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperatu
     banned = [MASK, PAD, 30, 31]  # the last two are padding rows of the vocabulary
     favoured = model.lm_head[...][jnp.array([7, 9, 11, 13])]
     model.lm_head[...] = model.lm_head[...].at[jnp.array(banned)].set(3 * favoured)
-    logits = model(jnp.array(PROMPTS[:1]), jnp.arange(4)[None], jnp.ones((1, 4), int))
+    logits = model(jnp.array(PROMPTS[:1]), jnp.arange(4)[None], causal(jnp.ones((1, 4), int)))
     assert np.isin(jnp.argmax(logits, axis=-1), banned).any(), "the model does not even want them"
     out = decode(model, PROMPTS, settings(method, temperature=temperature))
     assert not {token for tokens in out.commit_tokens for token in tokens} & set(banned)
@@ -36,13 +36,13 @@ def test_sampling_follows_softmax_and_temperature():
     keys, places = jax.random.split(jax.random.key(0), (rows, 1)), jnp.zeros((rows, 1), int)
     many, draw = jnp.broadcast_to(logits, (rows, 1, 4)), jnp.ones((rows, 1), bool)
     for temperature in (0.5, 2.0):
-        drawn = sample(many, draw, keys, places, dials(rows, temperature=temperature))
+        drawn = sample(many, draw, keys, places, row_settings(rows, temperature=temperature))
         expected = jax.nn.softmax(logits[0, 0] / temperature)
         # 5 standard deviations of a share of 20 000 draws are at most 0.018
         np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / rows, expected, atol=0.018)
-    warm = dials(rows, temperature=9.0)
+    warm = row_settings(rows, temperature=9.0)
     assert (sample(many, ~draw, keys, places, warm) == 2).all()  # where nothing is drawn, the best
-    assert (sample(many, draw, keys, places, dials(rows)) == 2).all()
+    assert (sample(many, draw, keys, places, row_settings(rows)) == 2).all()
 
 
 def test_neither_overlapping_nor_the_batch_changes_a_draw():
@@ -80,7 +80,7 @@ def test_top_k_and_top_p_keep_the_most_probable():
         ({"top_p": 0.05}, [1, 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.5}, [4 / 7, 3 / 7, 0, 0]),  # of 4/9, 3/9, 2/9
     ):
-        own = dials(rows, temperature=1.0, **changes)
+        own = row_settings(rows, temperature=1.0, **changes)
         drawn = sample(jnp.broadcast_to(logits, (rows, 1, 4)), draw, keys, places, own)
         # 5 standard deviations of a share of 20 000 draws are at most 0.018
         np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / rows, expected, atol=0.018)

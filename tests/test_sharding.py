@@ -10,12 +10,12 @@ from test_config import load
 from test_train_step import random_rows
 
 from refusion_jax import UserError
+from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import noise_keys
-from refusion_jax.config import default_config
+from refusion_jax.config import default_config, make_objective
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.planning.programs import model_shape
 from refusion_jax.runtime import sharding
-from refusion_jax.systems.interface import is_labelled, make_objective, weigh
 from refusion_jax.training.program import train_program
 
 ONES = dict.fromkeys(sharding.MESH_AXES, 1)
@@ -32,8 +32,8 @@ def loss_and_gradient(**mesh_shape: int):
     objective = make_objective(config, tiny_config().mask_token_id)
 
     def loss(params, rows):
-        batch = objective.prepare(rows, noise_keys(0, 0, rows.tokens.shape[0]))
-        inputs = batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch)
+        batch = objective.corrupt(rows, noise_keys(0, 0, rows.tokens.shape[0]))
+        inputs = batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
         return sum(weigh(nnx.merge(graphdef, params).cross_entropy(*inputs), batch).values())
 
     where = jax.tree.map(

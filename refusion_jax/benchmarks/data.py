@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.batch.rows import Rows
-from refusion_jax.config import default_config
+from refusion_jax.config import default_config, make_objective
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.loader import host_batches
@@ -37,7 +37,6 @@ from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
-from refusion_jax.systems.interface import make_objective
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import init_state, make_train_step
 

@@ -1,21 +1,22 @@
-"""Decoding side by side in one process on the same weights: ReFusion, plain and overlapped, and left to right.
+"""Decoders, and settings of one decoder, side by side in one process on the same weights.
 
   python -m refusion_jax.bench decode --batch_sizes=1,8,32
-  python -m refusion_jax.bench decode --checkpoint=runs/quickstart --max_new_tokens=32 --slot_size=4
-  python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --max_new_tokens=512 --serial_blocks=16
+  python -m refusion_jax.bench decode --checkpoint=runs/quickstart --decode.max_new_tokens=32 --decode.slot_size=4
+  python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
-Without a checkpoint the weights are random, in the shape that --size names; thresholds of 0 then accept every draft
-(--token_threshold=0) or all slots at once (--slot_threshold=0). Of each way: tokens a second, forwards, tokens a
+Each --way is the name of a decoder, and settings of its own behind it: --way='sequential slot_size=4'; by default every
+decoder of the default system. Settings for all of them are flags, as those of generate. Without a checkpoint the
+weights are random, in the shape that --size names. Of each way: tokens a second, forwards, tokens a
 forward, milliseconds a forward; `bare_ms` is one forward of the widest width alone, with its logits, and
 `bare_half_full_ms` the same where half of its places hold a token; `of_bandwidth` is the share of the memory bandwidth
 that reading weights and cache once a forward takes, bandwidth being that of a copy measured here. Compilation is not
 counted, but told.
 """
 
-import dataclasses
 import functools
 import json
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,16 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.decoding.cache import Cache, bytes_per_token
-from refusion_jax.decoding.queue import batch_rows, mesh_of, stream
-from refusion_jax.decoding.requests import prepare, sizes_for
-from refusion_jax.decoding.settings import DecodeSettings, Static
+from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.queue import batch_rows, mesh_of
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, stream
+from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_model
 
 # hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
@@ -48,18 +53,14 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     text = functools.partial(flags.DEFINE_string, flag_values=own)
     number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
-    share = functools.partial(flags.DEFINE_float, flag_values=own)
     text("checkpoint", "", "Trained weights; random ones by default")
     text("size", "tiny", f"Shape of random weights: {', '.join(SIZES)}")
     text("dtype", "float32", "Of weights, cache and computation: float32 or bfloat16")
     flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)
     number("prompts_per_row", 2, "Prompts for every row of the batch")
     number("prompt_length", 32, "Tokens of a prompt, at random")
-    number("max_new_tokens", 128, "Tokens to decode")
-    number("slot_size", 8, "Tokens a slot")
-    number("serial_blocks", 4, "Serial blocks of an answer")
-    share("slot_threshold", 0.6, "As --decode.slot_threshold of generate")
-    share("token_threshold", 0.0, "As --decode.token_threshold of generate")
+    cli.define_settings(all_settings(), "decode", own)
+    flags.DEFINE_multi_string("way", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
     number("repeats", 3, "Runs of each way, in turns; the median counts")
 
 
@@ -90,13 +91,9 @@ def main(own: flags.FlagValues) -> None:
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
     """The ways to decode, in turns, at one batch size."""
-    refusion = DecodeSettings(
-        *("refusion", own.max_new_tokens, own.slot_size, own.serial_blocks, own.slot_threshold, own.token_threshold),
-        batch_size=batch_size,
-    )
-    plain = dataclasses.replace(refusion, overlap_planning=False, overlap_infilling=False)
-    one_by_one = dataclasses.replace(refusion, method="sequential")
-    ways = {"refusion, overlapped": refusion, "refusion, plain": plain, "sequential": one_by_one}
+    shared = {name: own[f"decode.{name}"].value for name in all_settings() if own[f"decode.{name}"].value is not None}
+    shared = {"max_new_tokens": 128} | shared | {"batch_size": batch_size}
+    ways = {way: read_way(way, shared) for way in own.way or default_system().decoders}
     rng, c = np.random.default_rng(0), model.config
     shape = (own.prompts_per_row * batch_size, own.prompt_length)
     prompts = rng.integers(5, min(c.num_tokens, 500), shape).tolist()
@@ -107,7 +104,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         for way, settings in ways.items():
             requests = prepare(prompts, settings, c)
             began = time.perf_counter()
-            answers[way] = [answer for _, answer in stream(model, requests, batch_size)]
+            answers[way] = [answer for _, answer in stream(model, requests)]
             took = time.perf_counter() - began
             if turn:
                 seconds[way].append(took)
@@ -116,12 +113,12 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
 
     records = []
     for way, settings in ways.items():
-        static = sizes_for(prepare(prompts, settings, c), c)
+        decoder = decoder_for(prepare(prompts, settings, c), c)
         rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[way]))
         forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.commit_order) for a in answers[way])
         # Rows share forwards, and a batch runs as many as its busiest rows; the queue keeps the others as busy.
         each = took / (forwards / rows)
-        moved = weight_bytes(model) + rows * static.cache_length * bytes_per_token(c, model.dtype)
+        moved = weight_bytes(model) + rows * decoder.cache_length * bytes_per_token(c, model.dtype)
         records.append(
             {
                 "benchmark": "decode",
@@ -131,17 +128,36 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
                 "forwards": forwards,
                 "tokens_per_forward": tokens / forwards,
                 "ms_per_forward": 1e3 * each,
-                "bare_ms": 1e3 * bare_forward(model, rows, static),
-                "bare_half_full_ms": 1e3 * bare_forward(model, rows, static, parts=2),
+                "bare_ms": 1e3 * bare_forward(model, rows, decoder),
+                "bare_half_full_ms": 1e3 * bare_forward(model, rows, decoder, parts=2),
                 "of_bandwidth": moved / each / bandwidth,
                 "compile_seconds": compiling[way] - took,
-                "width": static.widths[-1],
+                "width": decoder.width,
                 "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
                 "dtype": own.dtype,
                 "device": jax.devices()[0].device_kind,
             }
         )
     return records
+
+
+def read_way(way: str, shared: dict[str, Any]) -> Settings:
+    """The settings of one --way: the shared ones, and its own instead of them.
+
+    Raises:
+      UserError: where it is not a decoder and NAME=VALUE pairs.
+    """
+    method, *pairs = way.split()
+    changes = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if name not in all_settings():
+            raise UserError(f"--way={way!r}: {name!r} is no setting; known: {', '.join(all_settings())}")
+        try:
+            changes[name] = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"--way={way!r}: {text!r} is no number, true or false") from error
+    return DecodeSettings(**shared | {"method": method} | changes)
 
 
 def random_model(size: str, dtype: str) -> Transformer:
@@ -160,20 +176,20 @@ def random_model(size: str, dtype: str) -> Transformer:
     return nnx.merge(graphdef, init())
 
 
-def bare_forward(model: Transformer, rows: int, static: Static, parts: int = 1, repeats: int = 5) -> float:
+def bare_forward(model: Transformer, rows: int, decoder: Decoder, parts: int = 1, repeats: int = 5) -> float:
     """Seconds of one forward of the widest width and its best tokens, and nothing else; 1/parts of its places count."""
-    W = static.widths[-1]
+    W = decoder.width
 
     @jax.jit
     def run(model, cache, tokens):
         visible = jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (rows, W, W))
         positions = jnp.broadcast_to(jnp.arange(W), (rows, W))
-        length = jnp.full((rows,), static.cache_length - W)
+        length = jnp.full((rows,), max(decoder.cache_length - W, 0))
         ragged = Ragged.of(jnp.full((rows,), W // parts), W, rows * W // parts, shards=1)
         logits, new = model.extend(tokens, positions, cache.entries, length, visible, ragged)
         return jnp.argmax(logits, axis=-1), new
 
-    cache, tokens = Cache.empty(model, rows, static.cache_length), jnp.full((rows, W), 5)
+    cache, tokens = Cache.empty(model, rows, decoder.cache_length), jnp.full((rows, W), 5)
     jax.block_until_ready(run(model, cache, tokens))
     return _median_seconds(lambda: run(model, cache, tokens), repeats)
 

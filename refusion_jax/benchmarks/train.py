@@ -21,11 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.batch.rows import Rows, noise_keys
-from refusion_jax.config import default_config
+from refusion_jax.config import default_config, make_objective
 from refusion_jax.planning.programs import model_shape
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.systems.interface import make_objective
 from refusion_jax.training.program import train_program
 
 
@@ -156,16 +155,12 @@ def theirs(config, rows: Rows) -> Callable[[], None]:
     )
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=config.weight_decay)
     objective = make_objective(config, m.vocab_size - 1)
-    batch = jax.device_get(
-        jax.jit(objective.prepare)(jax.tree.map(jnp.asarray, rows), noise_keys(0, 0, config.batch_size))
-    )
+    batch = jax.jit(objective.corrupt)(jax.tree.map(jnp.asarray, rows), noise_keys(0, 0, config.batch_size))
     weight = torch.tensor(sum(np.asarray(w) for w in batch.weights.values()))
     inputs, positions, labels = (
         torch.tensor(np.asarray(x), dtype=torch.long) for x in (batch.inputs, batch.positions, batch.labels)
     )
-    segments = np.asarray(batch.segment_ids)
-    causal = np.tril(np.ones((config.row_length, config.row_length), bool))
-    mask = torch.tensor((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]
+    mask = torch.tensor(np.asarray(batch.visibility.mask()))[:, None]
 
     def run() -> None:
         logits = model(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).logits

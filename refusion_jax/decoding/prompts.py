@@ -9,17 +9,13 @@ from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.runtime.errors import UserError
-
-_OF_A_LINE = {field.name for field in dataclasses.fields(DecodeSettings)} - {
-    *("method", "slot_size", "eos_id", "mask_id"),  # compiled in
-    *("batch_size", "cache_length"),  # of the whole batch
-}
+from refusion_jax.runtime.settings import scope
 
 
 def read_prompts(
-    path: Path, tokenizer: Tokenizer | FastTokenizer | None, settings: DecodeSettings
+    path: Path, tokenizer: Tokenizer | FastTokenizer | None, settings: Settings
 ) -> list[tuple[object, Request]]:
     """(id, request) of each line of a JSONL file.
 
@@ -50,9 +46,7 @@ def read_prompts(
     return prompts
 
 
-def read_request(
-    item: dict, tokenizer: Tokenizer | FastTokenizer | None, settings: DecodeSettings, where: str
-) -> Request:
+def read_request(item: dict, tokenizer: Tokenizer | FastTokenizer | None, settings: Settings, where: str) -> Request:
     """One line: its prompt, its template, and settings of its own.
 
     Raises:
@@ -67,8 +61,9 @@ def read_request(
     ):
         raise UserError(f"{where}: template must list given texts (or lists of ids) and lengths of gaps")
     own = item.get("decode", {})
-    if not isinstance(own, dict) or not set(own) <= _OF_A_LINE:
-        raise UserError(f"{where}: decode must be an object with keys of {', '.join(sorted(_OF_A_LINE))}")
+    changeable = scope(type(settings), "row")
+    if not isinstance(own, dict) or not set(own) <= changeable:
+        raise UserError(f"{where}: decode must be an object with keys of {', '.join(sorted(changeable))}")
     try:
         changed = dataclasses.replace(settings, **own) if own else None
     except UserError as error:

@@ -9,6 +9,7 @@ Axes: B rows of the batch, R rows admitted at once, C cache entries.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,25 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import check_memory
-from refusion_jax.decoding.requests import Canvas, Given, Request, lay_out, sizes_for
+from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import Record
-from refusion_jax.decoding.settings import DecodeSettings, Dials, Static
 from refusion_jax.model.transformer import KeyValues, Transformer
-from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, ways
-from refusion_jax.systems import ar as left_to_right
-from refusion_jax.systems.refusion import decoder as refusion
+from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
 
-State = refusion.State | left_to_right.State
+_REFILL = 8  # a batch is refilled by an eighth: each time costs a prefill and a host-device synchronization
 
-_REFILL = 8  # a batch is refilled by an eighth: each time costs a prefill and a word with the host
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Newcomers:
+    """Requests on their way into the batch; behind the real ones stands filler for rows outside the batch."""
+
+    rows: Any  # [R] int32
+    layout: Any  # the decoder's own, every array leading with R
+    seeds: Any  # [R] uint32
+    noise: Any  # [R] uint32, see `Request.noise`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Answer:
 
 
 def stream(
-    model: Transformer, requests: Sequence[Request], batch_size: int, static: Static | None = None
+    model: Transformer, decoder: Decoder, requests: Sequence[Request], batch_size: int
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes requests as a queue, and yields (index of the request, its answer) as they finish.
 
@@ -52,32 +60,31 @@ def stream(
 
     Args:
       model: from `load_model`; where its weights lie on a mesh, the batch is split over it as well.
+      decoder: with sizes that serve all of the requests.
       requests: from `prepare`, one at least.
       batch_size: B at most.
-      static: sizes to compile for, where several calls are to share them; by default what these requests need.
     """
-    static = static or sizes_for(requests, model.config)
     graphdef, params = nnx.split(model)
     mesh = mesh_of(model)
     B = batch_rows(len(requests), batch_size, mesh)
     R = admitted(B)
-    check_memory(model, mesh, B, R, static)
+    check_memory(model, mesh, B, R, decoder)
     on_mesh = functools.partial(jax.set_mesh, mesh)
     with on_mesh():
-        state = _empty(graphdef, params, B, static)
+        state = _empty(graphdef, params, decoder.lay_out(requests[:1]), B, decoder)
     row_of, free, waiting = {}, list(range(B)), list(range(len(requests)))[::-1]
     while waiting or row_of:
         with on_mesh():
             while free and waiting:
                 rows = {free.pop(): waiting.pop() for _ in range(min(R, len(free), len(waiting)))}
                 row_of |= rows
-                state = _admit(graphdef, params, state, *newcomers(rows, requests, R, B, static), static)
-            state = _run(graphdef, params, state, R if waiting else B, static)
-        done, *answers = jax.device_get((state.done, state.record, state.forwards, state.rounds))
-        for row in [row for row in row_of if done[row]]:
+                state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder), decoder)
+            state = _run(graphdef, params, state, R if waiting else B, decoder)
+        active, *answers = jax.device_get((state.active, state.record, state.forwards, state.rounds))
+        for row in [row for row in row_of if not active[row]]:
             index = row_of.pop(row)
             free.append(row)
-            yield index, read_answer(requests[index], *jax.tree.map(lambda x: x[row], answers), static)  # noqa: B023
+            yield index, read_answer(requests[index], *jax.tree.map(lambda x: x[row], answers), decoder.ids.eos_id)  # noqa: B023
 
 
 def mesh_of(model: Transformer) -> Mesh:
@@ -90,7 +97,7 @@ def mesh_of(model: Transformer) -> Mesh:
 
 def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
     """Rows of the batch: the power of two that serves so many requests, or else all of them; in whole shards."""
-    rows, shards = min(batch_size, 1 << max(requests - 1, 0).bit_length()), ways(mesh, "batch")
+    rows, shards = min(batch_size, 1 << max(requests - 1, 0).bit_length()), shard_count(mesh, "batch")
     return -(-rows // shards) * shards
 
 
@@ -99,33 +106,24 @@ def admitted(rows: int) -> int:
     return -(-rows // _REFILL)
 
 
-def newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int, static: Static) -> tuple:
-    """(rows [R], canvas, given, keys [R], dials) of requests for rows; filler behind them, outside the batch."""
+def newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int, decoder: Decoder) -> Newcomers:
+    """Requests for rows of the batch, R at most, by index: {row: index of its request}."""
     some = [requests[index] for index in rows.values()]
     some += some[:1] * (R - len(some))
-    canvas, given = lay_out(some, static)
-    seeds, places = zip(*((request.settings.seed, request.noise) for request in some), strict=True)
-    return (
-        np.array([*rows, *[B] * (R - len(rows))], np.int32),
-        canvas,
-        given,
-        (np.array(seeds, np.uint32), np.array(places, np.uint32)),
-        Dials.of([request.settings for request in some]),
+    return Newcomers(
+        rows=np.array([*rows, *[B] * (R - len(rows))], np.int32),
+        layout=decoder.lay_out(some),
+        seeds=np.array([request.settings.seed for request in some], np.uint32),
+        noise=np.array([request.noise for request in some], np.uint32),
     )
 
 
-def read_answer(request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, static: Static) -> Answer:
+def read_answer(request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, eos_id: int) -> Answer:
     """From the record of one row."""
     tokens, positions = record.tokens[: record.count].tolist(), record.positions[: record.count].tolist()
     text = dict(zip(positions, tokens, strict=True))
-    end = min((at for at, token in text.items() if token == static.eos_id), default=None)
-    at = len(request.prompt)
-    for piece in request.template:
-        if isinstance(piece, int):
-            at += piece
-        else:
-            text |= {at + i: token for i, token in enumerate(piece)}
-            at += len(piece)
+    end = min((at for at, token in text.items() if token == eos_id), default=None)
+    text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
     return Answer(
         tokens=[text[at] for at in sorted(text) if end is None or at <= end],
         commit_order=positions,
@@ -136,59 +134,55 @@ def read_answer(request: Request, record: Record, forwards: np.ndarray, rounds: 
     )
 
 
-def decode_once(graphdef, params, newcomers: tuple, rows: int, static: Static) -> Record:
+def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
     """Fills a batch and decodes it to the end: all that the device does, as one function to be lowered and planned."""
-    state = _admit(graphdef, params, _empty(graphdef, params, rows, static), *newcomers, static)
-    return _run(graphdef, params, state, rows, static).record
+    state = _admit(graphdef, params, _empty(graphdef, params, newcomers.layout, rows, decoder), newcomers, decoder)
+    return _run(graphdef, params, state, rows, decoder).record
 
 
-def _decoder(static: Static):
-    return refusion if static.method == "refusion" else left_to_right
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "rows", "static"))
-def _empty(graphdef, params, rows: int, static: Static) -> State:
-    """A batch of rows that are all done."""
+@functools.partial(jax.jit, static_argnames=("graphdef", "rows", "decoder"))
+def _empty(graphdef, params, layout, rows: int, decoder: Decoder) -> State:
+    """A batch of rows that are all done; of the layout only the shapes count."""
+    layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
+    keys = jax.random.split(jax.random.key(0), rows)
     model = nnx.merge(graphdef, params)
-    zeros = jnp.zeros((rows, static.slots), jnp.int32)
-    ones = jnp.ones((rows,), jnp.int32)
-    canvas = Canvas(zeros, zeros, zeros > 0, ones, ones)
-    given = jnp.zeros((rows, static.cache_length), jnp.int32)
-    keys, dials = jax.random.split(jax.random.key(0), rows), Dials.of([DecodeSettings()] * rows)
-    cache = kv.Cache.empty(model, rows, static.cache_length)
-    return _placed(_decoder(static).stop(_decoder(static).begin(cache, canvas, given, keys, dials, static)))
+    return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: decoder.init(model, layout, keys))))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "static"), donate_argnames="state")
-def _admit(
-    graphdef, params, state: State, rows, canvas: Canvas, given: Given, seeds, dials: Dials, static: Static
-) -> State:
+@functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames="state")
+def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> State:
     """Puts requests into rows [R] of the batch, prefilled; rows outside the batch are dropped."""
-    model = nnx.merge(graphdef, params)
-    cache = kv.prefill(model, given, static.chunk)
-    keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(*seeds)
-    new = _decoder(static).begin(cache, canvas, given.tokens, keys, dials, static)
+    keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
+    started = decoder.init(nnx.merge(graphdef, params), new.layout, keys)
 
-    def put(old, new, axis=0):
-        return old.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
+    def put(axis, old, new_rows):
+        return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")
 
-    entries = jax.tree.map(lambda old, new: put(old, new, axis=1), state.cache.entries, new.cache.entries)
-    rest = jax.tree.map(put, _with_entries(state, None), _with_entries(new, None))
-    return _placed(_with_entries(rest, entries))
+    return _placed(_by_batch_axis(put, state, started))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "static"), donate_argnames="state")
-def _run(graphdef, params, state: State, wanted, static: Static) -> State:
+@functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames="state")
+def _run(graphdef, params, state: State, wanted, decoder: Decoder) -> State:
     """Decodes until `wanted` rows are done."""
     model = nnx.merge(graphdef, params)
-    end = jax.lax.while_loop(
-        lambda s: jnp.sum(s.done) < wanted, lambda s: _decoder(static).step(model, s, static), state
-    )
+    end = jax.lax.while_loop(lambda s: jnp.sum(~s.active) < wanted, functools.partial(decoder.step, model), state)
     return _placed(end)
 
 
-def _with_entries(state: State, entries: KeyValues | None) -> State:
-    return dataclasses.replace(state, cache=kv.Cache(entries, state.cache.length))
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _by_batch_axis(function, state: State, *others: State) -> State:
+    """function(batch axis, array, ...) of every array of a state; those of `KeyValues` lead with the layers."""
+
+    def of(x, *rest):
+        axis = 1 if isinstance(x, KeyValues) else 0
+        return jax.tree.map(functools.partial(function, axis), x, *rest)
+
+    return jax.tree.map(of, state, *others, is_leaf=lambda x: isinstance(x, KeyValues))
 
 
 def _placed(state: State) -> State:
@@ -196,5 +190,10 @@ def _placed(state: State) -> State:
 
     Said at the end of every program, or each would compile again for what the partitioner made of the one before it.
     """
-    rows = jax.tree.map(lambda x: constrain(x, "batch", *(None,) * (x.ndim - 1)), _with_entries(state, None))
-    return _with_entries(rows, kv.split(state.cache.entries))
+
+    def of(x):
+        if isinstance(x, KeyValues):
+            return kv.split(x)
+        return constrain(x, "batch", *(None,) * (x.ndim - 1))
+
+    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KeyValues))

@@ -1,6 +1,6 @@
-"""What is to be decoded: prompts, and templates with gaps, laid out as slots at places of a text.
+"""What is to be decoded: prompts, and templates with gaps, laid out at places of a text.
 
-Everything here runs on the host, once a request. Axes: R requests, N slots a row, C cache entries.
+Everything here runs on the host, once a request. Axes: R requests, N places a row, C cache entries.
 """
 
 import dataclasses
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from refusion_jax.decoding.settings import DecodeSettings, Static, token_ids
+from refusion_jax.decoding.settings import RowSettings, Settings
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import scope
 
-_ROUNDING = 32  # cache lengths are multiples of this, so that few are compiled
+ROUNDING = 32  # cache lengths are multiples of this, so that few are compiled
 _CHUNK = 256  # given tokens a forward of the prefill, at most
-_WIDTHS = 3  # forwards of so many widths are compiled, each half as wide as the next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Request:
 
     prompt: Sequence[int]
     template: tuple[Sequence[int] | int, ...] = ()
-    settings: DecodeSettings | None = None  # where they are not those of the call
+    settings: Settings | None = None  # where they are not those of the call
     noise: int = 0  # below 2^32; its sampling noise is a function of (settings.seed, this, position)
     name: str = ""  # for messages
 
@@ -43,17 +43,31 @@ class Request:
         """Tokens of the whole text at most, given and decoded."""
         return sum(piece if isinstance(piece, int) else len(piece) for piece in self.pieces)
 
+    @property
+    def given(self) -> tuple[list[int], list[int]]:
+        """(tokens, positions in the text) of what is given, in text order."""
+        tokens, positions, at = [], [], 0
+        for piece in self.pieces:
+            if isinstance(piece, int):
+                at += piece
+            else:
+                tokens += piece
+                positions += range(at, at + len(piece))
+                at += len(piece)
+        return tokens, positions
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Canvas:
-    """Where the slots of each row stand; slots of size 0 do not exist."""
-
-    start: jax.Array  # [R, N] int32, position of each slot's first token in the text
-    size: jax.Array  # [R, N] int32, its tokens; slot_size but for the last slot of a gap
-    may_end: jax.Array  # [R, N] bool, an EOS may be written there
-    per_block: jax.Array  # [R] int32, slots of a serial block
-    widest: jax.Array  # [R] int32, tokens that one forward of the row may feed
+    @property
+    def gaps(self) -> list[tuple[int, int, bool]]:
+        """(first position, length, whether an EOS may be written there) of each gap, in text order."""
+        gaps, at = [], 0
+        last_given = max(self.given[1], default=-1)
+        for piece in self.pieces:
+            if isinstance(piece, int):
+                gaps.append((at, piece, at > last_given))
+                at += piece
+            else:
+                at += len(piece)
+        return gaps
 
 
 @jax.tree_util.register_dataclass
@@ -65,85 +79,88 @@ class Given:
     positions: jax.Array  # [R, C] int32
     length: jax.Array  # [R] int32
 
-
-def slots_of(request: Request) -> tuple[list[int], list[int], list[bool], int]:
-    """(starts, sizes, may_end, slots a block) of a request's slots: each gap cut into slots, the last may be short."""
-    starts, sizes, ends, at = [], [], [], 0
-    pieces, K = request.pieces, request.settings.slot_size
-    last_given = max(index for index, piece in enumerate(pieces) if not isinstance(piece, int) and len(piece))
-    for index, piece in enumerate(pieces):
-        if isinstance(piece, int):
-            cut = range(at, at + piece, K)
-            starts += cut
-            sizes += [min(K, at + piece - start) for start in cut]
-            ends += [index > last_given] * len(cut)
-        at += piece if isinstance(piece, int) else len(piece)
-    return starts, sizes, ends, -(-len(starts) // request.settings.serial_blocks)
+    @classmethod
+    def of(cls, requests: Sequence[Request], capacity: int) -> "Given":
+        """What some requests give, as numpy arrays of C = capacity."""
+        tokens, positions = np.zeros((2, len(requests), capacity), np.int32)
+        length = np.zeros(len(requests), np.int32)
+        for row, request in enumerate(requests):
+            own, places = request.given
+            tokens[row, : len(own)], positions[row, : len(own)], length[row] = own, places, len(own)
+        return cls(tokens, positions, length)
 
 
-def lay_out(requests: Sequence[Request], static: Static) -> tuple[Canvas, Given]:
-    """Arrays of some requests."""
-    R = len(requests)
-    start, size = np.zeros((2, R, static.slots), np.int32)
-    may_end, (per_block, widest) = np.zeros((R, static.slots), bool), np.ones((2, R), np.int32)
-    tokens, positions = np.zeros((2, R, static.cache_length), np.int32)
-    length = np.zeros(R, np.int32)
-    for row, request in enumerate(requests):
-        starts, sizes, ends, per_block[row] = slots_of(request)
-        n = len(starts)
-        widest[row] = _widest(request, n, per_block[row])
-        start[row, :n], size[row, :n], may_end[row, :n] = starts, sizes, ends
-        at = 0
-        for piece in request.pieces:
-            if not isinstance(piece, int):
-                into = slice(length[row], length[row] + len(piece))
-                tokens[row, into], positions[row, into] = piece, range(at, at + len(piece))
-                length[row] += len(piece)
-            at += piece if isinstance(piece, int) else len(piece)
-    return Canvas(start, size, may_end, per_block, widest), Given(tokens, positions, length)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the tokens that are to be decoded stand, in text order; nothing at or behind `count`."""
+
+    position: jax.Array  # [R, N] int32, in the text
+    may_end: jax.Array  # [R, N] bool, an EOS may be written there
+    count: jax.Array  # [R] int32
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], capacity: int) -> "Places":
+        """The gaps of some requests token by token, as numpy arrays of N = capacity."""
+        position = np.zeros((len(requests), capacity), np.int32)
+        may_end, count = np.zeros(position.shape, bool), np.zeros(len(requests), np.int32)
+        for row, request in enumerate(requests):
+            for at, length, ends in request.gaps:
+                into = slice(count[row], count[row] + length)
+                position[row, into], may_end[row, into] = range(at, at + length), ends
+                count[row] += length
+        return cls(position, may_end, count)
 
 
-def _widest(request: Request, slots: int, per_block: int) -> int:
-    """Tokens of its widest forward: a block; where overlapped, the next block as well, or a slot and its guesses."""
-    s = request.settings
-    blocks = 2 if s.overlap_planning and slots > per_block else 1
-    return s.slot_size * max(per_block * blocks, 2 if s.overlap_infilling else 1)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Requests on their way to the device, for decoders that write token by token."""
+
+    given: Given
+    places: Places
+    settings: RowSettings
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[Request], capacity: int, new_tokens: int, settings: type[RowSettings] = RowSettings
+    ) -> "Layout":
+        """Some requests, as numpy arrays of C = capacity and N = new_tokens."""
+        given, places = Given.of(requests, capacity), Places.of(requests, new_tokens)
+        return cls(given, places, settings.of([request.settings for request in requests]))
 
 
-def sizes_for(requests: Sequence[Request], model: ModelConfig) -> Static:
-    """The least sizes that serve all of these requests; texts rounded up a little, so that few are compiled.
+def most_new_tokens(requests: Sequence[Request]) -> int:
+    """Tokens that the request with the most of them wants."""
+    return max(sum(length for _, length, _ in request.gaps) for request in requests)
 
-    The cache holds the longest text and, behind it, what the widest forward writes.
+
+def text_capacity(requests: Sequence[Request]) -> int:
+    """Tokens of the longest text, or what the settings ask for, rounded up so that few sizes are compiled."""
+    text = max(request.length for request in requests)
+    return max(requests[0].settings.cache_length, -(-text // ROUNDING) * ROUNDING)
+
+
+def prefill_chunk(requests: Sequence[Request]) -> int:
+    """Given tokens that one forward of the prefill takes."""
+    given = max(len(request.given[0]) for request in requests)
+    return min(_CHUNK, -(-given // ROUNDING) * ROUNDING)
+
+
+def check_same_program(requests: Sequence[Request]) -> None:
+    """Refuses requests whose settings differ in something that is compiled in.
 
     Raises:
-      UserError: where the requests' settings differ in something that is compiled in.
+      UserError: naming the request and the setting.
     """
     settings = requests[0].settings
     for request in requests:
-        for name in ("method", "slot_size", "eos_id", "mask_id"):
+        for name in sorted(scope(type(settings), "compiled")):
             if getattr(request.settings, name) != getattr(settings, name):
                 raise UserError(f"{request.name}: {name} must be the same for all prompts of a call")
-    K = settings.slot_size
-    slots, per_block = zip(*((len(starts), per) for starts, _, _, per in map(slots_of, requests)), strict=True)
-    widths = (2,)  # the last token, and a mask token
-    if settings.method == "refusion":
-        widest = max(map(_widest, requests, slots, per_block))
-        widths = tuple(sorted({max(-(-widest >> i), K) for i in range(_WIDTHS)}))
-    text = max(request.length for request in requests)
-    given = max(sum(len(p) for p in request.pieces if not isinstance(p, int)) for request in requests)
-    return Static(
-        method=settings.method,
-        slot_size=K,
-        slots=max(slots),
-        block_slots=max(per_block),
-        widths=widths,
-        cache_length=max(settings.cache_length, -(-text // _ROUNDING) * _ROUNDING) + widths[-1],
-        chunk=min(_CHUNK, -(-given // _ROUNDING) * _ROUNDING),
-        **token_ids(settings, model),
-    )
 
 
-def prepare(requests: Sequence[Sequence[int] | Request], settings: DecodeSettings, model: ModelConfig) -> list[Request]:
+def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, model: ModelConfig) -> list[Request]:
     """Checks prompts and requests, and gives each all of its settings.
 
     Raises:
@@ -171,13 +188,9 @@ def _check(request: Request, vocab_size: int, room: int) -> None:
         raise UserError(f"{request.name}: holds an id outside 0 to {vocab_size - 1}")
     if request.template and (not gaps or min(gaps) < 1):
         raise UserError(f"{request.name}: a template needs gaps, each of at least one token")
-    if request.template and request.settings.method == "ar":
-        raise UserError(
-            f"{request.name}: --decode.method=ar only writes behind what is given; it cannot fill templates"
-        )
     if request.length > room:
-        fix = "shorten the template" if gaps else "shorten it, lower --decode.max_new_tokens"
+        fix = "shorten the template" if gaps else "shorten it, lower max_new_tokens"
         raise UserError(
             f"{request.name}: has {len(given)} tokens, and {request.length - len(given)} new ones do not fit "
-            f"{'between' if gaps else 'behind'} them in a cache of {room}: {fix}, or raise --decode.cache_length"
+            f"{'between' if gaps else 'behind'} them in a cache of {room}: {fix}, or raise cache_length"
         )

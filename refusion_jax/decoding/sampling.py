@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.decoding.settings import Dials, Static
+from refusion_jax.decoding.settings import RowSettings, TokenIds
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class Record:
         )
 
 
-def mask_logits(logits: jax.Array, may_end: jax.Array, static: Static) -> tuple[jax.Array, jax.Array]:
+def mask_logits(logits: jax.Array, may_end: jax.Array, ids: TokenIds) -> tuple[jax.Array, jax.Array]:
     """(logits of the real vocabulary, logits of what may be chosen): mask and pad count in softmax, but never win.
 
     The authors' code can choose the mask token; here it cannot, nor padding.
@@ -41,15 +41,17 @@ def mask_logits(logits: jax.Array, may_end: jax.Array, static: Static) -> tuple[
     Args:
       logits: [B, T, V] float32.
       may_end: [B, T] bool, where EOS may be chosen.
-      static: names the tokens.
+      ids: what the special tokens are.
     """
-    ids = jnp.arange(logits.shape[-1])[None, None]
-    real = jnp.where(ids < static.num_tokens, logits, -jnp.inf)
-    banned = (ids == static.mask_id) | (ids == static.pad_id) | ((ids == static.eos_id) & ~may_end[:, :, None])
+    token = jnp.arange(logits.shape[-1])[None, None]
+    real = jnp.where(token < ids.num_tokens, logits, -jnp.inf)
+    banned = (token == ids.mask_id) | (token == ids.pad_id) | ((token == ids.eos_id) & ~may_end[:, :, None])
     return real, jnp.where(banned, -jnp.inf, real)
 
 
-def sample(logits: jax.Array, draw: jax.Array, keys: jax.Array, positions: jax.Array, dials: Dials) -> jax.Array:
+def sample(
+    logits: jax.Array, draw: jax.Array, keys: jax.Array, positions: jax.Array, settings: RowSettings
+) -> jax.Array:
     """Chooses a token at every place: the best, or where `draw` says so one of softmax(logits / temperature).
 
     Drawing is Gumbel-max in float32, among the top_k tokens and of those among the nucleus of top_p (Holtzman et al.,
@@ -60,24 +62,24 @@ def sample(logits: jax.Array, draw: jax.Array, keys: jax.Array, positions: jax.A
       draw: [B, T] bool.
       keys: [B, T] PRNG keys of each token's row; a draw depends on this key and the token's position only.
       positions: [B, T] int32.
-      dials: temperature, top_k, top_p [B, T] of each token's row.
+      settings: temperature, top_k, top_p [B, T] of each token's row.
 
     Returns:
       [B, T] int32.
     """
 
     def drawn(logits):
-        draws = draw & (dials.temperature > 0)
-        scaled = logits / jnp.where(draws, dials.temperature, 1.0)[:, :, None]
-        k = jnp.where(dials.top_k > 0, dials.top_k, logits.shape[-1])
+        draws = draw & (settings.temperature > 0)
+        scaled = logits / jnp.where(draws, settings.temperature, 1.0)[:, :, None]
+        k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
         scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
-        nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), dials.top_p)
+        nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), settings.top_p)
         # The shares of all tokens need not sum to exactly 1.
-        scaled = jnp.where((dials.top_p < 1)[:, :, None], nucleus, scaled)
+        scaled = jnp.where((settings.top_p < 1)[:, :, None], nucleus, scaled)
         gumbel = jax.vmap(jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:])))
         return jnp.where(draws[:, :, None], scaled + gumbel(keys, positions), logits)
 
-    noisy = jax.lax.cond(jnp.any(dials.temperature > 0), drawn, lambda logits: logits, logits)
+    noisy = jax.lax.cond(jnp.any(settings.temperature > 0), drawn, lambda logits: logits, logits)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 

@@ -67,25 +67,3 @@ def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
     v = v.transpose(0, 2, 1, 3)  # [B, K, S, H]
     heads = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v.dtype).reshape(B, K, G * T, S), v)
     return heads.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, -1)
-
-
-def packed_causal_mask(segment_ids: jax.Array) -> jax.Array:
-    """Who sees whom in packed rows: every token itself and what stands physically before it in its own document.
-
-    For segment_ids [1, 1, 2, 2, 2] the mask is (row: query, column: key)
-
-        1 . . . .
-        1 1 . . .
-        . . 1 . .
-        . . 1 1 .
-        . . 1 1 1
-
-    Args:
-      segment_ids: [B, T] int32.
-
-    Returns:
-      [B, T, T] bool.
-    """
-    same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
-    length = segment_ids.shape[-1]
-    return same_document & jnp.tril(jnp.ones((1, length, length), bool))

@@ -1,6 +1,6 @@
 """How much arithmetic training takes, and how much a chip can do: for the model-FLOPs utilization (MFU).
 
-Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers, T row length.
+Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers.
 """
 
 from refusion_jax.model.transformer import ModelConfig
@@ -20,14 +20,18 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
-def train_flops_per_token(c: ModelConfig, row_length: int) -> float:
+def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
     """FLOPs of forward and backward a position of a row: 3 x the forward's, recomputation (remat) not counted.
 
     Forward: 2 a weight of every matrix product (the embedding look-up is none), and for attention 2 N H (scores)
-    + 2 N H (values) a key seen, with (T + 1) / 2 keys seen on average: causal attention counts once, over whole rows.
+    + 2 N H (values) a key seen: of causal attention, (T + 1) / 2 on average over whole rows.
+
+    Args:
+      c: the model.
+      keys_seen: by a query, on average: `Pattern.keys_seen`.
     """
     D, N, K, H, F = (
         c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
     )  # fmt: skip
-    layer = 2 * (D * (N + 2 * K) * H + N * H * D + 3 * D * F) + 4 * N * H * (row_length + 1) / 2
+    layer = 2 * (D * (N + 2 * K) * H + N * H * D + 3 * D * F) + 4 * N * H * keys_seen
     return 3.0 * (c.num_hidden_layers * layer + 2 * D * c.vocab_size)

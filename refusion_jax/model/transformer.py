@@ -1,4 +1,4 @@
-"""The transformer that every objective and every decoder shares: Qwen3's shape, in Flax NNX.
+"""The transformer that every system shares: Qwen3's shape, in Flax NNX.
 
 RMSNorm before each block, grouped-query attention with RMSNorm on every query and key head, RoPE (half-split
 rotation), SwiGLU, no biases (Qwen3 technical report, arXiv 2505.09388). The weights of all layers are stacked on a
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from refusion_jax.batch.visibility import Visibility
 from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
@@ -110,7 +111,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 
 
 class Transformer(nnx.Module):
-    """A causal decoder-only transformer. It computes in `dtype`; logits are float32.
+    """A decoder-only transformer; who sees whom is said by its caller. It computes in `dtype`; logits are float32.
 
     Args:
       config: its shape.
@@ -136,33 +137,38 @@ class Transformer(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Logits of packed rows, causal within each document in physical order.
+    def __call__(self, tokens: jax.Array, positions: jax.Array, visibility: Visibility) -> jax.Array:
+        """Logits of packed rows.
 
         Args:
           tokens: [B, T] int32.
           positions: [B, T] int32, each token's place in its text (RoPE), whatever its physical index.
-          segment_ids: [B, T] int32, the document each token belongs to.
+          visibility: who sees whom.
 
         Returns:
           [B, T, V] float32.
         """
-        return self._logits(self._hidden(tokens, positions, segment_ids))
+        return self.logits(self.hidden(tokens, positions, visibility))
 
     def cross_entropy(
-        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, labels: jax.Array, is_labelled: jax.Array
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        visibility: Visibility,
+        labels: jax.Array,
+        is_labelled: jax.Array,
     ) -> jax.Array:
         """-log p(label) of packed rows, without ever holding their logits.
 
         Args:
-          tokens, positions, segment_ids: as for a call.
+          tokens, positions, visibility: as for a call.
           labels: [B, T] int32.
           is_labelled: [B, T] bool; the others cost nothing, and are 0.
 
         Returns:
           [B, T] float32.
         """
-        return linear_cross_entropy(self._hidden(tokens, positions, segment_ids), self._head[...], labels, is_labelled)
+        return linear_cross_entropy(self.hidden(tokens, positions, visibility), self._head[...], labels, is_labelled)
 
     def extend(
         self,
@@ -197,13 +203,13 @@ class Transformer(nnx.Module):
             return ragged.pack(heads), KeyValues(k, v)
 
         x, kept = self._run(ragged.pack(tokens), ragged.pack(positions), attend, cached)
-        return self._logits(x), kept
+        return self.logits(x), kept
 
-    def _hidden(self, tokens, positions, segment_ids) -> jax.Array:
-        """[B, T, D]: what the output head reads, of packed rows."""
+    def hidden(self, tokens: jax.Array, positions: jax.Array, visibility: Visibility) -> jax.Array:
+        """[B, T, D]: what the output head reads, of packed rows; the arguments are those of a call."""
 
         def attend(q, k, v, _):
-            return checkpoint_name(packed.packed_attention(q, k, v, segment_ids, self.backend), packed.SAVED_NAME), None
+            return checkpoint_name(packed.packed_attention(q, k, v, visibility, self.backend), packed.SAVED_NAME), None
 
         return self._run(tokens, positions, attend, None)[0]
 
@@ -211,8 +217,8 @@ class Transformer(nnx.Module):
     def _head(self) -> nnx.Param:
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
-    def _logits(self, x) -> jax.Array:
-        """[B, T, V] float32."""
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[B, T, V] float32, from what `hidden` gave, or a part of its tokens."""
         logits = linear(x, self._head[...].astype(self.dtype).T).astype(jnp.float32)
         return constrain(logits, "batch", "length", "vocab")
 

@@ -12,13 +12,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from refusion_jax.config import check, check_mesh
-from refusion_jax.decoding import queue as batching
-from refusion_jax.decoding.requests import prepare, sizes_for
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.decoding import queue
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.runtime import sharding
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import SettingError
+from refusion_jax.systems.api import decoder_for
 from refusion_jax.training.program import abstract_rows, train_program
 
 
@@ -51,7 +52,7 @@ def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
         return program.step.lower(program.target, abstract_rows(c, mesh))
 
 
-def lower_decode(config: str, topology: str, slices: int, settings: DecodeSettings) -> jax.stages.Lowered:
+def lower_decode(config: str, topology: str, slices: int, settings: Settings) -> jax.stages.Lowered:
     """Decoding a batch with the model of a config: the prompts fill what the cache leaves beside the new tokens.
 
     Weights are kept in the dtype of computation, and split as in training; rows are split over the batch axes.
@@ -67,13 +68,15 @@ def lower_decode(config: str, topology: str, slices: int, settings: DecodeSettin
     settings = settings.fill_in(capacity)
     length, rows = capacity - settings.new_tokens, settings.batch_size
     if length < 1:
-        raise UserError(
-            f"--decode.max_new_tokens={settings.new_tokens} leaves no room for a prompt in a cache of {capacity}"
+        raise SettingError(
+            "decode", "max_new_tokens", settings.new_tokens, f"leaves no room for a prompt in a cache of {capacity}"
         )
-    if rows % (parts := sharding.ways(mesh, "batch")):
-        raise UserError(
-            f"--decode.batch_size={rows} does not divide into {parts} parts; "
-            f"the next size that does is {-(-rows // parts) * parts}"
+    if rows % (parts := sharding.shard_count(mesh, "batch")):
+        raise SettingError(
+            "decode",
+            "batch_size",
+            rows,
+            f"does not divide into {parts} parts; the next size that does is {-(-rows // parts) * parts}",
         )
     model = nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0), c.dtype))
     graphdef, weights = nnx.split(model)
@@ -83,15 +86,15 @@ def lower_decode(config: str, topology: str, slices: int, settings: DecodeSettin
         logical_axes(model),
     )
     requests = prepare([[0] * length], settings, shape)
-    static = sizes_for(requests, shape)
+    decoder = decoder_for(requests, shape)
     everywhere = sharding.sharding(mesh)
     newcomers = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
-        batching.newcomers({0: 0}, requests, batching.admitted(rows), rows, static),
+        queue.newcomers({0: 0}, requests, queue.admitted(rows), rows, decoder),
     )
     with jax.set_mesh(mesh):
-        program = jax.jit(batching.decode_once, static_argnames=("graphdef", "rows", "static"))
-        return program.lower(graphdef, target, newcomers, rows, static)
+        program = jax.jit(queue.decode_once, static_argnames=("graphdef", "rows", "decoder"))
+        return program.lower(graphdef, target, newcomers, rows, decoder)
 
 
 def state_bytes(config: ml_collections.ConfigDict, mesh: Mesh) -> float:

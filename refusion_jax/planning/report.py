@@ -7,14 +7,15 @@ import jax
 import ml_collections
 from rich.table import Table
 
-from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.model.flops import train_flops_per_token
+from refusion_jax.config import make_objective
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.planning import programs
 from refusion_jax.planning.compiler import Compiled, compile_program, libtpu_version, tpu_devices
 from refusion_jax.planning.costs import Costs, count
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.chips import find_chip
+from refusion_jax.systems.interface import train_flops_per_row
 
 GIB = 2.0**30
 
@@ -30,7 +31,9 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
     chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
     times = estimate(costs, chip)
     tokens = config.batch_size * config.row_length
-    model_flops = tokens * train_flops_per_token(programs.model_shape(config), config.row_length) / mesh.size
+    shape = programs.model_shape(config)
+    objective = make_objective(config, shape.mask_token_id)
+    model_flops = config.batch_size * train_flops_per_row(objective, shape, config.row_length) / mesh.size
     state = programs.state_bytes(config, mesh)
     return {
         "what": "train",
@@ -59,7 +62,7 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
 
 
 def plan_decode(
-    config: ml_collections.ConfigDict, topology: str, slices: int, settings: DecodeSettings, memory_only: bool
+    config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings, memory_only: bool
 ) -> dict:
     """Compiles the decoder; costs are those of the prefill and one forward of the loop, whose length the data decides.
 
@@ -173,7 +176,7 @@ def to_table(r: dict) -> Table:
             ("network within the slice, between slices", f"{_seconds(r['ici_seconds'])}, {dcn}"),
             ("  of which nothing hides", _seconds(r["waiting_seconds"])),
             ("estimated step", _seconds(r["step_seconds"])),
-            ("estimated MFU (causal attention counted once)", f"{r['mfu']:.1%}"),
+            ("estimated MFU (attention counted where a key is seen)", f"{r['mfu']:.1%}"),
             ("estimated tokens a day, all chips", f"{r['tokens_per_day'] / 1e9:,.2f} G"),
         ]
     else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
 
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.planning.report import plan_decode, plan_train
 from refusion_jax.runtime.errors import UserError
 
@@ -74,7 +74,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
     return ""
 
 
-def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: DecodeSettings) -> str:
+def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
     """The largest batch, halved as often as needed, that fits and can be split; "" where there is none."""
     rows = settings.batch_size
     while rows % 2 == 0:

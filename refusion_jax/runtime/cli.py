@@ -1,40 +1,48 @@
 """What all commands share: flags in, help that explains, and errors of one clear line."""
 
-import dataclasses
+import contextlib
 import difflib
-import inspect
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags, logging
 from etils import epath
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.runtime.settings import Setting
 from refusion_jax.runtime.storage import is_remote
 
+_HELP_FLAGS = {"--help", "-h"}
 
-def run(main: Callable[[], None], settings: dict[str, str] | None = None) -> None:
+
+def run(
+    main: Callable[[], None],
+    settings: Callable[[], dict[str, str]] | None = None,
+    names: Callable[[], Iterable[str]] | None = None,
+    hidden: Callable[[], Collection[str]] = tuple,
+) -> None:
     """Parses the flags and runs a command; bad flags and UserError end in one line on stderr and exit code 2.
 
     Args:
       main: the command; reads its flags from absl.flags.
-      settings: the keys of `--config`, "config.a.b" -> what --help says of it; empty where a command has no --config.
+      settings: what --help says of the keys of `--config` that matter, "config.a.b" -> text; none without a --config.
+      names: of all keys of `--config`.
+      hidden: flags that --help leaves out, because what else is asked for has no use for them.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
-        if {"--help", "-h"} & set(argv):
-            print(_help(settings or {}))
+        if _HELP_FLAGS & set(argv):
+            print(_help(argv, settings, hidden))
             sys.exit(0)
         try:
-            check_config_flags(argv[1:], settings or {})
             rest = flags.FLAGS(argv)[1:]
-        except (flags.Error, UserError) as error:
-            _fail(error)
         except Exception as error:  # noqa: BLE001  a config file is the user's own program, and may raise anything
-            _fail(UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}"))
+            fault = config_fault(argv[1:], names() if names else ())
+            is_ours = isinstance(error, flags.Error | UserError)
+            _fail(fault or (error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")))
         if rest:
             _fail(UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag"))
         return argv[:1]
@@ -51,21 +59,18 @@ def guard(main: Callable[[], None]) -> None:
         _fail(error)
 
 
-def check_config_flags(argv: Sequence[str], settings: dict[str, str]) -> None:
-    """Refuses a --config file that is not there and keys that do not exist, which ml_collections does not name.
-
-    Raises:
-      UserError: with what is there instead.
-    """
+def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
+    """What ml_collections does not say: that a --config file is not there, or which key does not exist."""
     for argument in argv:
         name, _, value = argument.lstrip("-").partition("=")
         if name == "config" and value and not Path(value.split(":")[0]).is_file():
             near = sorted(str(path) for path in Path("configs").glob("*.py"))
-            raise UserError(f"--config={value}: no such file; here are {', '.join(near) or 'no configs/*.py'}")
-        if name.startswith("config.") and settings and name not in settings:
-            close = difflib.get_close_matches(name, settings, n=1)
+            return UserError(f"--config={value}: no such file; here are {', '.join(near) or 'no configs/*.py'}")
+        if name.startswith("config.") and names and name.removeprefix("config.") not in names:
+            close = difflib.get_close_matches(name, [f"config.{known}" for known in names], n=1)
             hint = f"did you mean --{close[0]}?" if close else "--help lists them all"
-            raise UserError(f"--{name} is no config key; {hint}")
+            return UserError(f"--{name} is no config key; {hint}")
+    return None
 
 
 def config_flag(argv: Sequence[str]) -> str:
@@ -97,39 +102,41 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         raise UserError(f"--{flag}={path}: {reason}")
 
 
-def declared_settings(owner: Callable) -> dict[str, tuple[str, str]]:
-    """Settings that a function or class declares one a line, `name = default  # meaning`: name -> (default, meaning).
-
-    The declaration is the one place where a setting's default and its meaning are written down.
-    """
-    declaration = r"^    (?:c\.)?([a-z_0-9.]+)(?:: \w+)? = (.+?)  # (.+)$"
-    found = re.findall(declaration, inspect.getsource(owner), re.MULTILINE)
-    return {name: (default, meaning) for name, default, meaning in found}
-
-
-def define_settings(owner: type, prefix: str, but: str = "") -> dict[str, flags.FlagHolder]:
-    """One flag --PREFIX.NAME for every setting of a dataclass but one, with its default and meaning."""
+def define_settings(
+    settings: Mapping[str, Setting], group: str, flag_values: flags.FlagValues = flags.FLAGS
+) -> dict[str, flags.FlagHolder]:
+    """One flag --GROUP.NAME for every setting; None unless it is given."""
     define = {
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
         str: flags.DEFINE_string,
         bool: flags.DEFINE_bool,
     }
-    meanings = declared_settings(owner)
-    return {
-        field.name: define[field.type](f"{prefix}.{field.name}", field.default, meanings[field.name][1])
-        for field in dataclasses.fields(owner)
-        if field.name != but
-    }
+    return {name: define[type(own.default)](f"{group}.{name}", None, explained(own)) for name, own in settings.items()}
 
 
-def _help(settings: dict[str, str]) -> str:
+def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
+    """The settings that were given on the command line."""
+    return {name: flag.value for name, flag in holders.items() if flag.value is not None}
+
+
+def explained(own: Setting) -> str:
+    """What --help says of a setting."""
+    return own.help if own.default == "" else f"{own.help} (default: {own.default})"
+
+
+def _help(
+    argv: Sequence[str], settings: Callable[[], dict[str, str]] | None, hidden: Callable[[], Collection[str]]
+) -> str:
     """The command's own story, its flags, and its config keys."""
+    with contextlib.suppress(Exception):  # what is asked for with the help decides which settings it shows
+        flags.FLAGS([argument for argument in argv if argument not in _HELP_FLAGS], known_only=True)
     story = sys.modules["__main__"].__doc__
-    own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    left_out = hidden()
+    own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
     sections = [help_page(story, own)]
     if settings:
-        sections.append(_listing("Config keys, and their values unless the config file sets others:", settings))
+        sections.append(_listing("Config keys, and their values unless the config file sets others:", settings()))
     return "\n\n".join(sections)
 
 
@@ -148,7 +155,8 @@ def explain(error: Exception) -> int:
 
     Of a config file that raises, the flag and the exception are named, not the traceback between.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = error.as_flag if isinstance(error, SettingError) else str(error)
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     if any(line.startswith("Traceback") for line in lines):
         lines = [lines[0], lines[-1]]
     print("error:", " ".join(lines), file=sys.stderr, flush=True)

@@ -1,5 +1,20 @@
-"""The one exception that means: the user's input is at fault, and here is what would be right."""
+"""The exceptions that mean: the user's input is at fault, and here is what would be right."""
+
+from typing import Any
 
 
 class UserError(ValueError):
     """Bad input. The message is one line that names the flag, file or line at fault; commands exit with code 2."""
+
+
+class SettingError(UserError):
+    """A setting with an impossible value. Its message names the setting; a command puts the flag's prefix before it."""
+
+    def __init__(self, group: str, name: str, value: Any, why: str):
+        super().__init__(f"{name}={value}: {why}")
+        self.group = group
+
+    @property
+    def as_flag(self) -> str:
+        """The message with the setting spelled as a flag."""
+        return f"--{self.group}.{self}"

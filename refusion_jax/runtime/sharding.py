@@ -128,15 +128,15 @@ def mesh_axes(axis: str | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names or ()
 
 
-def ways(mesh: Mesh, axis: str) -> int:
+def shard_count(mesh: Mesh, axis: str) -> int:
     """Into how many parts the mesh splits a logical axis."""
     return math.prod(mesh.shape[name] for name in mesh_axes(axis))
 
 
-def ways_here(axis: str) -> int:
+def shard_count_here(axis: str) -> int:
     """The same for the mesh of `jax.set_mesh`; 1 outside it."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else ways(mesh, axis)
+    return 1 if mesh.empty else shard_count(mesh, axis)
 
 
 def on_each_chip(function: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -1,12 +1,56 @@
 """`decode(model, prompts, settings)`: every decoder behind one call."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from refusion_jax.decoding.queue import Answer, stream
-from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.settings import DecodeSettings
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.decoding import queue
+from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.requests import Request, check_same_program, prepare
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import SettingError
+from refusion_jax.runtime.settings import Setting, declared
+from refusion_jax.systems.registry import decoders, default_system, find_decoder
+
+
+class DecodeSettings:
+    """`DecodeSettings(method, **settings)` makes the settings of a decoder: see its own class for what it can set.
+
+    One set of settings may be used for several decoders: those of another decoder are checked, and left out.
+    """
+
+    def __new__(cls, method: str = "", **settings: Any) -> Settings:
+        """The settings of a decoder, by default the default system's first.
+
+        Raises:
+          SettingError: where no decoder has a setting, or a value is impossible.
+        """
+        method = method or next(iter(default_system().decoders))
+        own, every = find_decoder(method).settings, all_settings()
+        for name in [name for name in settings if name not in declared(own)]:
+            if name not in every:
+                raise SettingError("decode", name, settings[name], f"no decoder has this; known: {', '.join(every)}")
+            every[name].check("decode", name, settings.pop(name))
+        return own(method=method, **settings)
+
+
+def all_settings() -> dict[str, Setting]:
+    """The settings of all decoders, by name."""
+    return {name: own for d in reversed(decoders().values()) for name, own in declared(d.settings).items()}
+
+
+def check_settings(method: str, given: Mapping[str, Any]) -> None:
+    """Refuses settings that a decoder does not have.
+
+    Raises:
+      SettingError: naming the first, and those that it has.
+    """
+    own = declared(find_decoder(method).settings)
+    for name in given:
+        if name not in own:
+            raise SettingError("decode", name, given[name], f"the decoder {method!r} has only {', '.join(own)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +65,7 @@ class Decoded:
     finish_reason: list[str]
 
 
-def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], settings: DecodeSettings) -> Decoded:
+def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], settings: Settings) -> Decoded:
     """Decodes prompts in batches, on the device from first token to last.
 
     A prompt's answer does not depend on the prompts around it. One compilation serves all calls with the same sizes,
@@ -30,12 +74,39 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
     Args:
       model: from `load_model`.
       prompts: token ids, at least one each; or requests, for templates with gaps.
-      settings: how to decode.
+      settings: how to decode, from `DecodeSettings`.
 
     Raises:
       UserError: where a prompt is empty, holds an id the model does not have, or does not fit in the cache.
     """
     requests = prepare(prompts, settings, model.config)
-    answers = dict(stream(model, requests, settings.batch_size)) if requests else {}
+    answers = dict(stream(model, requests)) if requests else {}
     in_order = [answers[i] for i in range(len(requests))]
     return Decoded(**{f.name: [getattr(a, f.name) for a in in_order] for f in dataclasses.fields(Answer)})
+
+
+def stream(
+    model: Transformer, requests: Sequence[Request], decoder: Decoder | None = None
+) -> Iterator[tuple[int, Answer]]:
+    """Decodes requests from `prepare`, one at least, as a queue; yields (index, answer) as they finish.
+
+    Args:
+      model: from `load_model`.
+      requests: their settings name the decoder and the batch size.
+      decoder: sizes to compile for, where several calls are to share them; by default what these requests need.
+
+    Raises:
+      UserError: where the decoder cannot serve them together.
+    """
+    decoder = decoder or decoder_for(requests, model.config)
+    return queue.stream(model, decoder, requests, requests[0].settings.batch_size)
+
+
+def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
+    """The decoder that the requests' settings name, with the least sizes that serve them.
+
+    Raises:
+      UserError: where it cannot serve them together.
+    """
+    check_same_program(requests)
+    return find_decoder(requests[0].settings.method).for_requests(requests, model)

@@ -1,24 +1,54 @@
-"""One token a forward, in text order: `sequential` for slot models, `ar` for left-to-right models.
+"""Left to right: the plain autoregressive baseline, on the same transformer and the same rows.
 
-`sequential` decodes a ReFusion model slot by slot: a slot's first token comes from a mask token at its place, each
-further one from the token before it. It is the baseline for speed, and the check for the cache. A forward feeds the
-last token, whose keys and values are still to be committed, and at the start of a slot a mask token behind it.
+Trained on the next token (causal attention, a mean over the response tokens of the batch); decoded one token a forward:
+the last token is fed, and the next is read from it.
 
-`ar` feeds the last token and reads the next from it.
-
-Axes: B rows, C cache entries, K slot size.
+Axes: B rows, T row length, N new tokens, V vocabulary.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from refusion_jax.batch.batch import Batch, mean_over
+from refusion_jax.batch.rows import Rows, text_positions
+from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.requests import Canvas
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
-from refusion_jax.decoding.settings import Dials, Static
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.decoding.settings import RowSettings, Settings, TokenIds
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.interface import System
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken:
+    """Every response token is predicted from the token before it."""
+
+    coefficients: ClassVar[dict[str, float]] = {"ar": 1.0}
+    pattern: ClassVar[Pattern] = CAUSAL
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """The rows as they are, each token labelled with the next one of its document; needs no noise."""
+        del keys
+        is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
+        return Batch(
+            inputs=rows.tokens,
+            positions=text_positions(rows.segment_ids),
+            visibility=Visibility.of(self.pattern, rows.segment_ids),
+            labels=jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1))),
+            weights={"ar": mean_over(jnp.pad(rows.is_response[:, 1:] & is_followed, ((0, 0), (0, 1))))},
+        )
+
+    def input_length(self, row_length: int) -> int:
+        """T."""
+        return row_length
 
 
 @jax.tree_util.register_dataclass
@@ -28,13 +58,11 @@ class State:
 
     cache: kv.Cache
     record: Record
-    canvas: Canvas
+    places: Places
     keys: jax.Array  # [B] PRNG keys
-    dials: Dials
-    last: jax.Array  # [B] int32, the last token, not in the cache yet unless it was given
-    slot: jax.Array  # [B] int32, the slot that the next token belongs to
-    offset: jax.Array  # [B] int32, its place in the slot
-    done: jax.Array  # [B] bool
+    settings: RowSettings
+    last: jax.Array  # [B] int32, the last token, not in the cache yet
+    active: jax.Array  # [B] bool
     forwards: jax.Array  # [B] int32
 
     @property
@@ -43,63 +71,95 @@ class State:
         return self.forwards
 
 
-def begin(cache: kv.Cache, canvas: Canvas, given: jax.Array, keys: jax.Array, dials: Dials, static: Static) -> State:
-    """Rows about to decode their first token; the arguments are those of `refusion.begin`."""
-    zeros = jnp.zeros_like(cache.length)
-    return State(
-        # ar feeds the last given token to read the first new one
-        cache=kv.commit(cache, zeros - 1) if static.method == "ar" else cache,
-        record=Record.empty(len(zeros), static.slots * static.slot_size + static.widths[-1]),
-        canvas=canvas,
-        keys=keys,
-        dials=dials,
-        last=jnp.take_along_axis(given, cache.length[:, None] - 1, axis=1)[:, 0],
-        slot=zeros,
-        offset=zeros,
-        done=zeros > 0,
-        forwards=zeros,
-    )
+@dataclasses.dataclass(frozen=True)
+class LeftToRight:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[Settings]] = Settings
+    width: ClassVar[int] = 1
+
+    ids: TokenIds
+    new_tokens: int  # N, of a row, at most
+    cache_length: int
+    chunk: int  # given tokens that one forward of the prefill takes
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, which need what a left-to-right model does not see.
+        """
+        for request in requests:
+            if request.template:
+                raise UserError(
+                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
+                    f"cannot fill templates"
+                )
+        return cls(
+            ids=TokenIds.of(requests[0].settings, model),
+            new_tokens=most_new_tokens(requests),
+            cache_length=text_capacity(requests) + cls.width,
+            chunk=prefill_chunk(requests),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them and settings of some requests."""
+        return Layout.of(requests, self.cache_length, self.new_tokens)
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows about to feed the last given token, to read the first new one from it."""
+        given = layout.given
+        zeros = jnp.zeros_like(given.length)
+        return State(
+            cache=kv.commit(kv.prefill(model, given, self.chunk), zeros - 1),
+            record=Record.empty(len(zeros), self.new_tokens + self.width),
+            places=layout.places,
+            keys=keys,
+            settings=layout.settings,
+            last=jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0],
+            active=zeros == 0,
+            forwards=zeros,
+        )
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward, one token a row."""
+        at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
+        place, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.may_end))  # [B, 1]
+        visible = jnp.ones((len(s.last), 1, 1), bool)
+        logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1, visible)
+        _, choosable = mask_logits(logits, may_end, self.ids)
+        keys, settings = jax.tree.map(lambda x: x[:, None], (s.keys, s.settings))
+        token = sample(choosable, jnp.ones_like(may_end), keys, place, settings)
+        count = s.active.astype(jnp.int32)
+        record = s.record.append(token, place, count)
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(cache, count),
+            record=record,
+            last=jnp.where(s.active, token[:, 0], s.last),
+            active=s.active & (token[:, 0] != self.ids.eos_id) & (record.count < s.places.count),
+            forwards=s.forwards + count,
+        )
 
 
-def stop(s: State) -> State:
-    """The same rows, done."""
-    return dataclasses.replace(s, done=jnp.ones_like(s.done))
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, commits = Plain(model, request), []
+    tokens, places = list(plain.given.values()), list(plain.given)
+    for place in plain.places:
+        p = plain.forward("next", tokens, places, np.tril(np.ones((len(tokens), len(tokens)), bool)))
+        tokens.append(plain.best(p[-1], place))
+        places.append(place)
+        commits.append((tokens[-1], place))
+        if tokens[-1] == plain.ids.eos_id:
+            break
+    return plain.result(commits, len(plain.phases))
 
 
-def step(model: Transformer, s: State, static: Static) -> State:
-    """One forward, one token a row."""
-    start, size, may_end = (
-        jnp.take_along_axis(x, s.slot[:, None], axis=1)[:, 0] for x in (s.canvas.start, s.canvas.size, s.canvas.may_end)
-    )
-    has_slots = static.method == "sequential"
-    from_mask = has_slots & (s.offset == 0)
-    last_is_new = (s.record.count > 0) | (not has_slots)  # else it was given, and is in the cache already
-    behind = jnp.maximum(s.record.count - 1, 0)[:, None]
-    last_position = jnp.take_along_axis(s.record.positions, behind, axis=1)[:, 0]
-    place = start + s.offset
-
-    tokens = jnp.stack([s.last, jnp.full_like(s.last, static.mask_id)], axis=1)
-    positions = jnp.stack([jnp.where(s.record.count > 0, last_position, place - 1), place], axis=1)
-    sees_last = last_is_new[:, None, None] & jnp.array([[[True, False], [True, False]]])
-    visible = sees_last | jnp.array([[[False, False], [False, True]]])
-    logits, cache = kv.extend(model, s.cache, tokens, positions, visible)
-
-    chosen = jnp.where(from_mask[:, None], logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
-    _, choosable = mask_logits(chosen, may_end[:, None], static)
-    own = jax.tree.map(lambda x: x[:, None], (jnp.ones_like(may_end), s.keys, place, s.dials))
-    token = sample(choosable, *own)[:, 0]
-    count = 1 - s.done.astype(jnp.int32)
-    offset = s.offset + count
-    slot = s.slot + (offset == size)
-    sizes = jnp.take_along_axis(s.canvas.size, jnp.minimum(slot, static.slots - 1)[:, None], axis=1)[:, 0]
-    is_last = (slot == static.slots) | (sizes == 0)
-    return dataclasses.replace(
-        s,
-        cache=kv.commit(cache, jnp.where(last_is_new, count, 0)),
-        record=s.record.append(token[:, None], place[:, None], count),
-        last=jnp.where(s.done, s.last, token),
-        slot=jnp.where(is_last, s.slot, slot),
-        offset=jnp.where(offset == size, 0, offset),
-        done=s.done | (token == static.eos_id) | is_last,
-        forwards=s.forwards + count,
-    )
+SYSTEM = System(
+    name="ar",
+    objective=lambda mask_id: NextToken(),
+    decoders={"ar": LeftToRight},
+    references={"ar": reference},
+)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from refusion_jax.model.flops import peak_flops
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import LogDirectory
+from refusion_jax.systems.registry import loss_terms
 from refusion_jax.training.train_step import wide_to_int
 from refusion_jax.training.workdir import write_file
 
@@ -71,7 +72,9 @@ class MetricsWriter:
         now = time.monotonic()
         step_before, tokens_before, before = self._last
         self._last = step, tokens, now
-        record = {"step": step, "loss_ar": None, "loss_mdm": None} | {k: float(v) for k, v in metrics.items()}
+        record = (
+            {"step": step} | {f"loss_{term}": None for term in loss_terms()} | {k: float(v) for k, v in metrics.items()}
+        )
         flops = self._flops_per_step * (step - step_before) / (now - before)
         record |= {
             "tokens": tokens,

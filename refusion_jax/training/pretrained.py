@@ -11,7 +11,7 @@ from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding, ways
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, shard_count, sharding
 from refusion_jax.training import checkpoints, workdir
 
 
@@ -34,7 +34,7 @@ def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.
 
     def place(x: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         for size, name in zip(x.shape, names, strict=True):
-            if size % ways(mesh, name):
+            if size % shard_count(mesh, name):
                 raise UserError(f"--mesh.tensor={mesh.shape['tensor']}: does not divide the model's {size} {name}")
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *names))
 

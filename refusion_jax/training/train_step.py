@@ -16,9 +16,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.runtime import sharding
-from refusion_jax.systems.interface import Objective, is_labelled, weigh
+from refusion_jax.systems.interface import Objective
 
 
 @jax.tree_util.register_dataclass
@@ -99,13 +100,14 @@ def make_train_step(
     def loss_fn(params, batch):
         model = nnx.merge(graphdef, params)
         terms = weigh(
-            model.cross_entropy(batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch)),
+            model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)),
             batch,
         )
         return sum(objective.coefficients[name] * term for name, term in terms.items()), terms
 
     def train_step(state: TrainState, rows: Rows):
-        batch = objective.prepare(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
+        batch = objective.corrupt(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
+        batch = dataclasses.replace(batch, facts={})  # for reports only
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         if accumulation == 1:

@@ -1,0 +1,18 @@
+"""ReFusion (arXiv 2512.13586): slot diffusion. Slots are denoised in any order, their tokens written left to right."""
+
+from refusion_jax.systems.interface import System
+from refusion_jax.systems.refusion.decoder import PlanAndInfill
+from refusion_jax.systems.refusion.objective import KEYS, SlotDiffusion, check
+from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
+from refusion_jax.systems.refusion.sequential import Sequential
+
+SYSTEM = System(
+    name="refusion",
+    objective=SlotDiffusion,
+    decoders={"refusion": PlanAndInfill, "sequential": Sequential},
+    references={"refusion": plan_and_infill, "sequential": one_by_one},
+    section="slots",
+    keys=KEYS,
+    check=check,
+    is_default=True,
+)

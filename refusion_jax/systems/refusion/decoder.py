@@ -15,18 +15,28 @@ Axes: B rows, M slots of a block, K slot size, W width of a forward.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.requests import Canvas
+from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
-from refusion_jax.decoding.settings import Dials, Static
+from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.sharding import ways_here
-from refusion_jax.systems.refusion.feeding import Block, Parts, Strip, block_of, build_strip
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.sharding import shard_count_here
+from refusion_jax.systems.refusion.canvas import (
+    Canvas,
+    RowSettings,
+    SlotSettings,
+    slots_a_block,
+    slots_of,
+    tokens_a_forward,
+)
+from refusion_jax.systems.refusion.feeding import Block, FeedPlan, PackedFeed, block_of, pack_feed
 from refusion_jax.systems.refusion.phases import (
     CHECK,
     DONE,
@@ -40,6 +50,18 @@ from refusion_jax.systems.refusion.phases import (
     select,
 )
 
+_WIDTHS = 3  # forwards of so many widths are compiled, each half as wide as the next
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Requests on their way to the device."""
+
+    given: Given
+    canvas: Canvas
+    settings: RowSettings
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +72,7 @@ class State:
     record: Record
     canvas: Canvas
     keys: jax.Array  # [B] PRNG keys
-    dials: Dials
+    settings: RowSettings
     work: Work
     block: jax.Array  # [B] int32, the serial block being decoded
     remaining: jax.Array  # [B, M] bool, its slots that are still masked
@@ -59,68 +81,102 @@ class State:
     rounds: jax.Array  # [B] int32, plans followed
 
     @property
-    def done(self) -> jax.Array:
+    def active(self) -> jax.Array:
         """[B] bool."""
-        return self.work.phase == DONE
+        return self.work.phase != DONE
 
 
-def begin(cache: kv.Cache, canvas: Canvas, given: jax.Array, keys: jax.Array, dials: Dials, static: Static) -> State:
-    """Rows about to make their first plan.
+@dataclasses.dataclass(frozen=True)
+class PlanAndInfill:
+    """The decoder, with the sizes that are compiled in."""
 
-    Args:
-      cache: with what is given already committed.
-      canvas: where the slots are.
-      given: [B, C] int32 tokens; not needed here.
-      keys: [B] PRNG keys.
-      dials: settings of the rows.
-      static: sizes.
-    """
-    B, M, K = canvas.size.shape[0], static.block_slots, static.slot_size
-    zeros = jnp.zeros((B,), jnp.int32)
-    slots = jnp.zeros((B, M), jnp.int32)
-    return State(
-        cache=cache,
-        record=Record.empty(B, static.slots * K + static.widths[-1]),
-        canvas=canvas,
-        keys=keys,
-        dials=dials,
-        work=Work(zeros + PLAN, slots > 0, jnp.zeros((B, M, K), jnp.int32), slots, slots),
-        block=zeros,
-        remaining=block_of(canvas, zeros, static).size > 0,
-        ended=zeros > 0,
-        forwards=zeros,
-        rounds=zeros,
-    )
+    settings: ClassVar[type[SlotSettings]] = SlotSettings
+
+    ids: TokenIds
+    slot_size: int  # K
+    slots: int  # of a row, at most
+    block_slots: int  # M, of a serial block, at most
+    widths: tuple[int, ...]  # tokens a row that one forward may feed, rising; each forward takes the least that serves
+    cache_length: int
+    chunk: int  # given tokens that one forward of the prefill takes
+
+    @property
+    def width(self) -> int:
+        """W, tokens a row that the widest forward feeds."""
+        return self.widths[-1]
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests; the cache holds what the widest forward writes, too."""
+        K = requests[0].settings.slot_size
+        widest = max(map(tokens_a_forward, requests))
+        widths = tuple(sorted({max(-(-widest >> i), K) for i in range(_WIDTHS)}))
+        return cls(
+            ids=TokenIds.of(requests[0].settings, model),
+            slot_size=K,
+            slots=max(len(slots_of(request)[0]) for request in requests),
+            block_slots=max(map(slots_a_block, requests)),
+            widths=widths,
+            cache_length=text_capacity(requests) + widths[-1],
+            chunk=prefill_chunk(requests),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, slots and settings of some requests."""
+        return Layout(
+            Given.of(requests, self.cache_length),
+            Canvas.of(requests, self.slots),
+            RowSettings.of([request.settings for request in requests]),
+        )
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows about to make their first plan."""
+        canvas = layout.canvas
+        B, M, K = canvas.size.shape[0], self.block_slots, self.slot_size
+        zeros = jnp.zeros((B,), jnp.int32)
+        slots = jnp.zeros((B, M), jnp.int32)
+        return State(
+            cache=kv.prefill(model, layout.given, self.chunk),
+            record=Record.empty(B, self.slots * K + self.width),
+            canvas=canvas,
+            keys=keys,
+            settings=layout.settings,
+            work=Work(zeros + PLAN, slots > 0, jnp.zeros((B, M, K), jnp.int32), slots, slots),
+            block=zeros,
+            remaining=block_of(canvas, zeros, M).size > 0,
+            ended=zeros > 0,
+            forwards=zeros,
+            rounds=zeros,
+        )
+
+    def step(self, model: Transformer, state: State) -> State:
+        """One forward, and what each row makes of it."""
+        return step(model, state, self)
 
 
-def stop(s: State) -> State:
-    """The same rows, done."""
-    return dataclasses.replace(s, work=dataclasses.replace(s.work, phase=jnp.full_like(s.work.phase, DONE)))
-
-
-def step(model: Transformer, s: State, static: Static) -> State:
+def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
     """One forward, and what each row makes of it."""
-    here = block_of(s.canvas, s.block, static)
-    parts = choose_parts(s, here, static)
-    strip = build_strip(parts, here, s.work.drafts, static)
-    reading, cache = forward(model, s, strip, static)
+    here = block_of(s.canvas, s.block, decoder.block_slots)
+    plan = plan_feed(s, here, decoder)
+    feed = pack_feed(plan, here, s.work.drafts, decoder.width, decoder.ids.mask_id)
+    reading, cache = forward(model, s, feed, decoder)
 
-    work, committed = judge(s.work, here, parts, reading, s.dials, static)
+    work, committed = judge(s.work, here, plan, reading, s.settings, decoder.ids.eos_id)
     after = dataclasses.replace(s, cache=cache, work=work)
-    after = settle(after, s.work.drafts, committed, strip, static)
+    after = settle(after, s.work.drafts, committed, feed, decoder)
 
     # The plan is ready if it was fed, and everything in front of it was committed.
-    is_valid = jnp.sum(committed, axis=(1, 2)) == jnp.sum(parts.drafted, axis=1)
-    ready = jnp.any(parts.planned, axis=1) & is_valid & ~after.done
+    is_valid = jnp.sum(committed, axis=(1, 2)) == jnp.sum(plan.drafted, axis=1)
+    ready = jnp.any(plan.planned, axis=1) & is_valid & after.active
     return dataclasses.replace(
         after,
-        work=select(ready, follow(after.remaining, parts.plan_block, reading, s.dials), after.work),
-        forwards=s.forwards + ~s.done,
+        work=select(ready, follow(after.remaining, plan.plan_block, reading, s.settings), after.work),
+        forwards=s.forwards + s.active,
         rounds=s.rounds + ready,
     )
 
 
-def choose_parts(s: State, here: Block, static: Static) -> Parts:
+def plan_feed(s: State, here: Block, decoder: PlanAndInfill) -> FeedPlan:
     """What each row feeds: what its phase needs, and ahead of time what is likely to come next."""
     work = s.work
     phase = work.phase[:, None]
@@ -130,9 +186,9 @@ def choose_parts(s: State, here: Block, static: Static) -> Parts:
 
     rest = s.remaining & ~chosen
     is_last = ~jnp.any(rest, axis=1)  # of its block: if all is accepted, the next block is planned
-    following = block_of(s.canvas, s.block + 1, static)
+    following = block_of(s.canvas, s.block + 1, decoder.block_slots)
     plan_block = select(is_last, following, here)
-    ahead = s.dials.overlap_planning[:, None] & (verifies | checks)
+    ahead = s.settings.overlap_planning[:, None] & (verifies | checks)
     ahead_here, ahead_there = ahead & rest, ahead & (following.size > 0) & ~s.ended[:, None]
     planned = jnp.where(plans, s.remaining, jnp.where(is_last[:, None], ahead_there, ahead_here))
 
@@ -142,56 +198,56 @@ def choose_parts(s: State, here: Block, static: Static) -> Parts:
     needed = jnp.sum(drafted, axis=1) + jnp.sum(jnp.where(planned, plan_block.size, 0), axis=1)
     room = s.canvas.widest - needed
     fits = (length > 0) & (jnp.cumsum(length, axis=1) <= room[:, None])
-    return Parts(
+    return FeedPlan(
         drafted=drafted,
         planned=planned,
         plan_block=plan_block,
-        guessed=jnp.where(proposes, chosen, s.dials.overlap_infilling[:, None] & fits),
+        guessed=jnp.where(proposes, chosen, s.settings.overlap_infilling[:, None] & fits),
         cut=jnp.where(proposes, work.accepted, work.guess),
         alone=(proposes | checks)[:, 0],
     )
 
 
-def forward(model: Transformer, s: State, strip: Strip, static: Static) -> tuple[Reading, kv.Cache]:
-    """Runs the strip through the model, in the least shape that holds every row's."""
-    B, shards = len(strip.length), ways_here("batch")
-    keys, dials = jax.tree.map(
-        lambda x: jnp.broadcast_to(x[:, None], strip.tokens.shape),
-        (jax.vmap(jax.random.fold_in)(s.keys, s.rounds), s.dials),
+def forward(model: Transformer, s: State, feed: PackedFeed, decoder: PlanAndInfill) -> tuple[Reading, kv.Cache]:
+    """Runs the feed through the model, in the least shape that holds every row's."""
+    B, shards = len(feed.length), shard_count_here("batch")
+    keys, settings = jax.tree.map(
+        lambda x: jnp.broadcast_to(x[:, None], feed.tokens.shape),
+        (jax.vmap(jax.random.fold_in)(s.keys, s.rounds), s.settings),
     )
 
     def in_shape(width: int, size: int):
-        W = static.widths[-1]
-        ragged = Ragged.of(strip.length, width, size, shards)
+        W = decoder.width
+        ragged = Ragged.of(feed.length, width, size, shards)
 
         def pack(x):
             return ragged.pack(x[:, :width])
 
         def run():
-            tokens, positions = strip.tokens[:, :width], strip.positions[:, :width]
-            visible = strip.visible[:, :width, :width]
+            tokens, positions = feed.tokens[:, :width], feed.positions[:, :width]
+            visible = feed.visible[:, :width, :width]
             logits, new = model.extend(tokens, positions, s.cache.entries, s.cache.length, visible, ragged)
-            real, choosable = mask_logits(logits, pack(strip.may_end), static)
-            own = jax.tree.map(pack, (strip.is_plan, keys, strip.positions, dials))
+            real, choosable = mask_logits(logits, pack(feed.may_end), decoder.ids)
+            own = jax.tree.map(pack, (feed.is_plan, keys, feed.positions, settings))
             chosen = sample(choosable, *own)
-            weighed = jnp.where(pack(strip.is_draft), pack(jnp.roll(strip.tokens, -1, axis=1)), chosen)
+            weighed = jnp.where(pack(feed.is_draft), pack(jnp.roll(feed.tokens, -1, axis=1)), chosen)
             widen = lambda x, axis: jnp.pad(x, [(0, (W - width) * (i == axis)) for i in range(x.ndim)])  # noqa: E731
             chosen, chance = (widen(ragged.spread(x), 1) for x in (chosen, probability(real, weighed)))
             return chosen, chance, jax.tree.map(lambda x: widen(x, 2), new)
 
         return run
 
-    shapes = shapes_of(B // shards, static)
-    total = jnp.max(jnp.sum(strip.length.reshape(shards, -1), axis=1))
-    holds = jnp.array([(jnp.max(strip.length) <= width) & (total <= size) for width, size in shapes])
+    shapes = shapes_of(B // shards, decoder.widths)
+    total = jnp.max(jnp.sum(feed.length.reshape(shards, -1), axis=1))
+    holds = jnp.array([(jnp.max(feed.length) <= width) & (total <= size) for width, size in shapes])
     chosen, chance, new = jax.lax.switch(jnp.argmax(holds), [in_shape(*shape) for shape in shapes])
-    _, plan, guesses = strip.to_grid(chosen, s.work.drafts)
-    drafts_chance, plan_chance, guesses_chance = strip.to_grid(chance, s.work.drafts)
-    trusted = jnp.roll(drafts_chance, 1, axis=2) > s.dials.token_threshold[:, None, None]
+    _, plan, guesses = feed.to_grid(chosen, s.work.drafts)
+    drafts_chance, plan_chance, guesses_chance = feed.to_grid(chance, s.work.drafts)
+    trusted = jnp.roll(drafts_chance, 1, axis=2) > s.settings.token_threshold[:, None, None]
     return Reading(trusted, plan, plan_chance, guesses, guesses_chance), kv.write(s.cache, new)
 
 
-def settle(s: State, drafts: jax.Array, committed: jax.Array, strip: Strip, static: Static) -> State:
+def settle(s: State, drafts: jax.Array, committed: jax.Array, feed: PackedFeed, decoder: PlanAndInfill) -> State:
     """Commits these drafts [B, M, K]; moves rows whose block is finished to the next, or ends them.
 
     A committed EOS (it is then the last token committed) drops the slots behind it and stops further blocks; slots of
@@ -200,19 +256,19 @@ def settle(s: State, drafts: jax.Array, committed: jax.Array, strip: Strip, stat
     slot = jnp.arange(drafts.shape[1])[None]
     count = jnp.sum(committed, axis=(1, 2), dtype=jnp.int32)
     is_in = jnp.any(committed, axis=2)
-    eos = jnp.any(committed & (drafts == static.eos_id), axis=(1, 2))
+    eos = jnp.any(committed & (drafts == decoder.ids.eos_id), axis=(1, 2))
     last = jnp.max(jnp.where(is_in, slot, -1), axis=1)
     remaining = s.remaining & ~is_in & ~(eos[:, None] & (slot > last[:, None]))
     ended = s.ended | eos
 
-    finished = ~s.done & ~jnp.any(remaining, axis=1)
-    following = block_of(s.canvas, s.block + 1, static).size > 0
+    finished = s.active & ~jnp.any(remaining, axis=1)
+    following = block_of(s.canvas, s.block + 1, decoder.block_slots).size > 0
     over = finished & (ended | ~jnp.any(following, axis=1))
     onward = finished & ~over
     return dataclasses.replace(
         s,
         cache=kv.commit(s.cache, count),
-        record=s.record.append(strip.tokens, strip.positions, count),
+        record=s.record.append(feed.tokens, feed.positions, count),
         work=dataclasses.replace(s.work, phase=jnp.where(over, DONE, s.work.phase)),
         block=s.block + onward,
         remaining=select(onward, following, remaining),
@@ -220,13 +276,13 @@ def settle(s: State, drafts: jax.Array, committed: jax.Array, strip: Strip, stat
     )
 
 
-def shapes_of(rows: int, static: Static) -> list[tuple[int, int]]:
+def shapes_of(rows: int, widths: tuple[int, ...]) -> list[tuple[int, int]]:
     """(tokens of a row, tokens of a shard's rows together) at most, of each forward that is compiled; least first.
 
     Rows are seldom wide all at once, so that most forwards need a half or a quarter of their places (0.2 to 0.5 were
     real in the authors' cases and in random models, at 8 rows). Compiled for eight v5e chips, an 8B model's forward of
     32 x 128 places is estimated at 77 ms, and where a half or a quarter of them is real at 46 and 31.
     """
-    *narrow, widest = static.widths
+    *narrow, widest = widths
     parts = [(width, 2) for width in narrow] + [(widest, part) for part in (4, 2, 1)]
     return sorted({(width, max(rows * width // part, width)) for width, part in parts}, key=lambda shape: shape[::-1])

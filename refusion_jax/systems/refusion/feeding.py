@@ -1,15 +1,16 @@
-"""What one forward of the ReFusion decoder feeds, as one strip of tokens behind the cache.
+"""What one forward of the ReFusion decoder feeds behind the cache: the packed feed of each row.
 
-A strip has three parts, each of which may be empty:
+A feed has three parts, each of which may be empty:
 
     drafts    tokens that are to be checked, or that masks behind them build on, slot by slot in text order
     plan      mask tokens of whole slots that wait for a plan: the block's remaining ones, or the next block's
     guesses   mask tokens for the rest of slots whose drafts are taken to be right up to their `cut`
 
-Laid out on the grid [3 parts, M slots, K tokens] most places are empty; the strip is the others, moved together. What
-is committed is always a prefix of the drafts, and so its cache entries are a prefix of those just written.
+Laid out on the grid [3 parts, M slots, K tokens] most places are empty; the packed feed is the others, moved together.
+What is committed is always a prefix of the drafts, and so its cache entries are a prefix of those just written.
 
-Axes: B rows, N slots of a row, M slots of a block, K slot size, U = 3 M K places of the grid, W width of the strip.
+Axes: B rows, N slots of a row, M slots of a block, K slot size, U = 3 M K places of the grid, W width of the
+packed feed.
 """
 
 import dataclasses
@@ -17,8 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.decoding.requests import Canvas
-from refusion_jax.decoding.settings import Static
+from refusion_jax.systems.refusion.canvas import Canvas
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class FeedPlan:
     """What to feed, on the grid."""
 
     drafted: jax.Array  # [B, M] int32, tokens of each slot's draft
@@ -44,7 +44,7 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Strip:
+class PackedFeed:
     """What a forward feeds; behind `length` stands filler."""
 
     tokens: jax.Array  # [B, W] int32
@@ -54,18 +54,18 @@ class Strip:
     is_draft: jax.Array  # [B, W] bool
     is_plan: jax.Array  # [B, W] bool
     length: jax.Array  # [B] int32
-    place: jax.Array  # [B, U] int32, where on the strip each place of the grid stands; no meaning for empty ones
+    place: jax.Array  # [B, U] int32, where in the feed each place of the grid stands; no meaning for empty ones
 
     def to_grid(self, x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Values [B, W] of the strip as [B, M, K] of drafts, plan and guesses; `like` is any [B, M, K]."""
+        """Values [B, W] of the feed as [B, M, K] of drafts, plan and guesses; `like` is any [B, M, K]."""
         B, M, K = like.shape
         parts = jnp.take_along_axis(x, self.place, axis=1).reshape(B, 3, M, K)
         return parts[:, 0], parts[:, 1], parts[:, 2]
 
 
-def block_of(canvas: Canvas, index: jax.Array, static: Static) -> Block:
+def block_of(canvas: Canvas, index: jax.Array, block_slots: int) -> Block:
     """The slots of serial block `index` [B] of each row; none behind the last."""
-    M, N = static.block_slots, canvas.size.shape[1]
+    M, N = block_slots, canvas.size.shape[1]
     slot = jnp.arange(M)[None]
     at = index[:, None] * canvas.per_block[:, None] + slot
     exists = (slot < canvas.per_block[:, None]) & (at < N)
@@ -75,41 +75,42 @@ def block_of(canvas: Canvas, index: jax.Array, static: Static) -> Block:
     return Block(start, jnp.where(exists, size, 0), may_end)
 
 
-def build_strip(parts: Parts, here: Block, drafts: jax.Array, static: Static) -> Strip:
-    """Moves the parts together.
+def pack_feed(plan: FeedPlan, here: Block, drafts: jax.Array, width: int, mask_id: int) -> PackedFeed:
+    """Moves the parts of the plan together.
 
     Args:
-      parts: at most static.widths[-1] tokens a row.
+      plan: at most W tokens a row.
       here: the block that drafts and guesses belong to.
       drafts: [B, M, K] int32.
-      static: names the mask token and the widths.
+      width: W.
+      mask_id: the mask token.
     """
     B, M, K = drafts.shape
-    W = static.widths[-1]
+    W = width
     offset = jnp.arange(K)[None, None]
-    there = parts.plan_block
+    there = plan.plan_block
     is_fed = jnp.stack(
         [
-            offset < parts.drafted[:, :, None],
-            parts.planned[:, :, None] & (offset < there.size[:, :, None]),
-            parts.guessed[:, :, None] & (offset >= parts.cut[:, :, None]) & (offset < here.size[:, :, None]),
+            offset < plan.drafted[:, :, None],
+            plan.planned[:, :, None] & (offset < there.size[:, :, None]),
+            plan.guessed[:, :, None] & (offset >= plan.cut[:, :, None]) & (offset < here.size[:, :, None]),
         ],
         axis=1,
     ).reshape(B, 3 * M * K)
     seen = jnp.cumsum(is_fed, axis=1, dtype=jnp.int32)
-    source = jnp.sum(seen[:, None] <= jnp.arange(W)[None, :, None], axis=2, dtype=jnp.int32)  # [B, W], strip -> grid
+    source = jnp.sum(seen[:, None] <= jnp.arange(W)[None, :, None], axis=2, dtype=jnp.int32)  # [B, W], feed -> grid
     source = jnp.minimum(source, 3 * M * K - 1)  # filler
 
     def pick(*parts):  # three of [B, M, K], or that broadcast to it -> [B, W]
         grid = jnp.stack([jnp.broadcast_to(part, (B, M, K)) for part in parts], axis=1).reshape(B, 3 * M * K)
         return jnp.take_along_axis(grid, source, axis=1)
 
-    mask = jnp.full((1, 1, 1), static.mask_id)
+    mask = jnp.full((1, 1, 1), mask_id)
     begin, end = here.start[:, :, None], here.may_end[:, :, None]
-    return Strip(
+    return PackedFeed(
         tokens=pick(drafts, mask, mask),
         positions=pick(begin + offset, there.start[:, :, None] + offset, begin + offset),
-        visible=visibility(source, parts, M, K),
+        visible=visibility(source, plan, M, K),
         may_end=pick(end, there.may_end[:, :, None], end),
         is_draft=source < M * K,
         is_plan=source // (M * K) == 1,
@@ -118,8 +119,8 @@ def build_strip(parts: Parts, here: Block, drafts: jax.Array, static: Static) ->
     )
 
 
-def visibility(source: jax.Array, parts: Parts, M: int, K: int) -> jax.Array:
-    """Which tokens of the strip each one sees: [B, W, W] bool, always itself and nothing behind it.
+def visibility(source: jax.Array, plan: FeedPlan, M: int, K: int) -> jax.Array:
+    """Which tokens of the feed each one sees: [B, W, W] bool, always itself and nothing behind it.
 
     For two slots a and b of two tokens that are checked together, a plan for slot c and a guess for the second token
     of b (row: query, column: key); `x` only where drafts are not alone
@@ -134,16 +135,16 @@ def visibility(source: jax.Array, parts: Parts, M: int, K: int) -> jax.Array:
         B2      .  .  1  .   .  .   1
 
     Args:
-      source: [B, W] int32, the place on the grid of each token of the strip.
-      parts: says who is alone, and where guesses are cut.
+      source: [B, W] int32, the place on the grid of each token of the feed.
+      plan: says who is alone, and where guesses are cut.
       M, K: of the grid.
     """
     part, slot, offset = source // (M * K), source // K % M, source % K
     index = jnp.arange(source.shape[1])
     causal = (index[:, None] >= index[None])[None]
     same_slot = slot[:, :, None] == slot[:, None, :]
-    before_cut = offset[:, None] < jnp.take_along_axis(parts.cut, slot, axis=1)[:, :, None]
-    of_draft = same_slot | ~parts.alone[:, None, None]
+    before_cut = offset[:, None] < jnp.take_along_axis(plan.cut, slot, axis=1)[:, :, None]
+    of_draft = same_slot | ~plan.alone[:, None, None]
     of_guess = same_slot & jnp.where(part[:, None] == 0, before_cut, part[:, None] == 2)
     query = part[:, :, None]
     return causal & jnp.where(query == 0, of_draft, (query == 1) | of_guess)

@@ -44,6 +44,7 @@ class Corrupted:
     labels: jax.Array  # [B, T] int32, meaningful where clean_label or masked_label
     clean_label: jax.Array  # [B, T] bool: a clean token that predicts the next one of its slot
     masked_label: jax.Array  # [B, T] bool: a mask token that predicts its own
+    slot_size: jax.Array  # [B, T] int32, of the token's document
     mask_probability: jax.Array  # [B, T] float32, of the token's document
     response_length: jax.Array  # [B, T] int32, of the token's document
 
@@ -113,6 +114,7 @@ def corrupt(rows: Rows, noise: Noise, mask_id: int) -> Corrupted:
         labels=permute(jnp.where(noise.is_masked, rows.tokens, next_token)),
         clean_label=permute(rows.is_response & ~noise.is_masked & same_slot_next),
         masked_label=permute(noise.is_masked),
+        slot_size=noise.slot_size,
         mask_probability=noise.mask_probability,
         response_length=per_document_sum(rows.is_response, rows.segment_ids),
     )

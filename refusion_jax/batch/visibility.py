@@ -1,0 +1,134 @@
+"""Who sees whom, as data: the one definition from which masks, kernels and counted keys follow.
+
+A query sees a key iff both are in one segment, rank_k <= rank_q, and group_k is 0 or group_q. Causal: rank = index.
+Bidirectional: rank 0 everywhere. Two documents of two and three tokens in a causal row (row: query, column: key):
+
+    segment  1 1 2 2 2
+    rank     0 1 2 3 4          1 . . . .
+    group    0 0 0 0 0          1 1 . . .
+                                . . 1 . .
+                                . . 1 1 .
+                                . . 1 1 1
+
+A mask of [x_t; x_0] in blocks of two, as block diffusion trains (arXiv 2503.09573), of a text of four tokens: noisy
+block b has rank 2b and group b + 1, clean block b rank 2b + 1 and group 0:
+
+    rank     0 0 2 2 1 1 3 3    1 1 . . . . . .
+    group    1 1 2 2 0 0 0 0    1 1 . . . . . .
+                                . . 1 1 1 1 . .
+                                . . 1 1 1 1 . .
+                                . . . . 1 1 . .
+                                . . . . 1 1 . .
+                                . . . . 1 1 1 1
+                                . . . . 1 1 1 1
+
+Axes: B rows, T row length.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def sees(rank_q, group_q, rank_k, group_k):
+    """The definition, but for segments: of arrays of any shapes that broadcast, of numpy or JAX."""
+    return (rank_k <= rank_q) & ((group_k == 0) | (group_k == group_q))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Ranks and groups that follow from the index in the row alone, so that kernels can skip what nobody sees."""
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """[T] int32 each."""
+        raise NotImplementedError
+
+    def dense(self, length: int, queries: slice = slice(None), keys: slice = slice(None)) -> np.ndarray:
+        """[queries, keys] bool, a part of the mask of one row that is one document."""
+        rank, group = _cached(self, length)
+        return sees(rank[queries, None], group[queries, None], rank[None, keys], group[None, keys])
+
+    def key_range(self, length: int, begin: int, end: int) -> tuple[int, int]:
+        """First and one behind the last key that any of the queries begin .. end - 1 sees."""
+        rank, group = _cached(self, length)
+        mine = group[begin:end]
+        seen = (rank <= rank[begin:end].max()) & ((group == 0) | np.isin(group, mine))
+        places = np.flatnonzero(seen)
+        return int(places[0]), int(places[-1]) + 1
+
+    def keys_seen(self, length: int) -> float:
+        """Keys that a query sees on average in a row that is one document."""
+        rank, group = _cached(self, length)
+        span = int(rank.max()) + 1
+
+        def count(members: np.ndarray, group_of_query: np.ndarray) -> np.ndarray:
+            """Keys of a group with a rank up to the query's, for every query; the members are sorted once."""
+            order = np.sort(group[members].astype(np.int64) * span + rank[members])
+            least = group_of_query.astype(np.int64) * span
+            return np.searchsorted(order, least + rank, "right") - np.searchsorted(order, least, "left")
+
+        everyone = np.ones(length, bool)
+        own = np.where(group > 0, count(everyone, group), 0)
+        return float(np.mean(count(group == 0, np.zeros_like(group)) + own))
+
+
+@functools.lru_cache(maxsize=32)
+def _cached(pattern: Pattern, length: int) -> tuple[np.ndarray, np.ndarray]:
+    return pattern.rank_and_group(length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Pattern):
+    """Every token sees itself and what stands before it."""
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bidirectional(Pattern):
+    """Every token sees every token."""
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(length, np.int32), np.zeros(length, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCausal(Pattern):
+    """Every token sees its own block of `size` places of the row and the blocks before it."""
+
+    size: int
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.arange(length, dtype=np.int32) // self.size, np.zeros(length, np.int32)
+
+
+CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["segment_ids", "rank", "group"], meta_fields=["pattern"]
+)
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """Who sees whom in a batch. Where ranks and groups follow a pattern it is named, for the kernel to use."""
+
+    segment_ids: jax.Array  # [B, T] int32, the document of each token; 0 is padding
+    rank: jax.Array  # [B, T] int32
+    group: jax.Array  # [B, T] int32
+    pattern: Pattern | None = None
+
+    @classmethod
+    def of(cls, pattern: Pattern, segment_ids: jax.Array) -> "Visibility":
+        """Packed rows that follow a pattern, each document for itself."""
+        rank, group = (jnp.broadcast_to(x, segment_ids.shape) for x in _cached(pattern, segment_ids.shape[1]))
+        return cls(segment_ids, rank, group, pattern)
+
+    def mask(self, queries: slice = slice(None), keys: slice = slice(None)) -> jax.Array:
+        """[B, queries, keys] bool: a part of the dense mask."""
+        segment_q, rank_q, group_q = (x[:, queries, None] for x in (self.segment_ids, self.rank, self.group))
+        segment_k, rank_k, group_k = (x[:, None, keys] for x in (self.segment_ids, self.rank, self.group))
+        return (segment_q == segment_k) & sees(rank_q, group_q, rank_k, group_k)

@@ -1,0 +1,128 @@
+"""Every config key: declared once, with its default, its meaning and the values it may have.
+
+A system's own keys are declared in its room and stand in a section of their own.
+"""
+
+from refusion_jax.model.transformer import REMAT_POLICIES
+from refusion_jax.runtime.settings import Setting
+from refusion_jax.systems.registry import default_system, systems, trainable
+
+_MOST_STEPS = 2**31 - 1  # steps are counted in int32
+_WIDTHS = ("float32", "bfloat16")
+
+
+def _count(default: int, help: str, most: int = 2**24) -> Setting:
+    return Setting(default, help, at_least=1, at_most=most)
+
+
+def _axis(default: int, help: str) -> Setting:
+    return Setting(default, help, at_most=2**20)
+
+
+_TRAINING = {
+    "seed": Setting(
+        0,
+        "of the weights, the order of the rows and the noise: all randomness follows from it",
+        at_least=0,
+        below=2**32,
+    ),
+    "steps": _count(1000, "optimizer steps", _MOST_STEPS),
+    "batch_size": _count(32, "rows a step, over all chips"),
+    "row_length": _count(1024, "tokens a row; documents are packed into rows"),
+    "init_from": Setting(
+        "", "weights to start from: a Hugging Face directory, a converted one or a run; empty: random"
+    ),
+    "learning_rate": Setting(3e-4, "peak", above=0, at_most=100),
+    "schedule": Setting(
+        "cosine", "cosine | wsd (warmup, stable, decay) | constant", choices=("cosine", "wsd", "constant")
+    ),
+    "warmup_steps": Setting(0, "linear warm-up from 0", at_least=0, at_most=_MOST_STEPS),
+    "decay_steps": Setting(0, "length of the final linear decay of wsd", at_least=0, at_most=_MOST_STEPS),
+    "final_lr_ratio": Setting(0.1, "learning rate at the end over its peak (cosine, wsd)", at_least=0, at_most=1),
+    "optimizer": Setting(
+        "adamw",
+        "adamw | adafactor (moments of rows and columns only) | muon (one moment a weight)",
+        choices=("adamw", "adafactor", "muon"),
+    ),
+    "moment_dtype": Setting("float32", "of the first moment, float32 | bfloat16", choices=_WIDTHS),
+    "weight_decay": Setting(0.1, "on matrices only", at_least=0, at_most=1000),
+    "beta1": Setting(0.9, "of AdamW", at_least=0, below=1),
+    "beta2": Setting(0.95, "of AdamW", at_least=0, below=1),
+    "clip_norm": Setting(1.0, "gradients are scaled down to this global norm", above=0, at_most=1e6),
+    "accumulation": _count(1, "micro-batches a step: less memory, same result"),
+    "remat": Setting(
+        "none",
+        "what the backward pass computes again: none | outputs (keeps attention and mlp) | full | offload",
+        choices=tuple(REMAT_POLICIES),
+    ),
+    "dtype": Setting(
+        "float32",
+        "of computation, float32 | bfloat16; weights, softmax and loss are float32 always",
+        choices=_WIDTHS,
+    ),
+    "log_every": _count(10, "steps between metrics", _MOST_STEPS),
+    "profile_steps": Setting((), "first and last step to profile, such as (10,12); TensorBoard shows it"),
+}
+
+_MESH = {
+    "replica": _axis(1, "copies of the whole over the data-centre network"),
+    "data": _axis(1, "copies of the weights inside a slice"),
+    "fsdp": _axis(-1, "weights and batch split over these chips; -1 takes all that are left"),
+    "tensor": _axis(1, "heads, mlp and vocabulary split over these chips"),
+    "sequence": _axis(1, "rows split over these chips"),
+}
+
+_MODEL = {
+    "hidden_size": _count(256, "width of the residual stream", 2**20),
+    "num_hidden_layers": _count(4, "depth", 2**14),
+    "num_attention_heads": _count(4, "query heads", 2**14),
+    "num_key_value_heads": _count(2, "key/value heads; divides num_attention_heads", 2**14),
+    "head_dim": _count(64, "size of a head", 2**14),
+    "intermediate_size": _count(768, "width of the SwiGLU", 2**22),
+    "vocab_size": _count(4096, "rows of the embedding; at least the tokenizer's vocabulary"),
+    "rope_theta": Setting(1e4, "base of the rotary frequencies", above=0, at_most=1e12),
+    "rms_norm_eps": Setting(1e-6, "in every RMSNorm", above=0, at_most=1),
+    "tie_word_embeddings": Setting(False, "one matrix for embedding and output head"),
+}
+
+_DATA = {
+    "path": Setting(
+        "tasks", "tasks | stdlib | a file or glob: .jsonl, .parquet, text ... | DIR or DIR,DIR of `prepare`"
+    ),
+    "weights": Setting((), "share of each prepared directory in data.path, such as (3,1); empty: by their rows"),
+    "verify": Setting(False, "compare each prepared row that is read with its checksum"),
+    "tokenizer": Setting("", "a sentencepiece model; empty trains one of model.vocab_size pieces on the data"),
+    "mask_piece": Setting("<mask>", "the tokenizer's piece that stands for a masked token"),
+    "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, what is there"),
+    "response_field": Setting("", "JSON field of the answer; empty: response, answer or completion"),
+    "text_field": Setting("", "JSON field of a text without prompt; empty: text"),
+    "on_error": Setting(
+        "stop",
+        "stop | skip (and count) examples that are malformed or longer than a row",
+        choices=("stop", "skip"),
+    ),
+    "examples": _count(40_000, "how many problems to generate (path=tasks)", 2**31 - 1),
+}
+
+_CHECKPOINT = {
+    "every": _count(1000, "steps between checkpoints; the last step is always saved", _MOST_STEPS),
+    "keep": _count(3, "newest checkpoints kept", 10**6),
+}
+
+
+def keys() -> dict[str, Setting]:
+    """The keys of training and of all systems, by dotted name, in the order of --help."""
+    objective = Setting(default_system().name, f"the system that is trained: {' | '.join(trainable())}")
+    sections = {"mesh": _MESH, "model": _MODEL, "data": _DATA, "checkpoint": _CHECKPOINT}
+    sections |= {system.section: system.keys for system in systems().values() if system.section}
+    return (
+        {"objective": objective}
+        | _TRAINING
+        | {f"{section}.{name}": key for section, own in sections.items() for name, key in own.items()}
+    )
+
+
+def keys_of(objective: str) -> dict[str, Setting]:
+    """The keys that matter to one system: the shared ones and its own."""
+    others = {system.section for name, system in systems().items() if name != objective and system.section}
+    return {name: key for name, key in keys().items() if name.split(".")[0] not in others}

@@ -1,0 +1,91 @@
+"""What the plain references of decoders share: a model without cache or batch, and a text as it is committed.
+
+References are Python that follows a paper line by line, one request at a time; every forward runs over all tokens
+again, with a mask that says who saw whom when it was committed. The real decoders are held to them, token by token.
+
+Axes: n tokens of a forward, V vocabulary.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.model.transformer import KeyValues, Transformer
+
+_LENGTH = 96  # every forward is padded to this: one compilation
+
+
+class Plain:
+    """One request, and a model to decode it with.
+
+    `phases` names the forwards so far. `margin` is how far the closest decision was from another one: where it is as
+    small as float32 noise, a batched decoder may decide otherwise.
+    """
+
+    def __init__(self, model: Transformer, request: Request):
+        self.request, self.ids = request, TokenIds.of(request.settings, model.config)
+        self.model, self.phases, self.margin = nnx.split(model), [], 1.0
+        tokens, places = request.given
+        self.given = dict(zip(places, tokens, strict=True))  # place in the text -> token
+        self.places = [at for start, length, _ in request.gaps for at in range(start, start + length)]
+        self.last_given = max(places)
+
+    def forward(self, phase: str, tokens: list[int], places: list[int], visible: np.ndarray) -> np.ndarray:
+        """[n, V] probabilities at every token.
+
+        Args:
+          phase: what the forward is for.
+          tokens: n of them.
+          places: of each in the text.
+          visible: [n, n] bool, which token (column) each one (row) sees.
+        """
+        self.phases.append(phase)
+        n = len(tokens)
+        size = -(-n // _LENGTH) * _LENGTH
+        fed, at, seen = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros((size, size), bool)
+        fed[:n], at[:n], seen[:n, :n] = tokens, places, visible
+        return np.asarray(_probabilities(*self.model, fed, at, seen))[:n]
+
+    def best(self, p: np.ndarray, place: int) -> int:
+        """The most probable token that may be chosen at a place, from the probabilities [V] there."""
+        p = p.copy()
+        p[[self.ids.mask_id, self.ids.pad_id]] = -1
+        if place < self.last_given:
+            p[self.ids.eos_id] = -1
+        self.margin = min(self.margin, np.diff(np.sort(p)[-2:])[0])
+        return int(p.argmax())
+
+    def above(self, p: float, threshold: float) -> bool:
+        """p > threshold."""
+        self.margin = min(self.margin, abs(p - threshold))
+        return p > threshold
+
+    def result(self, commits: list[tuple[int, int]], rounds: int) -> dict:
+        """What the decoder must give, from (token, place) in the order of commitment."""
+        text = self.given | {place: token for token, place in commits}
+        end = min((place for token, place in commits if token == self.ids.eos_id), default=math.inf)
+        answer = [place for place in sorted(text) if len(self.request.prompt) <= place <= end]
+        return {
+            "tokens": [text[place] for place in answer],
+            "commit_order": [place for _, place in commits],
+            "rounds": rounds,
+            "forwards": len(self.phases),
+            "phases": self.phases,
+            "margin": self.margin,
+        }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _probabilities(graphdef, params, tokens, places, visible):
+    model = nnx.merge(graphdef, params)
+    c = model.config
+    none = jnp.zeros((c.num_hidden_layers, 1, 0, c.num_key_value_heads, c.head_dim), model.dtype)
+    cache = KeyValues(none, none), jnp.zeros(1, int)
+    logits = model.extend(tokens[None], places[None], *cache, visible[None])[0][0]
+    return jax.nn.softmax(jnp.where(jnp.arange(c.vocab_size)[None] < c.num_tokens, logits, -jnp.inf))

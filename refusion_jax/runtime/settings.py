@@ -1,0 +1,81 @@
+"""How a setting is declared: once, with its default, its meaning and the values it may have.
+
+Config keys and decode settings are both declared so; `--help`, the checks and the errors follow from the declaration.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from refusion_jax.runtime.errors import SettingError
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One setting. Its type is that of its default; a float may be given as an int, and must be finite."""
+
+    default: Any
+    help: str
+    choices: tuple = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def check(self, group: str, name: str, value: Any) -> None:
+        """Refuses a value that is not of the type, finite, within the limits, and one of the choices.
+
+        Args:
+          group: of settings, as the command line spells it: "config" or "decode".
+          name: of the setting in its group.
+          value: to check.
+
+        Raises:
+          SettingError: naming the setting, the reason, and what would be right.
+        """
+        why = self._fault(value)
+        if why:
+            raise SettingError(group, name, value, why)
+
+    def _fault(self, value: Any) -> str | None:
+        kind = type(self.default)
+        wanted = (int, float) if kind is float else (list, tuple) if kind is tuple else kind
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+            return f"must be of type {kind.__name__}"
+        if kind is float and not math.isfinite(value):
+            return "must be finite"
+        if self.choices and value not in self.choices:
+            return f"unknown; known: {', '.join(map(str, self.choices))}"
+        for limit, holds, words in (
+            (self.at_least, lambda x, y: x >= y, "at least"),
+            (self.above, lambda x, y: x > y, "above"),
+            (self.at_most, lambda x, y: x <= y, "at most"),
+            (self.below, lambda x, y: x < y, "below"),
+        ):
+            if limit is not None and not holds(value, limit):
+                return f"must be {words} {limit:g}" if isinstance(limit, float) else f"must be {words} {limit}"
+        return None
+
+
+def setting(default: Any, help: str, *, scope: str = "row", **limits: Any) -> Any:
+    """A field of a dataclass of settings.
+
+    Args:
+      default: its value unless set.
+      help: what it means, for --help.
+      scope: "row" where each request of a batch may have a value of its own, "compiled" where all requests that share
+        a compiled program must agree, "batch" where it is of the whole call.
+      **limits: those of `Setting`.
+    """
+    declared = Setting(default, help, **limits)
+    return dataclasses.field(default=default, metadata={"setting": declared, "scope": scope})
+
+
+def declared(owner: type) -> dict[str, Setting]:
+    """The settings that a dataclass declares by `setting`, by name."""
+    return {f.name: f.metadata["setting"] for f in dataclasses.fields(owner) if "setting" in f.metadata}
+
+
+def scope(owner: type, name: str) -> set[str]:
+    """Names of a dataclass's settings with this scope."""
+    return {f.name for f in dataclasses.fields(owner) if f.metadata.get("scope") == name}

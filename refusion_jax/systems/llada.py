@@ -1,0 +1,251 @@
+"""LLaDA (Nie et al., "Large Language Diffusion Models", arXiv 2502.09992): masked diffusion, bidirectional, no cache.
+
+Trained: t ~ U(0, 1) is drawn per document, p = (1 - eps) t + eps; each response token is masked with probability p,
+prompts never are; the loss is the cross-entropy of the masked tokens themselves (not shifted), weighted by 1 / p.
+
+    text       p q a b c d          the mask is a matrix of ones:
+    inputs     p q a M c M          every token sees its whole document
+    labels     . . . b . d
+
+Decoded: the whole text goes through the model in every forward. The answer is cut into blocks, finished one after the
+other; a block of n masks takes a fixed number of steps, each of which commits the most confident n / steps of them. A
+temperature adds Gumbel noise to the logits; confidence is the model's own, without noise.
+
+From the paper and the authors' code: schedule, order of commitment, 1 / p. Chosen here: as documents are packed, t and
+normalization are per document; a row stops behind the block in which an EOS was committed.
+
+Axes: B rows, T row length, C text length, N tokens to decode, K block length, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.batch.batch import Batch, count_documents
+from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
+from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.systems.interface import System
+
+KEYS = {"eps": Setting(1e-3, "least probability of masking a token", above=0, below=1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDiffusion:
+    """1 / N * sum over masked tokens of CE / (p R), with R response tokens of the token's document (LLaDA, eq. 3)."""
+
+    coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
+    pattern: ClassVar[Pattern] = BIDIRECTIONAL
+
+    mask_id: int
+    eps: float
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """Masks response tokens with a probability of each document's own."""
+        T = rows.tokens.shape[1]
+        document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
+
+        def draw(key):
+            t_key, mask_key = jax.random.split(key)
+            return (1 - self.eps) * jax.random.uniform(t_key, (T,)) + self.eps, jax.random.uniform(mask_key, (T,))
+
+        p, u = jax.vmap(draw)(keys)
+        p = jnp.take_along_axis(p, document, axis=1)
+        is_masked = rows.is_response & (u < p)
+        response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
+        return Batch(
+            inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
+            positions=text_positions(rows.segment_ids),
+            visibility=Visibility.of(self.pattern, rows.segment_ids),
+            labels=rows.tokens,
+            weights={"mdm": is_masked / (count_documents(rows.segment_ids) * p * response_length)},
+            facts={"mask_ratio": p},
+        )
+
+    def input_length(self, row_length: int) -> int:
+        """T."""
+        return row_length
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionSettings(shared.Settings):
+    """How to decode a masked diffusion model."""
+
+    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
+    block_length: int = setting(
+        0, "Tokens of a block; blocks are finished one after the other; 0: the whole answer", at_least=0, at_most=2**24
+    )
+
+    def check(self) -> None:
+        blocks = -(-self.max_new_tokens // (self.block_length or self.max_new_tokens or 1))
+        if self.steps and blocks and self.steps % blocks:
+            self.refuse("steps", f"must be a multiple of the {blocks} blocks of block_length={self.block_length}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    steps: jax.Array  # [B] int32
+    block_length: jax.Array  # [B] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the loop carries."""
+
+    layout: Layout
+    record: Record
+    keys: jax.Array  # [B] PRNG keys
+    text: jax.Array  # [B, C] int32, masks where nothing is committed
+    length: jax.Array  # [B] int32, of the text
+    block: jax.Array  # [B] int32
+    block_step: jax.Array  # [B] int32, forwards taken in this block
+    ended: jax.Array  # [B] bool, an EOS was committed
+    active: jax.Array  # [B] bool
+    forwards: jax.Array  # [B] int32
+
+    @property
+    def rounds(self) -> jax.Array:
+        """[B] int32; every forward is one."""
+        return self.forwards
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoise:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
+    cache_length: ClassVar[int] = 0
+
+    ids: shared.TokenIds
+    width: int  # C, tokens of the longest text
+    new_tokens: int  # N, of a row, at most
+    block_length: int  # K, of a block, at most
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests."""
+        N = most_new_tokens(requests)
+        return cls(
+            ids=shared.TokenIds.of(requests[0].settings, model),
+            width=text_capacity(requests),
+            new_tokens=N,
+            block_length=min(N, max(r.settings.block_length or N for r in requests)),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places between and behind them, and settings of some requests."""
+        return Layout.of(requests, self.width, self.new_tokens, RowSettings)
+
+    def init(self, _: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows of which nothing is written; there is no prefill."""
+        B, C = layout.given.tokens.shape
+        given = layout.given
+        at = jnp.where(jnp.arange(C)[None] < given.length[:, None], given.positions, C)  # filler is dropped
+        text = jnp.full((B, C), self.ids.mask_id, jnp.int32)
+        zeros = jnp.zeros((B,), jnp.int32)
+        return State(
+            layout=layout,
+            record=Record.empty(B, self.new_tokens + self.block_length),
+            keys=keys,
+            text=jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(text, at, given.tokens),
+            length=given.length + layout.places.count,
+            block=zeros,
+            block_step=zeros,
+            ended=zeros > 0,
+            active=zeros == 0,
+            forwards=zeros,
+        )
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward over the whole text; each row commits the most confident masks of its block."""
+        places, own = s.layout.places, s.layout.settings
+        index, offset = jnp.arange(s.text.shape[1])[None], jnp.arange(self.block_length)[None]
+        block_length = jnp.where(own.block_length > 0, own.block_length, places.count)
+        blocks = -(-places.count // jnp.maximum(block_length, 1))
+        at = (s.block * block_length)[:, None] + offset  # [B, K], places of the block
+        is_in = (offset < block_length[:, None]) & (at < places.count[:, None])
+        position, may_end = (
+            jnp.take_along_axis(x, jnp.minimum(at, self.new_tokens - 1), axis=1)
+            for x in (places.position, places.may_end)
+        )
+        masked = is_in & (jnp.take_along_axis(s.text, position, axis=1) == self.ids.mask_id)
+
+        seen = Visibility.of(BIDIRECTIONAL, (index < s.length[:, None]).astype(jnp.int32))
+        hidden = model.hidden(s.text, jnp.broadcast_to(index, s.text.shape), seen)
+        logits = model.logits(jnp.take_along_axis(hidden, position[:, :, None], axis=1))  # [B, K, V]
+        real, choosable = mask_logits(logits, may_end, self.ids)
+        keys, settings = jax.tree.map(
+            lambda x: jnp.broadcast_to(x[:, None], position.shape),
+            (jax.vmap(jax.random.fold_in)(s.keys, s.forwards), own),
+        )
+        chosen = sample(choosable, masked, keys, position, settings)
+        confidence = jnp.where(masked, probability(real, chosen), -1.0)
+
+        # Of a block of n tokens every step commits n // steps, and the first n % steps of them one more.
+        size = jnp.sum(is_in, axis=1)
+        steps = jnp.clip(jnp.where(own.steps > 0, own.steps // jnp.maximum(blocks, 1), size), 1, jnp.maximum(size, 1))
+        count = jnp.where(s.active, size // steps + (s.block_step < size % steps), 0)
+        rank = jnp.argsort(jnp.argsort(-confidence, axis=1, stable=True), axis=1, stable=True)  # 0: most confident
+        committed = masked & (rank < count[:, None])
+
+        front = jnp.argsort(~committed, axis=1, stable=True)  # the committed ones first, in text order
+        record = s.record.append(*(jnp.take_along_axis(x, front, axis=1) for x in (chosen, position)), count)
+        into = jnp.where(committed, position, s.text.shape[1])
+        ended = s.ended | jnp.any(committed & (chosen == self.ids.eos_id), axis=1)
+        is_over = s.block_step + 1 >= steps  # of the block
+        return dataclasses.replace(
+            s,
+            record=record,
+            text=jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen),
+            block=s.block + (s.active & is_over),
+            block_step=jnp.where(is_over, 0, s.block_step + s.active),
+            ended=ended,
+            active=s.active & ~(is_over & (ended | (s.block + 1 >= blocks))),
+            forwards=s.forwards + s.active,
+        )
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, greedy."""
+    plain, s, commits = Plain(model, request), request.settings, []
+    text, n = dict(plain.given), len(plain.places)
+    length = s.block_length or n
+    for block in (plain.places[i : i + length] for i in range(0, n, length)):
+        steps = min(s.steps // -(-n // length) or len(block), len(block))
+        for step in range(steps):
+            tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
+            p = plain.forward("denoise", tokens, [*range(len(tokens))], np.ones((len(tokens), len(tokens)), bool))
+            best = {place: plain.best(p[place], place) for place in block if place not in text}
+            sure = sorted(best, key=lambda place: -p[place][best[place]])  # noqa: B023
+            count = len(block) // steps + (step < len(block) % steps)
+            gaps = [p[a][best[a]] - p[b][best[b]] for a, b in zip(sure[count - 1 :], sure[count : count + 1])]  # noqa: B905
+            plain.margin = min(plain.margin, *gaps, 1.0)
+            new = {place: best[place] for place in sorted(sure[:count])}
+            text |= new
+            commits += [(token, place) for place, token in new.items()]
+        if plain.ids.eos_id in dict(commits):
+            break
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="llada",
+    objective=MaskedDiffusion,
+    decoders={"llada": Denoise},
+    references={"llada": reference},
+    section="llada",
+    keys=KEYS,
+)

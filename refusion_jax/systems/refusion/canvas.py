@@ -1,0 +1,124 @@
+"""The gaps of a request cut into slots, and the settings of ReFusion's decoders.
+
+Axes: R requests, B rows, N slots a row.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.requests import Request
+from refusion_jax.runtime.settings import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSettings(shared.Settings):
+    """How to decode a slot-diffusion model (ReFusion, arXiv 2512.13586, section 3.3).
+
+    Raises:
+      SettingError: where a value is impossible, naming it, the reason, and what would work.
+    """
+
+    slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
+    serial_blocks: int = setting(
+        1, "The answer is cut into this many equal runs of slots, finished one after the other", at_least=1,
+        at_most=2**20,
+    )  # fmt: skip
+    slot_threshold: float = setting(
+        0.9, "Slots are chosen whose first token is more probable than this", at_least=0, at_most=1
+    )
+    token_threshold: float = setting(
+        0.9, "Drafted tokens are accepted to which their predecessor gives more than this", at_least=0, at_most=1
+    )
+    overlap_planning: bool = setting(
+        True, "Plan the next slots in the forward that checks these: the same text, sooner"
+    )
+    overlap_infilling: bool = setting(
+        True, "Draft a slot's likely rest in the forward that checks it: the same text, sooner"
+    )
+
+    def check(self) -> None:
+        if self.new_tokens % self.multiple:
+            self.refuse(
+                "max_new_tokens",
+                f"does not divide into serial_blocks={self.serial_blocks} runs of whole slots of "
+                f"slot_size={self.slot_size}; {-(-self.new_tokens // self.multiple) * self.multiple} would",
+            )
+
+    @property
+    def unit(self) -> int:
+        return self.slot_size
+
+    @property
+    def multiple(self) -> int:
+        return self.slot_size * self.serial_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class SequentialSettings(SlotSettings):
+    """The same settings for one token a forward, which knows no blocks: their number need not divide the answer."""
+
+    @property
+    def multiple(self) -> int:
+        return self.slot_size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    slot_threshold: jax.Array  # [B] float32
+    token_threshold: jax.Array  # [B] float32
+    overlap_planning: jax.Array  # [B] bool
+    overlap_infilling: jax.Array  # [B] bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Canvas:
+    """Where the slots of each row stand; slots of size 0 do not exist."""
+
+    start: jax.Array  # [R, N] int32, position of each slot's first token in the text
+    size: jax.Array  # [R, N] int32, its tokens; slot_size but for the last slot of a gap
+    may_end: jax.Array  # [R, N] bool, an EOS may be written there
+    per_block: jax.Array  # [R] int32, slots of a serial block
+    widest: jax.Array  # [R] int32, tokens that one forward of the row may feed
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], slots: int) -> "Canvas":
+        """The slots of some requests, as numpy arrays of N = slots."""
+        start, size = np.zeros((2, len(requests), slots), np.int32)
+        may_end, (per_block, widest) = np.zeros(start.shape, bool), np.ones((2, len(requests)), np.int32)
+        for row, request in enumerate(requests):
+            starts, sizes, ends = slots_of(request)
+            n = len(starts)
+            start[row, :n], size[row, :n], may_end[row, :n] = starts, sizes, ends
+            per_block[row], widest[row] = slots_a_block(request), tokens_a_forward(request)
+        return cls(start, size, may_end, per_block, widest)
+
+
+def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
+    """(starts, sizes, may_end) of a request's slots: each gap is cut into slots, the last of which may be short."""
+    K = request.settings.slot_size
+    slots = [
+        (start, min(K, at + length - start), ends)
+        for at, length, ends in request.gaps
+        for start in range(at, at + length, K)
+    ]
+    return tuple(map(list, zip(*slots, strict=True)))
+
+
+def slots_a_block(request: Request) -> int:
+    """Slots of a serial block of a request."""
+    return -(-len(slots_of(request)[0]) // request.settings.serial_blocks)
+
+
+def tokens_a_forward(request: Request) -> int:
+    """Tokens of its widest forward: a block; where overlapped, the next block as well, or a slot and its guesses."""
+    s, per_block = request.settings, slots_a_block(request)
+    blocks = 2 if s.overlap_planning and len(slots_of(request)[0]) > per_block else 1
+    return s.slot_size * max(per_block * blocks, 2 if s.overlap_infilling else 1)

@@ -1,0 +1,83 @@
+"""The hybrid loss of slot diffusion: rows are cut into slots, some are masked, finished ones move to the front.
+
+Axes: B rows, T row length.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from refusion_jax.batch.batch import Batch, count_documents, mean_over
+from refusion_jax.batch.rows import Rows
+from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.runtime.errors import SettingError
+from refusion_jax.runtime.settings import Setting
+from refusion_jax.systems.refusion import slots
+
+KEYS = {
+    "sizes": Setting((4, 8, 16, 32), "slot sizes, drawn uniformly per document"),
+    "eps": Setting(1e-3, "least probability of masking a slot", above=0, below=1),
+    "mdm_weight": Setting(1.0, "of the masked term beside the next-token term (lambda)", at_least=0, at_most=1e6),
+}
+_LARGEST_SLOT = 4096
+
+
+def check(section: ml_collections.ConfigDict) -> None:
+    """Refuses slot sizes that are none.
+
+    Raises:
+      SettingError: with what would be right.
+    """
+    if not section.sizes or not all(type(size) is int and 1 <= size <= _LARGEST_SLOT for size in section.sizes):
+        raise SettingError(
+            "config", "slots.sizes", tuple(section.sizes),
+            f"must be one or more whole sizes of 1 to {_LARGEST_SLOT}, such as (4,8,16,32)",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotDiffusion:
+    """ReFusion's objective (arXiv 2512.13586, section 3.2)."""
+
+    pattern: ClassVar[Pattern] = CAUSAL
+
+    mask_id: int
+    sizes: tuple[int, ...]
+    eps: float
+    mdm_weight: float
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """ar: the next token inside clean slots; mdm: the tokens of masked slots."""
+        return {"ar": 1.0, "mdm": self.mdm_weight}
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """Draws noise from the keys [B] and corrupts the rows."""
+        return hybrid_batch(slots.corrupt(rows, slots.draw_noise(keys, rows, self.sizes, self.eps), self.mask_id))
+
+    def input_length(self, row_length: int) -> int:
+        """T: slots only change places."""
+        return row_length
+
+
+def hybrid_batch(c: slots.Corrupted) -> Batch:
+    """Weights of the hybrid loss over a batch of N documents.
+
+    ar: the mean over all clean labels of the batch. mdm: 1/N * sum over masked tokens of CE / (p R), where p and R are
+    the mask probability and the response length of the token's document. A term without labels is 0, never NaN.
+    """
+    documents = count_documents(c.segment_ids)
+    return Batch(
+        inputs=c.inputs,
+        positions=c.positions,
+        visibility=Visibility.of(CAUSAL, c.segment_ids),
+        labels=c.labels,
+        weights={
+            "ar": mean_over(c.clean_label),
+            "mdm": c.masked_label / (documents * c.mask_probability * jnp.maximum(c.response_length, 1)),
+        },
+        facts={"mask_ratio": c.mask_probability, "slot_size": c.slot_size},
+    )

@@ -1,0 +1,142 @@
+"""The method in plain Python: one request, lists, no cache, greedy. Read this file first.
+
+The text is committed slot by slot in any order; every token sees all that was committed before it, and of its own
+forward the tokens before it. The jitted decoders in this folder compute the same, many requests at a time, without ever
+computing a key or value twice, and are held to these functions token by token.
+"""
+
+import math
+
+import numpy as np
+
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Request
+from refusion_jax.model.transformer import Transformer
+
+Fed = list[tuple[int, int]]  # (token, place in the text)
+
+
+class Text:
+    """What is committed, and which of the committed tokens each one has seen."""
+
+    def __init__(self, model: Transformer, request: Request):
+        self.plain, self.tokens, self.places, self.seen = Plain(model, request), [], [], []
+        K = request.settings.slot_size
+        self.slots = [
+            range(i, min(i + K, at + length)) for at, length, _ in request.gaps for i in range(at, at + length, K)
+        ]
+        self.commit([(token, place) for place, token in self.plain.given.items()])
+        self.given = len(self.tokens)
+
+    @property
+    def commits(self) -> Fed:
+        """(token, place) of all that was decoded, in the order of commitment."""
+        return list(zip(self.tokens, self.places, strict=True))[self.given :]
+
+    def commit(self, fed: Fed, alone: list | None = None) -> None:
+        """Keeps tokens that were fed together; `alone` names the slot of each, where slots did not see each other."""
+        before = len(self.tokens)
+        for i, (token, place) in enumerate(fed):
+            self.tokens.append(token)
+            self.places.append(place)
+            self.seen.append([*range(before), *(before + j for j in sees(i, alone))])
+
+    def probabilities(self, phase: str, fed: Fed, alone: list | None = None) -> dict[int, np.ndarray]:
+        """place -> [V] of every fed token; each sees all that is committed, and what `sees` says of the others."""
+        n = len(self.tokens)
+        visible = np.zeros((n + len(fed), n + len(fed)), bool)
+        for i in range(n):
+            visible[i, self.seen[i]] = True
+        for i in range(len(fed)):
+            visible[n + i, [*range(n), *(n + j for j in sees(i, alone))]] = True
+        tokens, places = zip(*fed, strict=True)
+        p = self.plain.forward(phase, [*self.tokens, *tokens], [*self.places, *places], visible)
+        return {place: p[n + i] for i, place in enumerate(places)}
+
+    def best(self, p: dict[int, np.ndarray]) -> dict[int, int]:
+        """place -> the most probable token that may be chosen there."""
+        return {place: self.plain.best(row, place) for place, row in p.items()}
+
+
+def sees(i: int, alone: list | None) -> list[int]:
+    """Which of the tokens fed together the i-th sees: those before it and itself, or of those its slot's."""
+    return [j for j in range(i + 1) if alone is None or alone[j] == alone[i]]
+
+
+def plan_and_infill(model: Transformer, request: Request) -> dict:
+    """The decoder `refusion`: plan, verify, infill (arXiv 2512.13586, section 3.3)."""
+    text, s, rounds = Text(model, request), request.settings, 0
+    mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
+    per_block = -(-len(text.slots) // s.serial_blocks)
+    for first in range(0, len(text.slots), per_block):
+        slots = text.slots[first : first + per_block]
+        while slots:
+            # Plan: mask tokens for all slots that remain. Slots are chosen by the confidence of their first token.
+            rounds += 1
+            p = text.probabilities("plan", [(mask, place) for slot in slots for place in slot])
+            draft = text.best(p)
+            sure = [p[slot[0]][draft[slot[0]]] for slot in slots]
+            chosen = [slot for slot, c in zip(slots, sure, strict=True) if above(c, s.slot_threshold)]
+            if not chosen:
+                chosen = [slots[int(np.argmax(sure))]]
+                text.plain.margin = min(text.plain.margin, *np.diff(sorted(sure)[-2:]), 1.0)
+
+            def accepted(p, slot, before, draft=draft):
+                """How many leading tokens of a slot are accepted, if the first `before + 1` are anyway."""
+                trusted = (
+                    i <= before or above(p[place - 1][draft[place]], s.token_threshold) for i, place in enumerate(slot)
+                )
+                return next((i for i, ok in enumerate(trusted) if not ok), len(slot))
+
+            # Verify: the drafts of the chosen slots together; commit the whole slots that the accepted prefix covers.
+            places = [place for slot in chosen for place in slot]
+            p = text.probabilities("verify", [(draft[place], place) for place in places])
+            runs = {slot: accepted(p, slot, 0) for slot in chosen}
+            whole = next((i for i, slot in enumerate(chosen) if runs[slot] < len(slot)), len(chosen))
+            prefix = sum(map(len, chosen[:whole]))
+            partial = prefix + (runs[chosen[whole]] if whole < len(chosen) else 0)
+            ends = [i for i in range(partial) if draft[places[i]] == eos]
+            count = ends[0] + 1 if ends else prefix
+            text.commit([(draft[place], place) for place in places[:count]])
+
+            # Infill: none was covered. Each slot alone: draft the rest anew, check, until all of them are accepted.
+            while not count:
+                alone = [slot for slot in chosen for _ in slot]
+                fed = [(draft[at] if i < runs[slot] else mask, at) for slot in chosen for i, at in enumerate(slot)]
+                proposed = text.probabilities("propose", fed, alone)
+                draft.update(text.best({at: row for at, row in proposed.items() if (mask, at) in fed}))
+                p = text.probabilities("check", [(draft[at], at) for slot in chosen for at in slot], alone)
+                runs = {slot: accepted(p, slot, runs[slot]) for slot in chosen}
+                with_end = [slot for slot in chosen if eos in [draft[at] for at in slot[: runs[slot]]]]
+                if with_end:
+                    chosen = [slot for slot in chosen if slot[0] <= with_end[0][0]]
+                    runs[with_end[0]] = len(with_end[0])
+                if all(runs[slot] == len(slot) for slot in chosen):
+                    fed = [(draft[at], at) for slot in chosen for at in slot]
+                    count = next((i + 1 for i, (token, _) in enumerate(fed) if token == eos), len(fed))
+                    text.commit(fed[:count], [slot for slot in chosen for _ in slot])
+
+            end = min((at for token, at in text.commits if token == eos), default=math.inf)
+            slots = [slot for slot in slots if slot[0] not in text.places and slot[0] < end]
+        if eos in dict(text.commits):
+            break
+    return text.plain.result(text.commits, rounds)
+
+
+def one_by_one(model: Transformer, request: Request) -> dict:
+    """The decoder `sequential`: slots in text order; the first token from its mask, the others from the one before."""
+    text = Text(model, request)
+    for slot in text.slots:
+        for place in slot:
+            if place == slot[0]:
+                p = text.probabilities("first", [(text.plain.ids.mask_id, place)])
+            else:  # the last committed token is fed once more, and seen once: by itself
+                last = text.tokens.pop(), text.places.pop()
+                text.seen.pop()
+                p = {place: text.probabilities("next", [last])[last[1]]}
+                text.commit([last])
+            token = text.best(p)[place]
+            text.commit([(token, place)])
+            if token == text.plain.ids.eos_id:
+                return text.plain.result(text.commits, len(text.plain.phases))
+    return text.plain.result(text.commits, len(text.plain.phases))

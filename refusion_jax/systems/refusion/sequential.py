@@ -1,0 +1,133 @@
+"""One token a forward from a slot-diffusion model, in text order.
+
+A slot's first token comes from a mask token at its place, each further one from the token before it. It is the baseline
+for speed, and the check for the cache. A forward feeds the last token, whose keys and values are still to be committed,
+and at the start of a slot a mask token behind it.
+
+Axes: B rows, K slot size.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import Record, mask_logits, sample
+from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.systems.refusion.canvas import Canvas, RowSettings, SequentialSettings, slots_of
+from refusion_jax.systems.refusion.decoder import Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the loop carries."""
+
+    cache: kv.Cache
+    record: Record
+    canvas: Canvas
+    keys: jax.Array  # [B] PRNG keys
+    settings: RowSettings
+    last: jax.Array  # [B] int32, the last token, not in the cache yet unless it was given
+    slot: jax.Array  # [B] int32, the slot that the next token belongs to
+    offset: jax.Array  # [B] int32, its place in the slot
+    active: jax.Array  # [B] bool
+    forwards: jax.Array  # [B] int32
+
+    @property
+    def rounds(self) -> jax.Array:
+        """[B] int32; every forward plans one token."""
+        return self.forwards
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequential:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[SequentialSettings]] = SequentialSettings
+    width: ClassVar[int] = 2  # the last token, and a mask token
+
+    ids: TokenIds
+    slot_size: int  # K
+    slots: int  # of a row, at most
+    cache_length: int
+    chunk: int  # given tokens that one forward of the prefill takes
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests."""
+        return cls(
+            ids=TokenIds.of(requests[0].settings, model),
+            slot_size=requests[0].settings.slot_size,
+            slots=max(len(slots_of(request)[0]) for request in requests),
+            cache_length=text_capacity(requests) + cls.width,
+            chunk=prefill_chunk(requests),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, slots and settings of some requests."""
+        return Layout(
+            Given.of(requests, self.cache_length),
+            Canvas.of(requests, self.slots),
+            RowSettings.of([request.settings for request in requests]),
+        )
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows about to decode their first token."""
+        given = layout.given
+        zeros = jnp.zeros_like(given.length)
+        return State(
+            cache=kv.prefill(model, given, self.chunk),
+            record=Record.empty(len(zeros), self.slots * self.slot_size + self.width),
+            canvas=layout.canvas,
+            keys=keys,
+            settings=layout.settings,
+            last=jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0],
+            slot=zeros,
+            offset=zeros,
+            active=zeros == 0,
+            forwards=zeros,
+        )
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward, one token a row."""
+        start, size, may_end = (
+            jnp.take_along_axis(x, s.slot[:, None], axis=1)[:, 0]
+            for x in (s.canvas.start, s.canvas.size, s.canvas.may_end)
+        )
+        from_mask = s.offset == 0
+        last_is_new = s.record.count > 0  # else it was given, and is in the cache already
+        behind = jnp.maximum(s.record.count - 1, 0)[:, None]
+        last_position = jnp.take_along_axis(s.record.positions, behind, axis=1)[:, 0]
+        place = start + s.offset
+
+        tokens = jnp.stack([s.last, jnp.full_like(s.last, self.ids.mask_id)], axis=1)
+        positions = jnp.stack([jnp.where(last_is_new, last_position, place - 1), place], axis=1)
+        sees_last = last_is_new[:, None, None] & jnp.array([[[True, False], [True, False]]])
+        visible = sees_last | jnp.array([[[False, False], [False, True]]])
+        logits, cache = kv.extend(model, s.cache, tokens, positions, visible)
+
+        chosen = jnp.where(from_mask[:, None], logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
+        _, choosable = mask_logits(chosen, may_end[:, None], self.ids)
+        own = jax.tree.map(lambda x: x[:, None], (jnp.ones_like(may_end), s.keys, place, s.settings))
+        token = sample(choosable, *own)[:, 0]
+        count = s.active.astype(jnp.int32)
+        offset = s.offset + count
+        slot = s.slot + (offset == size)
+        sizes = jnp.take_along_axis(s.canvas.size, jnp.minimum(slot, self.slots - 1)[:, None], axis=1)[:, 0]
+        is_last = (slot == self.slots) | (sizes == 0)
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(cache, jnp.where(last_is_new, count, 0)),
+            record=s.record.append(token[:, None], place[:, None], count),
+            last=jnp.where(s.active, token, s.last),
+            slot=jnp.where(is_last, s.slot, slot),
+            offset=jnp.where(offset == size, 0, offset),
+            active=s.active & (token != self.ids.eos_id) & ~is_last,
+            forwards=s.forwards + count,
+        )
