@@ -8,8 +8,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile more than they run: without LLVM's optimizations a decoder compiles in half the time.
-QUICK_COMPILE = "--xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICK_COMPILE}"
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
 # Virtual devices share XLA's thread pool, and a collective blocks its thread until all devices have come: with too few
 # threads they wait for each other for ever (seen once, with two devices on two cores).
 os.environ["NPROC"] = "32"
@@ -27,6 +26,8 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
+
+QUICK_COMPILE = os.environ["XLA_FLAGS"].split()[0]
 
 ROOT = Path(__file__).parent.parent
 SHARED = Path(os.environ.get("REFUSION_SHARED", ROOT.parent / "shared"))
