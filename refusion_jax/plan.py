@@ -46,7 +46,8 @@ _DECODE = cli.define_settings(all_settings(), "decode")
 def main() -> None:
     if (_CONFIG.value is None) == (_HLO.value is None) or _TOPOLOGY.value is None:
         raise UserError(
-            "--config=configs/NAME.py, or --hlo=FILE, and --topology=GENERATION:SHAPE are needed; --help explains"
+            "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE for the first; "
+            "--help explains"
         )
     config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
     libtpu_version()

@@ -210,6 +210,8 @@ def test_a_calibrated_step_is_a_multiple_of_what_is_expected_and_lies_in_its_ran
     assert estimate(fused, chip).expected == pytest.approx(4)
     assert times.step == pytest.approx(1.2 * times.expected)
     assert (times.fastest, times.slowest) == pytest.approx((times.step / 1.1, times.step * 1.1))
+    lucky = dataclasses.replace(chip, calibration=Calibration(factor=1.01, spread=0.2, runs=3))
+    assert estimate(costs, lucky).fastest == 4
     alone = estimate(costs, dataclasses.replace(chip, calibration=None))
     assert alone.step == alone.roofline
     assert alone.fastest is None

@@ -35,7 +35,7 @@ class Estimate:
     roofline: float  # all of it, at the peaks
     expected: float  # the same with the part of overlapped collectives that shows, before the factor of the chip
     step: float  # the estimate: calibrated where the chip is, the roofline otherwise
-    fastest: float | None  # 95 % of published runs lie between these two; None without calibration
+    fastest: float | None  # 95 % of runs lie between these two, and none below the roofline; None without calibration
     slowest: float | None
 
     def mfu(self, model_flops: float, chip: Chip) -> float:
@@ -69,7 +69,7 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
         roofline=roofline,
         expected=expected,
         step=step,
-        fastest=step / (1 + known.spread) if known else None,
+        fastest=max(step / (1 + known.spread), roofline) if known else None,
         slowest=step * (1 + known.spread) if known else None,
     )
 
