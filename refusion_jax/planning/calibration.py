@@ -13,8 +13,6 @@ import statistics
 from collections.abc import Sequence
 from importlib import resources
 
-import ml_collections
-
 from refusion_jax.config import default_config
 from refusion_jax.planning.compiler import compile_program, tpu_devices
 from refusion_jax.planning.costs import Collective, Costs, Operation, count
@@ -72,7 +70,6 @@ def compiled_again(run: Run) -> Run:
     config.update_from_flattened_dict(run.config)
     chip, devices = find_chip(run.topology), len(tpu_devices(run.topology, 1))
     config.batch_size = int(run.rows_per_chip * devices / chip.per_chip)
-    config = ml_collections.ConfigDict(config)
     compiled = compile_program(lower_train, (config.to_json(), run.topology, 1), memory_only=True)
     return dataclasses.replace(run, costs=summed(count(compiled.module, devices), run.topology))
 
