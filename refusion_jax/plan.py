@@ -3,13 +3,18 @@
   pip install libtpu
   python -m refusion_jax.plan --config=configs/refusion_8b.py --topology=v5p:2x4x4 --rows_per_chip=2
   python -m refusion_jax.plan --config=configs/refusion_8b.py --topology=v5e:8x8 --search
+  python -m refusion_jax.plan --hlo=DIRECTORY/NAME.after_optimizations.txt --topology=v5p:2x4x4
 
 The step that `train` runs is compiled for the topology's chips by libtpu, on this machine. Memory is what the compiler
-assigns; FLOPs, memory traffic and collectives are counted in the compiled program; times are a roofline of these counts
-against the chip's documented peaks, and an estimate. Exit code 2 where the run does not fit.
+assigns; FLOPs, memory traffic and collectives are counted in the compiled program. The time is a roofline of these
+counts against the chip's documented peaks, times what published training runs took of theirs on the same generation:
+a range, in which 95 % of them lie (`python -m refusion_jax.bench plan`). TPU7x and the decoder have the roofline alone.
+--hlo reads the step of another framework, as its compiler wrote it down, and says the same of it.
+Exit code 2 where the run does not fit.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import ml_collections
 from absl import flags
@@ -18,9 +23,10 @@ from rich.console import Console
 
 from refusion_jax.config import check, explained, names
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
-from refusion_jax.planning.report import plan_decode, plan_train, to_json, to_table
+from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
 from refusion_jax.planning.search import fix_for, fix_for_decode, search
 from refusion_jax.runtime import cli
+from refusion_jax.runtime.chips import find_chip
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import decoders_for
@@ -28,6 +34,7 @@ from refusion_jax.systems.registry import decoders_for
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
 _SLICES = flags.DEFINE_integer("slices", 1, "Slices, joined by the data-centre network", lower_bound=1)
+_HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows a chip")
 _MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop when the memory is known: seconds instead of a minute")
@@ -37,16 +44,23 @@ _DECODE = cli.define_settings(all_settings(), "decode")
 
 
 def main() -> None:
-    if _CONFIG.value is None or _TOPOLOGY.value is None:
-        raise UserError("--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed; --help explains")
+    if (_CONFIG.value is None) == (_HLO.value is None) or _TOPOLOGY.value is None:
+        raise UserError(
+            "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE for the first; "
+            "--help explains"
+        )
     config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
     libtpu_version()
-    chips = len(tpu_devices(topology, slices))
+    if _HLO.value is not None:
+        show(plan_dump(Path(_HLO.value), topology, slices))
+        return
+    devices = len(tpu_devices(topology, slices))
     if slices > 1 and config.mesh.replica == 1:
         config.mesh.replica = slices
     if _ROWS.value is not None:
+        chips = devices / find_chip(topology).per_chip
         if _ROWS.value <= 0 or _ROWS.value * chips % 1:
-            raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips} chips")
+            raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips:g} chips")
         config.batch_size = int(_ROWS.value * chips)
     check(config)
     if _WHAT.value == "decode":
@@ -57,10 +71,10 @@ def main() -> None:
         record = plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value)
         show_verdict(record, lambda: fix_for_decode(config, topology, slices, settings))
     elif _SEARCH.value:
-        show_search(config, topology, slices, chips)
+        show_search(config, topology, slices, devices)
     else:
         record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
-        show_verdict(record, lambda: fix_for(config, topology, slices, chips))
+        show_verdict(record, lambda: fix_for(config, topology, slices, devices))
 
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
@@ -84,9 +98,11 @@ def show(record: dict) -> None:
         print(to_json(record), flush=True)
     else:
         Console(soft_wrap=not Console().is_terminal).print(to_table(record))
+        if "rests_on" in record:
+            print(f"The estimate rests on {record['rests_on']}.")
 
 
-def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> None:
+def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, devices: int) -> None:
     """Prints every candidate as it is known, then the fastest."""
 
     def tell(record: dict) -> None:
@@ -96,7 +112,7 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, c
             verdict = f"{record['step_seconds'] * 1e3:8,.0f} ms" if record["fits"] else "   does not fit"
             print(f"{record['peak_hbm_gib']:7.2f} GiB {verdict:>15}   {record['flags']}", flush=True)
 
-    found = search(config, topology, slices, chips, tell)
+    found = search(config, topology, slices, devices, tell)
     if not found:
         raise UserError(f"nothing that was tried fits {topology} at {config.batch_size} rows a step: take more chips")
     if not _JSON.value:

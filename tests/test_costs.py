@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from refusion_jax.planning.costs import Collective, Costs, count
+from refusion_jax.planning.costs import GATHER_BY_SUM, Collective, Costs, Operation, count, keys_seen
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.planning.hlo import parse
-from refusion_jax.runtime.chips import find_chip
+from refusion_jax.runtime.chips import Calibration, find_chip
 
 LOOP = """
 HloModule loop
@@ -186,13 +186,117 @@ def test_a_step_takes_its_operations_and_the_collectives_that_nothing_hides():
     flops, size = chip.peak_flops, chip.hbm_bandwidth  # of one second each
     waits = Collective("all-reduce", "ici", 1, False, chip.ici_bandwidth * 0.5)
     hidden = Collective("all-gather", "ici", 1, True, chip.ici_bandwidth * 2)
-    costs = Costs(3 * flops, 3 * size, ((2, flops, 0.1 * size), (1, flops, 3 * size)), (waits, hidden))
+    operations = (Operation(2, flops, 0.1 * size), Operation(1, flops, 3 * size))
+    costs = Costs(3 * flops, 3 * size, operations, (waits, hidden))
     times = estimate(costs, chip)
     assert times.compute == pytest.approx(3)
     assert times.hbm == pytest.approx(3)
     assert times.operations == pytest.approx(2 + 3)
     assert times.waiting == pytest.approx(0.5)
-    assert times.step == pytest.approx(5.5)
-    assert times.mfu(2.75 * flops, chip) == pytest.approx(0.5)
+    assert times.roofline == pytest.approx(5.5)
+    assert times.mfu(times.step / 2 * flops, chip) == pytest.approx(0.5)
     flooded = dataclasses.replace(costs, collectives=(waits, dataclasses.replace(hidden, bytes=hidden.bytes * 5)))
-    assert estimate(flooded, chip).step == pytest.approx(10.5)  # too much to hide
+    assert estimate(flooded, chip).roofline == pytest.approx(10.5)  # too much to hide
+
+
+def test_a_calibrated_step_is_a_multiple_of_what_is_expected_and_lies_in_its_range():
+    chip = dataclasses.replace(find_chip("v5p:2x2x1"), calibration=Calibration(factor=1.2, spread=0.1, runs=3))
+    beside = Collective("all-gather", "ici", 1, True, chip.ici_bandwidth)
+    costs = Costs(operations=(Operation(4, chip.peak_flops, 0),), collectives=(beside,))
+    times = estimate(costs, chip)
+    assert times.roofline == pytest.approx(4)
+    assert 4 < times.expected < 5  # a part of what runs beside arithmetic shows, unless it is fused with it
+    fused = dataclasses.replace(costs, collectives=(dataclasses.replace(beside, fused=True),))
+    assert estimate(fused, chip).expected == pytest.approx(4)
+    assert times.step == pytest.approx(1.2 * times.expected)
+    assert (times.fastest, times.slowest) == pytest.approx((times.step / 1.1, times.step * 1.1))
+    lucky = dataclasses.replace(chip, calibration=Calibration(factor=1.01, spread=0.2, runs=3))
+    assert estimate(costs, lucky).fastest == 4
+    alone = estimate(costs, dataclasses.replace(chip, calibration=None))
+    assert alone.step == alone.roofline
+    assert alone.fastest is None
+
+
+def test_what_is_narrower_than_the_matrix_unit_reaches_a_part_of_the_peak():
+    for topology, share in (("v5p:2x2x1", 1), ("v6e:2x2", 0.5)):
+        chip = find_chip(topology)
+        costs = Costs(operations=(Operation(1, chip.peak_flops, 0, width=128),))
+        assert estimate(costs, chip).operations == pytest.approx(1 / share)
+
+
+@pytest.mark.parametrize(
+    ("length", "queries", "keys", "seen"),
+    [(4, 1, 1, 2.5), (4, 4, 4, 4), (4, 2, 2, 3), (4, 2, 4, 4), (4, 4, 2, 4), (8, 2, 4, 6)],
+)
+def test_a_causal_kernel_works_on_whole_tiles(length, queries, keys, seen):
+    assert keys_seen(length, queries, keys) == seen
+
+
+def kernel(name: str, tiles: str) -> Costs:
+    """Costs of an attention kernel over two heads of 8 tokens of width 4."""
+    text = f"""
+HloModule one
+
+ENTRY %main (q: bf16[2,8,4], k: bf16[2,8,4], v: bf16[2,8,4]) -> bf16[2,8,4] {{
+  %q = bf16[2,8,4]{{2,1,0}} parameter(0)
+  %k = bf16[2,8,4]{{2,1,0}} parameter(1)
+  %v = bf16[2,8,4]{{2,1,0}} parameter(2)
+  ROOT %{name}.1 = bf16[2,8,4]{{2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
+"xprof_metadata":"{{{tiles}}}"
+}}}}, backend_config={{"custom_call_config":{{}}}}
+}}
+"""  # noqa: E501
+    return count(parse(text), chips_per_slice=1)
+
+
+def test_an_attention_kernel_counts_the_tiles_that_it_names():
+    tiles = r"\"block_q\": 4, \"block_kv\": 4, \"block_q_dkv\": 2, \"block_kv_dkv\": 2, "
+    product = 2 * 2 * 8 * 4  # of every query with one key
+    fwd, bwd = kernel("splash_mha_fwd", tiles), kernel("splash_mha_dkv", tiles + r"\"use_fused_bwd_kernel\": false")
+    assert fwd.flops == 2 * product * 6
+    assert fwd.operations[0].width == 4
+    assert bwd.flops == 4 * product * 5
+    assert kernel("splash_mha_dkv", tiles + r"\"use_fused_bwd_kernel\": true").flops == 5 * product * 5
+
+
+def test_a_collective_on_the_sparse_cores_is_counted_where_it_is_described():
+    text = """
+HloModule offloaded
+
+%described (x.1: f32[16]) -> f32[64] {
+  %x.1 = f32[16]{0} parameter(0)
+  ROOT %g = f32[64]{0} all-gather(%x.1), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+
+%started (x.2: f32[16]) -> f32[64] {
+  %x.2 = f32[16]{0} parameter(0)
+  ROOT %c = f32[64]{0} custom-call(%x.2), custom_call_target="any", called_computations={%described}
+}
+
+ENTRY %main (x: f32[16]) -> f32[64] {
+  %x = f32[16]{0} parameter(0)
+  %start = ((f32[16]{0}), f32[64]{0}) async-start(%x), async_execution_thread="sparsecore", calls=%started
+  ROOT %done = f32[64]{0} async-done(%start)
+}
+"""
+    (found,) = count(parse(text), chips_per_slice=8).collectives
+    assert found == Collective("all-gather", "ici", 1, True, 3 * 64)
+
+
+def test_an_all_reduce_of_parts_among_zeros_is_called_a_gather():
+    text = """
+HloModule gathered
+
+ENTRY %main (x: f32[4], at: s32[]) -> f32[16] {
+  %x = f32[4]{0} parameter(0)
+  %at = s32[] parameter(1)
+  %zero = f32[] constant(0)
+  %zeros = f32[16]{0} broadcast(%zero), dimensions={}
+  %part = f32[16]{0} dynamic-update-slice(%zeros, %x, %at)
+  ROOT %sum = f32[16]{0} all-reduce(%part), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+    (found,) = count(parse(text), chips_per_slice=4).collectives
+    assert found == Collective(GATHER_BY_SUM, "ici", 1, False, 2 * 64 * 3 / 4)
+    plain = text.replace("all-reduce(%part)", "all-reduce(%zeros)")
+    assert count(parse(plain), chips_per_slice=4).collectives[0].kind == "all-reduce"

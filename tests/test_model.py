@@ -97,7 +97,9 @@ def test_linear_contracts_the_last_axes_of_x_with_the_first_of_w(inputs):
     np.testing.assert_allclose(linear(x, w, inputs), np.tensordot(x, w, inputs), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("remat", "again"), [("full", True), ("outputs", False), ("offload", True)])
+@pytest.mark.parametrize(
+    ("remat", "again"), [("full", True), ("outputs", False), ("attention", True), ("offload", True)]
+)
 def test_recomputing_layers_changes_neither_loss_nor_gradient(remat, again):
     """And it happens: the mlp's wide products are computed again, or kept."""
 

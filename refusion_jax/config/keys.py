@@ -52,7 +52,7 @@ _TRAINING = {
     "accumulation": _count(1, "micro-batches a step: less memory, same result"),
     "remat": Setting(
         "none",
-        "what the backward pass computes again: none | outputs (keeps attention and mlp) | full | offload",
+        "what the backward pass computes again: none | outputs (keeps attention and mlp) | attention | full | offload",
         choices=tuple(REMAT_POLICIES),
     ),
     "dtype": Setting(

@@ -101,6 +101,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "outputs": jax.checkpoint_policies.save_only_these_names(*_SAVED),
+    "attention": jax.checkpoint_policies.save_only_these_names(packed.SAVED_NAME),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[_INPUT],

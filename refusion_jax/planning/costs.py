@@ -3,19 +3,21 @@
 Loops count as often as they run, which XLA's own cost analysis leaves out; of a conditional the dearer side counts.
 Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the result multiply
 to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque to XLA and are
-counted from their operands: every tile at or below the diagonal, as the kernel computes it.
+counted from their operands and the tile sizes they name: every whole tile that the diagonal crosses or that lies below.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from refusion_jax.planning import hlo
 from refusion_jax.planning.hlo import Computation, Instruction, Module
 
+GATHER_BY_SUM = "all-reduce for a gather"  # every chip adds zeros but for its own part: twice a gather's traffic
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
@@ -29,11 +31,21 @@ _KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4
 class Collective:
     """A kind of communication, summed over the step."""
 
-    kind: str  # all-gather ...
+    kind: str  # all-gather ..., or GATHER_BY_SUM
     over: str  # "ici", within a slice, or "dcn", between slices
     count: float  # how often a step does it
     overlapped: bool  # runs beside arithmetic; otherwise the chip waits for it
     bytes: float  # that a chip receives, by the ring algorithm
+    fused: bool = False  # goes on in steps between those of one arithmetic operation
+
+
+class Operation(NamedTuple):
+    """One thing that a chip does, of those it does one after the other."""
+
+    times: float
+    flops: float
+    bytes: float
+    width: float = math.inf  # the smallest axis that the matrix unit gets, where that may be less than its side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +54,7 @@ class Costs:
 
     flops: float = 0.0
     bytes: float = 0.0  # read from and written to HBM
-    operations: tuple[tuple[float, float, float], ...] = ()  # (times, FLOPs, bytes) of each operation, one by one
+    operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
     open_loops: int = 0  # loops whose count depends on the data; they are counted as one turn
 
@@ -51,23 +63,22 @@ class Costs:
         return Costs(
             self.flops * n,
             self.bytes * n,
-            tuple((times * n, flops, size) for times, flops, size in self.operations),
+            tuple(operation._replace(times=operation.times * n) for operation in self.operations),
             tuple(dataclasses.replace(c, count=c.count * n, bytes=c.bytes * n) for c in self.collectives),
             self.open_loops,
         )
 
-    def overlapped(self) -> "Costs":
-        """The same, with its collectives beside other work."""
-        return dataclasses.replace(
-            self, collectives=tuple(dataclasses.replace(c, overlapped=True) for c in self.collectives)
-        )
+    def overlapped(self, fused: bool = False) -> "Costs":
+        """The same, with its collectives beside other work, or fused with it."""
+        changed = (dataclasses.replace(c, overlapped=True, fused=fused) for c in self.collectives)
+        return dataclasses.replace(self, collectives=tuple(changed))
 
 
 def add(parts: list[Costs]) -> Costs:
     """The sum."""
     totals: dict[tuple, Collective] = {}
     for c in (c for part in parts for c in part.collectives):
-        key = c.kind, c.over, c.overlapped
+        key = c.kind, c.over, c.overlapped, c.fused
         old = totals.get(key, dataclasses.replace(c, count=0, bytes=0))
         totals[key] = dataclasses.replace(old, count=old.count + c.count, bytes=old.bytes + c.bytes)
     return Costs(
@@ -113,11 +124,9 @@ class _Counter:
             return max((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
         if i.opcode == "recv" and "megascale" in i.attributes:  # what is left of a collective between slices
             return Costs(collectives=(Collective("receive", "dcn", 1, True, i.shapes[0].bytes),))
-        if i.opcode == "call":
+        if i.opcode == "call" or (i.opcode == "custom-call" and i.called):  # the latter runs on the SparseCores
             return add([self.of(name) for name in i.called])
         if i.opcode == "async-start":
-            if i.name.startswith("all-gather"):
-                return Costs(collectives=(self._gather_on_sparse_cores(i),))
             return add([self.of(name).overlapped() for name in i.called])
         if kind := collective_kind(i):
             return Costs(collectives=(self._collective(kind, computation, i),))
@@ -135,13 +144,8 @@ class _Counter:
             size = sum(s.bytes for s in i.shapes[:2] if s.in_hbm)
         elif i.opcode == "custom-call" and "tpu_custom_call" not in i.attributes:
             size = 0.0  # AllocateBuffer and the like
-        return Costs(flops, size, ((1, flops, size),))
-
-    def _gather_on_sparse_cores(self, i: Instruction) -> Collective:
-        """An all-gather that another part of the chip does; of the collective itself nothing but the name is left."""
-        inside = self._module.computations[i.called[0]]
-        before = sum(s.bytes for parameter in inside.parameters.values() for s in parameter.shapes)
-        return Collective("all-gather", "ici", 1, True, sum(s.bytes for s in inside.root.shapes) - before)
+        width = kernel.width if (kernel := _kernel(computation, i)) else math.inf
+        return Costs(flops, size, (Operation(1, flops, size, width),))
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """One operation: what is fused stays in registers, but what it reads and writes goes through memory."""
@@ -151,14 +155,15 @@ class _Counter:
             # Steps of a collective that goes on beside the arithmetic; it is counted where it starts.
             nested = [dataclasses.replace(part, collectives=()) for part in nested]
         elif i.name.startswith("async-collective-start"):
-            nested = [part.overlapped() for part in nested]
+            nested = [part.overlapped(fused=True) for part in nested]
         if "all-reduce-scatter" in i.name or "all-reduce-scatter" in inside.name:
             reduce = next(j for j in inside.instructions.values() if j.opcode.startswith("all-reduce"))
             return Costs(collectives=(self._collective("reduce-scatter", inside, reduce),))
         flops = sum(part.flops for part in nested)
         size = sum(self._read(inside, n, computation.instructions[name]) for n, name in enumerate(i.operands))
         size += self._written(inside, i)
-        return add([*(Costs(collectives=part.collectives) for part in nested), Costs(flops, size, ((1, flops, size),))])
+        inner = [Costs(collectives=part.collectives) for part in nested]
+        return add([*inner, Costs(flops, size, (Operation(1, flops, size),))])
 
     def _fused(self, inside: Computation, j: Instruction) -> Costs:
         if j.opcode == "fusion":
@@ -221,16 +226,29 @@ class _Counter:
 
     def _collective(self, kind: str, computation: Computation, i: Instruction) -> Collective:
         size = sum(s.bytes for s in _operand_shapes(computation, i))  # what a chip puts in
+        if kind == "all-reduce" and any(self._is_part_among_zeros(computation, name) for name in i.operands):
+            kind = GATHER_BY_SUM
         group = first_group(i.attributes)
         n = len(group) if group else 2
         received = {
             "all-gather": size * (n - 1),
             "all-reduce": 2 * size * (n - 1) / n,
+            GATHER_BY_SUM: 2 * size * (n - 1) / n,
             "reduce-scatter": size * (n - 1) / n,
             "all-to-all": size * (n - 1) / n,
         }.get(kind, size)
         crosses = len({device // self._chips_per_slice for device in group}) > 1
         return Collective(kind, "dcn" if crosses else "ici", 1, i.opcode.endswith("-start"), received if n > 1 else 0.0)
+
+    def _is_part_among_zeros(self, computation: Computation, name: str) -> bool:
+        """Whether a value is one slice put into an array that is otherwise the same on all chips."""
+        value = computation.instructions.get(name)
+        while value is not None and value.opcode in ("bitcast", "copy"):
+            value = computation.instructions.get(value.operands[0])
+        if value is not None and value.opcode == "fusion":
+            inside = self._module.computations[value.attribute("calls")]
+            return self._is_part_among_zeros(inside, inside.root.name)
+        return value is not None and value.opcode == "dynamic-update-slice"
 
 
 def collective_kind(i: Instruction) -> str | None:
@@ -268,13 +286,37 @@ def _flops(computation: Computation, i: Instruction) -> float:
         sizes = [computation.instructions[name].shapes[0].elements for name in i.operands[:2]]
         batch = _batch(i.attributes)
         return 2 * math.sqrt(math.prod(sizes) * i.shapes[0].elements / batch)
-    if i.opcode == "custom-call":
-        for kernel, products in _KERNEL_PRODUCTS.items():
-            if kernel in i.name or kernel in i.attributes.split("custom_call_config")[0]:
-                floats = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")]
-                query, key = floats[:2]  # [..., T, H] each
-                return products * 2 * math.prod(query) * (key[-2] + 1) / 2
-    return 0.0
+    kernel = _kernel(computation, i)
+    return kernel.flops if kernel else 0.0
+
+
+class _Kernel(NamedTuple):
+    flops: float
+    width: float  # head size
+
+
+def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
+    """An attention kernel; None for any other operation."""
+    if i.opcode != "custom-call":
+        return None
+    head = i.attributes.split("custom_call_config")[0]
+    name = next((name for name in _KERNEL_PRODUCTS if name in i.name or name in head), None)
+    if name is None:
+        return None
+    query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
+    tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+|use_\w+)\\": (\d+)', head)}
+    suffix = name.removeprefix("splash_mha").removesuffix("_fwd")
+    keys = keys_seen(key[-2], tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1))
+    products = _KERNEL_PRODUCTS[name]
+    if name == "splash_mha_dkv" and 'use_fused_bwd_kernel\\": true' in head:
+        products += 1  # the queries' gradient comes with the others, without making the scores again
+    return _Kernel(products * 2 * math.prod(query) * keys, query[-1])
+
+
+def keys_seen(length: int, queries: int, keys: int) -> float:
+    """Keys that a causal kernel works on for a query, on average, with tiles of `queries` x `keys`."""
+    rows = range(queries, length + 1, queries)
+    return sum(min(-(-end // keys) * keys, length) for end in rows) / len(rows)
 
 
 def _batch(attributes: str) -> int:

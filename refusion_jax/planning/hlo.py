@@ -101,7 +101,7 @@ def parse(text: str) -> Module:
       ValueError: where the text holds no program.
     """
     computations, entry, name, found = {}, None, None, {}
-    text = re.sub(r"kernel_metadata=\{\n.*\n\}", "kernel_metadata={}", text)  # the one attribute with line breaks
+    text = re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text)  # the one attribute with line breaks
     for line in text.splitlines():
         if header := _HEADER.match(line):
             name, found = header[2], {}

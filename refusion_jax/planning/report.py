@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import ml_collections
@@ -9,12 +10,13 @@ from rich.table import Table
 
 from refusion_jax.config import make_objective
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.planning import programs
-from refusion_jax.planning.compiler import Compiled, compile_program, libtpu_version, tpu_devices
-from refusion_jax.planning.costs import Costs, count
-from refusion_jax.planning.estimate import estimate
+from refusion_jax.planning import hlo, programs
+from refusion_jax.planning.compiler import Compiled, assigned_bytes, compile_program, libtpu_version, tpu_devices
+from refusion_jax.planning.costs import GATHER_BY_SUM, Costs, count
+from refusion_jax.planning.estimate import Estimate, estimate
 from refusion_jax.runtime import sharding
-from refusion_jax.runtime.chips import find_chip
+from refusion_jax.runtime.chips import Chip, find_chip
+from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import train_flops_per_row
 
 GIB = 2.0**30
@@ -22,6 +24,8 @@ GIB = 2.0**30
 
 def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, memory_only: bool) -> dict:
     """Compiles the training step of a config and says what it takes, on one chip unless the key says otherwise.
+
+    On TPU7x, whose chips are two JAX devices each, on one of these; `chips` and `rows_per_chip` are of whole chips.
 
     Raises:
       UserError: where the config cannot run on the topology.
@@ -37,8 +41,8 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
     state = programs.state_bytes(config, mesh)
     return {
         "what": "train",
-        **_where(topology, slices, mesh),
-        "rows_per_chip": config.batch_size / mesh.size,
+        **_where(topology, slices, mesh, chip),
+        "rows_per_chip": config.batch_size * chip.per_chip / mesh.size,
         "row_length": config.row_length,
         "remat": config.remat,
         "accumulation": config.accumulation,
@@ -47,17 +51,51 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
         **_memory(compiled, chip.hbm_limit),
         **_costs(costs),
         "model_flops_per_chip": model_flops,
-        "compute_seconds": times.compute,
-        "hbm_seconds": times.hbm,
-        "operations_seconds": times.operations,
-        "ici_seconds": times.ici,
-        "dcn_seconds": times.dcn,
-        "waiting_seconds": times.waiting,
-        "step_seconds": times.step,
+        **_times(times, chip),
+        "rests_on": _rests_on(topology.split(":")[0], chip),
         "mfu": times.mfu(model_flops, chip),
         "tokens_per_second": tokens / times.step,
         "tokens_per_day": tokens / times.step * 86_400,
         **_compiler(compiled, memory_only),
+    }
+
+
+def plan_dump(path: Path, topology: str, slices: int) -> dict:
+    """Says of a program that any framework compiled for TPUs what `plan_train` says of ours.
+
+    Args:
+      path: its optimized HLO, NAME.after_optimizations.txt as `xla_dump_to` leaves it, with the buffer assignment
+        beside it: a program of one training step.
+      topology: that it was compiled for.
+      slices: of it.
+
+    Raises:
+      UserError: where the files are not there, or are no program.
+    """
+    beside = path.with_name(path.name.removesuffix(".txt") + "-buffer-assignment.txt")
+    for file in (path, beside):
+        if not file.is_file():
+            raise UserError(
+                f"--hlo={path}: {file} is not there; xla_dump_to=DIRECTORY with xla_dump_hlo_as_text leaves both"
+            )
+    try:
+        module = hlo.parse(path.read_text())
+    except ValueError as error:
+        raise UserError(f"--hlo={path}: {error}") from error
+    chip, devices = find_chip(topology), len(tpu_devices(topology, slices))
+    compiled = Compiled(**assigned_bytes(beside.read_text()), module=module, seconds=0, cpu_seconds=0, overrun="")
+    costs = count(module, devices // slices)
+    return {
+        "what": "program",
+        "topology": topology,
+        "slices": slices,
+        "chips": devices // chip.per_chip,
+        "devices": devices,
+        "arguments_gib": compiled.arguments / GIB,
+        **_memory(compiled, chip.hbm_limit),
+        **_costs(costs),
+        **_times(estimate(costs, chip), chip),
+        "rests_on": _rests_on(topology.split(":")[0], chip),
     }
 
 
@@ -76,20 +114,52 @@ def plan_decode(
     times = estimate(costs, chip)
     return {
         "what": "decode",
-        **_where(topology, slices, mesh),
-        "rows_per_chip": settings.batch_size / mesh.size,
+        **_where(topology, slices, mesh, chip),
+        "rows_per_chip": settings.batch_size * chip.per_chip / mesh.size,
         "row_length": settings.cache_length or config.row_length,
         "state_gib": compiled.arguments / GIB,
         "activations_gib": (compiled.peak - compiled.arguments) / GIB,
         **_memory(compiled, chip.hbm_limit),
         **_costs(costs),
-        "prefill_and_forward_seconds": times.step,
+        "prefill_and_forward_seconds": times.roofline,
+        "calibrated": False,
         **_compiler(compiled, memory_only),
     }
 
 
-def _where(topology: str, slices: int, mesh: jax.sharding.Mesh) -> dict:
-    return {"topology": topology, "slices": slices, "chips": mesh.size, "mesh": dict(mesh.shape)}
+def _where(topology: str, slices: int, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
+    return {
+        "topology": topology,
+        "slices": slices,
+        "chips": mesh.size // chip.per_chip,
+        "devices": mesh.size,
+        "mesh": dict(mesh.shape),
+    }
+
+
+def _rests_on(generation: str, chip: Chip) -> str:
+    known = chip.calibration
+    if known is None:
+        return f"documented peaks alone, not calibrated on {generation}: real steps are slower"
+    return (
+        f"{known.runs} published runs of dense models on {generation}: {known.factor:.2f} x what is counted here, "
+        f"95 % of runs within {known.spread:.1%}"
+    )
+
+
+def _times(times: Estimate, chip: Chip) -> dict:
+    return {
+        "compute_seconds": times.compute,
+        "hbm_seconds": times.hbm,
+        "operations_seconds": times.operations,
+        "ici_seconds": times.ici,
+        "dcn_seconds": times.dcn,
+        "waiting_seconds": times.waiting,
+        "roofline_seconds": times.roofline,
+        "step_seconds": times.step,
+        "step_seconds_range": [times.fastest, times.slowest] if chip.calibration else None,
+        "calibrated": chip.calibration is not None,
+    }
 
 
 def _memory(compiled: Compiled, limit: float) -> dict:
@@ -104,13 +174,25 @@ def _memory(compiled: Compiled, limit: float) -> dict:
 
 def _costs(costs: Costs) -> dict:
     kinds = [
-        {"kind": c.kind, "over": c.over, "overlapped": c.overlapped, "count": c.count, "bytes": c.bytes}
+        {
+            "kind": c.kind,
+            "over": c.over,
+            "overlapped": c.overlapped,
+            "fused": c.fused,
+            "count": c.count,
+            "bytes": c.bytes,
+        }
         for c in sorted(costs.collectives, key=lambda c: -c.bytes)
     ]
     return {
         "flops_per_chip": costs.flops,
         "hbm_bytes_per_chip": costs.bytes,
         "collective_bytes_per_chip": sum(c.bytes for c in costs.collectives),
+        "gathers_by_all_reduce": sum(
+            c.count
+            for c in costs.collectives
+            if c.kind == GATHER_BY_SUM and not c.overlapped and c.bytes >= 1e6 * c.count
+        ),
         "collectives": kinds,
     }
 
@@ -140,15 +222,22 @@ def to_json(record: dict) -> str:
 
 def to_table(r: dict) -> Table:
     """For people."""
-    split = ", ".join(f"{axis}={size}" for axis, size in r["mesh"].items() if size > 1) or "one chip"
+    split = ", ".join(f"{axis}={size}" for axis, size in r.get("mesh", {}).items() if size > 1)
     slices = f"{r['slices']} slices of " if r["slices"] > 1 else ""
-    table = Table(title=f"{r['what']} on {slices}{r['topology']}: {r['chips']} chips ({split})", title_justify="left")
-    table.add_column("one chip, one step" if r["what"] == "train" else "one chip, prefill and one forward")
+    title = f"{r['what']} on {slices}{r['topology']}: {r['chips']} chips{f' ({split})' if split else ''}"
+    where = "one chip" if r["devices"] == r["chips"] else "one device, half a chip"
+    table = Table(title=title, title_justify="left")
+    table.add_column(f"{where}, {'prefill and one forward' if r['what'] == 'decode' else 'one step'}")
     table.add_column("", justify="right")
-    rows = [
-        ("rows x tokens", f"{r['rows_per_chip']:g} x {r['row_length']:,}"),
-        ("state" if r["what"] == "train" else "weights and prompts", f"{r['state_gib']:.2f} GiB"),
-        ("activations, gradients and buffers", f"{r['activations_gib']:.2f} GiB"),
+    rows = []
+    if "rows_per_chip" in r:
+        rows.append(("rows x tokens, of a chip", f"{r['rows_per_chip']:g} x {r['row_length']:,}"))
+    if "state_gib" in r:
+        rows += [
+            ("state" if r["what"] == "train" else "weights and prompts", f"{r['state_gib']:.2f} GiB"),
+            ("activations, gradients and buffers", f"{r['activations_gib']:.2f} GiB"),
+        ]
+    rows += [
         ("peak HBM", f"{r['peak_hbm_gib']:.2f} of {r['hbm_limit_gib']:.2f} GiB"),
         ("verdict", f"fits, {r['headroom_gib']:.2f} GiB to spare" if r["fits"] else "DOES NOT FIT"),
     ]
@@ -160,33 +249,53 @@ def to_table(r: dict) -> Table:
         ("received from other chips", _bytes(r["collective_bytes_per_chip"])),
     ]
     rows += [
-        (
-            f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{', overlapped' if c['overlapped'] else ''}",
-            _bytes(c["bytes"]),
-        )
+        (f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{_beside(c)}", _bytes(c["bytes"]))
         for c in r["collectives"]
         if c["bytes"] >= 1e6
     ]
-    if r["what"] == "train":
-        dcn = "not documented" if r["dcn_seconds"] is None else _seconds(r["dcn_seconds"])
-        rows += [
-            ("arithmetic at the peak", _seconds(r["compute_seconds"])),
-            ("HBM at the peak", _seconds(r["hbm_seconds"])),
-            ("operations, each at its roofline", _seconds(r["operations_seconds"])),
-            ("network within the slice, between slices", f"{_seconds(r['ici_seconds'])}, {dcn}"),
-            ("  of which nothing hides", _seconds(r["waiting_seconds"])),
-            ("estimated step", _seconds(r["step_seconds"])),
-            ("estimated MFU (attention counted where a key is seen)", f"{r['mfu']:.1%}"),
-            ("estimated tokens a day, all chips", f"{r['tokens_per_day'] / 1e9:,.2f} G"),
-        ]
-    else:
-        rows.append(("estimated prefill and one forward", _seconds(r["prefill_and_forward_seconds"])))
-    cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
-    how = " up to the buffer assignment" if r["memory_only"] else ""
-    rows.append((f"compiled{how} by libtpu {r['libtpu']}", f"{r['compile_seconds']:.1f} s{cpu}"))
+    rows += _rows_of_times(r)
+    if "libtpu" in r:
+        cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
+        how = " up to the buffer assignment" if r["memory_only"] else ""
+        rows.append((f"compiled{how} by libtpu {r['libtpu']}", f"{r['compile_seconds']:.1f} s{cpu}"))
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _rows_of_times(r: dict) -> list[tuple[str, str]]:
+    if r["what"] == "decode":
+        return [("prefill and one forward, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"]))]
+    dcn = "not documented" if r["dcn_seconds"] is None else _seconds(r["dcn_seconds"])
+    rows = [
+        ("arithmetic at the peak", _seconds(r["compute_seconds"])),
+        ("HBM at the peak", _seconds(r["hbm_seconds"])),
+        ("operations, each at its roofline", _seconds(r["operations_seconds"])),
+        ("network within the slice, between slices", f"{_seconds(r['ici_seconds'])}, {dcn}"),
+        ("  of which nothing hides", _seconds(r["waiting_seconds"])),
+        ("all of it at the peaks: the roofline", _seconds(r["roofline_seconds"])),
+        ("estimated step", _range(r)),
+    ]
+    if "mfu" in r:
+        rows += [
+            ("estimated MFU (attention counted where a key is seen)", f"{r['mfu']:.1%}"),
+            ("estimated tokens a day, all chips", f"{r['tokens_per_day'] / 1e9:,.2f} G"),
+        ]
+    return rows
+
+
+def _beside(collective: dict) -> str:
+    if collective["fused"]:
+        return ", fused with arithmetic"
+    return ", overlapped" if collective["overlapped"] else ""
+
+
+def _range(r: dict) -> str:
+    """ "2.9 to 3.3 s"."""
+    if r["step_seconds_range"] is None:
+        return f"{r['step_seconds']:.3g} s or more"
+    fastest, slowest = r["step_seconds_range"]
+    return f"{fastest:.3g} to {slowest:.3g} s"
 
 
 def _bytes(size: float) -> str:

@@ -1,7 +1,7 @@
 """Finds what fits, and what of it is fastest: remat policy x rows a forward x mesh, at the same global batch.
 
 Rows a forward are changed by accumulation, which leaves the result of training as it is. Every candidate is compiled
-up to its buffer assignment, a few seconds each.
+up to its buffer assignment, a few seconds each. `chips` are JAX devices here, of which a chip of TPU7x has two.
 """
 
 import copy
@@ -15,7 +15,8 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.planning.report import plan_decode, plan_train
 from refusion_jax.runtime.errors import UserError
 
-POLICIES = ("none", "outputs", "full", "offload")  # from the fastest to the one that takes the least memory
+# From the fastest to the one that takes the least memory.
+POLICIES = ("none", "outputs", "attention", "full", "offload")
 
 
 def search(
@@ -117,7 +118,8 @@ def _meshes(config: ml_collections.ConfigDict, chips: int) -> Iterator[dict]:
     shape = {f"mesh.{axis}": size for axis, size in config.mesh.items()}
     whole = shape | {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1, "mesh.sequence": 1}
     seen = []
-    for mesh in (shape, whole, *(whole | {axis: n} for axis in ("mesh.data", "mesh.tensor") for n in (2, 4))):
+    parts = (*(("mesh.data", n) for n in (2, 4, 8, 16)), *(("mesh.tensor", n) for n in (2, 4)))
+    for mesh in (shape, whole, *(whole | {axis: n} for axis, n in parts)):
         if mesh not in seen and chips % math.prod(size for size in mesh.values() if size > 0) == 0:
             seen.append(mesh)
             yield mesh

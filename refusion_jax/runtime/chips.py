@@ -1,8 +1,12 @@
-"""What each TPU generation can do: the one place for these numbers.
+"""What each TPU generation can do, and how far published runs were from it: the one place for these numbers.
 
-Peaks, bandwidths and sizes are those that Google documents (cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e). The
-inter-chip bandwidth is documented for both directions together, or in bits a second for one; here it is what a chip can
-receive. The memory limit is what the compiler (libtpu 0.0.51) lets a program use of it.
+Peaks, bandwidths and sizes are those that Google documents (docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and
+/tpu7x). The inter-chip bandwidth is documented for both directions together (v5p: 1,200 GB/s), and of v4 as what a pod
+of 4,096 chips reduces (1.1 PB/s); here it is what a chip receives. Other sources put it 10 % lower on every generation,
+which the calibration absorbs. The memory limit is what the compiler (libtpu 0.0.51) lets a program use, or what is
+documented, where that is less (v5p: 95 of the compiler's 95.73 GiB).
+
+Everything is for one JAX device, which is a chip, but on TPU7x half of one.
 """
 
 import dataclasses
@@ -11,8 +15,17 @@ from refusion_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
+class Calibration:
+    """How published steps compare with our estimates of the same steps; planning/published_runs.json has the runs."""
+
+    factor: float  # published over estimated, the geometric mean of the generation's runs
+    spread: float  # 95 % of runs lie within the estimate divided by and multiplied with 1 + this
+    runs: int  # that this rests on
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
-    """One TPU chip; rates are a second, sizes in bytes."""
+    """One JAX device of a TPU generation; rates are a second, sizes in bytes."""
 
     device_kind: str  # what jax.Device.device_kind says
     peak_flops: float  # dense bf16
@@ -21,14 +34,38 @@ class Chip:
     ici_bandwidth: float  # received over all links to the other chips of the slice
     dcn_bandwidth: float | None  # of the data-centre network, a chip's part of its host's; None: not documented
     example: str  # a topology
+    matrix_unit: int = 128  # side of the unit that multiplies matrices: what is narrower leaves a part of it idle
+    per_chip: int = 1  # JAX devices of a chip
+    attention_tile: int = 512  # largest side of the tiles of an attention kernel: `attention_tile` says why
+    calibration: Calibration | None = None  # None: no published runs to speak of
 
 
 _G = 2.0**30
+# Calibrations are what `python -m refusion_jax.bench plan` computes; tests/test_calibration.py holds them to it.
 CHIPS = {
-    "v4": Chip("TPU v4", 275e12, 30.75 * _G, 1.228e12, 300e9, None, "v4:2x4x4"),
-    "v5e": Chip("TPU v5 lite", 197e12, 15.75 * _G, 819e9, 200e9, 200e9 / 8 / 8, "v5e:8x8"),
-    "v5p": Chip("TPU v5", 459e12, 95.73 * _G, 2.765e12, 600e9, 50e9 / 8, "v5p:2x4x4"),
-    "v6e": Chip("TPU v6 lite", 918e12, 31.24 * _G, 1.64e12, 400e9, 800e9 / 8 / 8, "v6e:4x8"),
+    "v4": Chip(
+        *("TPU v4", 275e12, 30.75 * _G, 1.2e12, 270e9, None, "v4:2x4x4"),
+        calibration=Calibration(factor=1.204, spread=0.080, runs=2),
+    ),
+    "v5e": Chip(
+        *("TPU v5 lite", 197e12, 15.75 * _G, 819e9, 200e9, 200e9 / 8 / 8, "v5e:8x8"),
+        calibration=Calibration(factor=1.061, spread=0.075, runs=3),
+    ),
+    "v5p": Chip(
+        *("TPU v5", 459e12, 95 * _G, 2.765e12, 600e9, 50e9 / 8, "v5p:2x4x4"),
+        calibration=Calibration(factor=1.149, spread=0.075, runs=3),
+    ),
+    "v6e": Chip(
+        *("TPU v6 lite", 918e12, 31.24 * _G, 1.64e12, 400e9, 800e9 / 8 / 8, "v6e:4x8"),
+        matrix_unit=256,
+        attention_tile=1024,
+        calibration=Calibration(factor=1.327, spread=0.069, runs=7),
+    ),
+    "tpu7x": Chip(
+        *("TPU7x", 2307e12 / 2, 94.74 * _G, 7.38e12 / 2, 1.2e12 / 2 / 2, None, "tpu7x:4x4x4"),
+        matrix_unit=256,
+        per_chip=2,
+    ),
 }
 
 
@@ -43,3 +80,22 @@ def find_chip(topology: str) -> Chip:
         examples = ", ".join(chip.example for chip in CHIPS.values())
         raise UserError(f"--topology={topology}: unknown; known are GENERATION:SHAPE such as {examples}")
     return CHIPS[generation]
+
+
+def attention_tile(device_kind: str, length: int, least: int = 128) -> int:
+    """Side of the tiles on which an attention kernel works, by what divides the part of a row that a chip has.
+
+    512 keeps scores and operands of head size 128 in the 16 MiB of vector memory that a compiled program may use on
+    every generation from v4 to v6e. On v6e 1,024 fits, too, and is reported a third faster (apple/axlearn#958): its
+    matrix unit is twice as wide, so that it waits for what surrounds the products. Larger tiles compute more on the
+    diagonal: at 4,096 tokens 25 % more than needed instead of 12 %.
+
+    Args:
+      device_kind: what jax.Device.device_kind says.
+      length: of a chip's part of a row, a multiple of `least`.
+      least: the smallest tile.
+    """
+    most = max((chip.attention_tile for chip in CHIPS.values() if chip.device_kind == device_kind), default=512)
+    while most > least and length % most:
+        most //= 2
+    return most

@@ -1,25 +1,44 @@
 """What we ask of XLA beyond its defaults, by TPU generation: the one place for compiler options.
 
-Chosen by what they do to the compiled program of configs/refusion_8b.py (4,096 tokens, 2 rows a chip, libtpu 0.0.51;
-`python -m refusion_jax.plan` shows it), and not measured on a TPU.
+Chosen by what they do to compiled programs (configs/refusion_8b.py, libtpu 0.0.51; `python -m refusion_jax.plan` shows
+it), and not measured on a TPU. Google publishes training runs with them: on v4 the asynchronous gathers, on v5p
+gathering, on TPU7x all that the SparseCores do here.
 
-v5e        Defaults: all-gathers are already fused with arithmetic ("async collective fusion"). The compiler refuses
-           that on every other generation.
-v4         As v5p, but no gathering by SparseCores.
-v5p, v6e   By default a product with a gathered weight becomes a loop over the parts of the weight that passes the parts
-           from chip to chip. With weights split along the axis that the product sums over, every turn of the loop reads
-           and writes the whole result: 3.1 TB of HBM traffic a step on v5p:2x4x4, against 0.6 TB without the loop.
-           Off. So that the weights still arrive beside the arithmetic, the SparseCores gather them.
+all             A gather is never made an all-reduce in which every chip adds its part to zeros, which moves twice the
+                bytes and blocks. By default it is where a shard's side is no multiple of 128: 593 times in a step of
+                the 14B model on v5p:4x4x4, whose shards of 5,120 columns are 80 wide.
+v5e             All-gathers are fused with arithmetic by default ("async collective fusion"). The compiler refuses that
+                on every other generation.
+all but TPU7x   By default a product with a gathered weight becomes a loop over the parts of the weight that passes the
+                parts from chip to chip. With weights split along the axis that the product sums over, every turn of the
+                loop reads and writes the whole result: 3.1 TB of HBM traffic a step on v5p:2x4x4, against 0.6 TB
+                without the loop; the 1.7B model on v5e:4x4 takes 30 % less time without. Off.
+v4              Gathers begin early and end late, beside the arithmetic.
+v5p, v6e        So that the weights arrive beside the arithmetic, the SparseCores gather them. Where a mesh axis lies
+                along all three axes of the torus (v5p) the compiler does not do that; asked to, it needs twice the
+                time, for 2 to 4 % of the step.
+v6e             The SparseCores scatter the gradients, too: 6 % of the step on v6e:4x8.
 """
 
 from jax.sharding import Mesh
 
-_NO_LOOPS: dict[str, bool | int | str] = {
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,  # no product is that large
+_Options = dict[str, bool | int | str]
+
+_ALL: _Options = {"xla_tpu_prefer_async_allgather_to_allreduce": "true"}
+_NO_LOOPS: _Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}  # no product is that large
+_GATHER: _Options = {"xla_tpu_enable_sparse_core_collective_offload_all_gather": "true"}
+_SCATTER: _Options = {
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": "true",
 }
-_ON_SPARSE_CORES = _NO_LOOPS | {"xla_tpu_enable_sparse_core_collective_offload_all_gather": "true"}
 # By jax.Device.device_kind.
-_OPTIONS = {"TPU v4": _NO_LOOPS, "TPU v5": _ON_SPARSE_CORES, "TPU v6 lite": _ON_SPARSE_CORES}
+_OPTIONS = {
+    "TPU v4": _ALL | _NO_LOOPS | {"xla_enable_async_all_gather": "true"},
+    "TPU v5 lite": _ALL | _NO_LOOPS,
+    "TPU v5": _ALL | _NO_LOOPS | _GATHER,
+    "TPU v6 lite": _ALL | _NO_LOOPS | _GATHER | _SCATTER,
+    "TPU7x": _ALL,
+}
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:

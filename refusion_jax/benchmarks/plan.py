@@ -1,0 +1,62 @@
+"""What `plan` says of training runs whose step times others have published, and how well it predicts them.
+
+  python -m refusion_jax.bench plan
+  python -m refusion_jax.bench plan --compile --output=published_runs.json
+
+Of each run: its step (with what our policy computes again and theirs does not), what we expect of the same shape on the
+same chips before any factor, the ratio of the two, and the error of predicting it from the other runs of its
+generation. The factor and the spread of each generation follow; they are those in refusion_jax/runtime/chips.py, by
+which `plan` calibrates. Counts of our programs are stored; --compile makes them anew with the TPU compiler that is
+installed, in some minutes.
+"""
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.planning import calibration
+from refusion_jax.planning.compiler import libtpu_version, prepare_environment
+from refusion_jax.runtime.errors import UserError
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    flags.DEFINE_bool("compile", False, "Compile the programs again: pip install libtpu", flag_values=own)
+    flags.DEFINE_string("output", "", "Where to write the runs with the new counts; needs --compile", flag_values=own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Prints one JSON object a run and a generation, then a table."""
+    if own.output and not own.compile:
+        raise UserError(f"--output={own.output}: only --compile makes new counts to write")
+    runs = calibration.read_runs()
+    if own.compile:
+        prepare_environment()
+        libtpu_version()
+        runs = [calibration.compiled_again(run) for run in runs]
+    if own.output:
+        Path(own.output).write_text(calibration.write_runs(runs))
+    errors = calibration.left_out_errors(runs)
+    table = Table("run", "step", "expected", "ratio", "left out", title="Published training steps and our estimates")
+    for run in runs:
+        ratio, error = run.seconds / run.expected, errors.get(run.name)
+        record = {"run": run.name, "topology": run.topology, "published_seconds": run.published_seconds}
+        record |= {"comparable_seconds": run.seconds, "expected_seconds": run.expected, "ratio": ratio}
+        print(json.dumps(record | {"left_out_error": error, "source": run.source}))
+        told = "not calibrated" if error is None else f"{error:+.1%}"
+        table.add_row(run.name, f"{run.seconds:.2f} s", f"{run.expected:.2f} s", f"{ratio:.3f}", told)
+    for generation, found in calibration.calibrate(runs).items():
+        print(json.dumps({"generation": generation, **dataclasses.asdict(found)}))
+        table.add_row(f"all of {generation}", "", "", f"{found.factor:.3f}", f"95 % within {found.spread:.1%}")
+    sizes = [abs(error) for error in errors.values()]
+    summary = {"left_out_mean": statistics.mean(sizes), "left_out_worst": max(sizes), "runs": len(sizes)}
+    print(json.dumps(summary))
+    Console().print(table)
+    print(
+        f"left out one by one: {summary['left_out_mean']:.1%} off on average, {summary['left_out_worst']:.1%} at most"
+    )

@@ -1,0 +1,149 @@
+"""How far published training steps are from our estimates: by generation, a factor and its spread.
+
+published_runs.json has runs of other people on real TPUs, with their sources. Of each we compile our own step of the
+same shape on the same chips, and count it (the counts are kept in the file, so that reading them takes no compiler).
+Where our policy computes more again than theirs, that time is added to theirs. A factor of one generation says nothing
+about another; it is judged by leaving each run out and predicting it from the others of its generation.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from importlib import resources
+
+from refusion_jax.config import default_config
+from refusion_jax.planning.compiler import compile_program, tpu_devices
+from refusion_jax.planning.costs import Collective, Costs, Operation, count
+from refusion_jax.planning.estimate import estimate
+from refusion_jax.planning.programs import lower_train
+from refusion_jax.runtime.chips import Calibration, find_chip
+
+FILE = "published_runs.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One published run, and our program of the same shape."""
+
+    name: str
+    topology: str
+    rows_per_chip: float
+    config: dict  # keys of a config that differ from its defaults
+    published_seconds: float  # of one step
+    recomputed_seconds: float  # of the arithmetic that our program does again and theirs does not
+    source: str
+    costs: Costs  # of our program, summed up: see `summed`
+
+    @property
+    def generation(self) -> str:
+        """Of the chips."""
+        return self.topology.split(":")[0]
+
+    @property
+    def seconds(self) -> float:
+        """What our program would have taken there."""
+        return self.published_seconds + self.recomputed_seconds
+
+    @property
+    def expected(self) -> float:
+        """What we expect of it before the factor of the chip, in seconds."""
+        return estimate(self.costs, find_chip(self.topology)).expected
+
+
+def read_runs() -> list[Run]:
+    """The published runs that ship with the package."""
+    stored = json.loads(resources.files("refusion_jax.planning").joinpath(FILE).read_text())
+    return [Run(**run | {"costs": _costs(run["costs"])}) for run in stored["runs"]]
+
+
+def write_runs(runs: Sequence[Run]) -> str:
+    """The text of a file that `read_runs` reads."""
+    lines = [json.dumps(dataclasses.asdict(run) | {"costs": _stored(run.costs)}) for run in runs]
+    return '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def compiled_again(run: Run) -> Run:
+    """The run with our program compiled and counted anew."""
+    config = default_config()
+    config.update_from_flattened_dict(run.config)
+    chip, devices = find_chip(run.topology), len(tpu_devices(run.topology, 1))
+    config.batch_size = int(run.rows_per_chip * devices / chip.per_chip)
+    compiled = compile_program(lower_train, (config.to_json(), run.topology, 1), memory_only=True)
+    return dataclasses.replace(run, costs=summed(count(compiled.module, devices), run.topology))
+
+
+def summed(costs: Costs, topology: str) -> Costs:
+    """The same with its operations put together by what bounds them on these chips: the roofline stays as it is."""
+    chip, sums = find_chip(topology), {}
+    for o in costs.operations:
+        reached = chip.peak_flops * min(1.0, o.width / chip.matrix_unit)
+        key = o.width, o.flops / reached >= o.bytes / chip.hbm_bandwidth
+        flops, size = sums.get(key, (0.0, 0.0))
+        sums[key] = flops + o.times * o.flops, size + o.times * o.bytes
+    operations = tuple(
+        Operation(1, flops, 0, width) if arithmetic else Operation(1, 0, size, width)
+        for (width, arithmetic), (flops, size) in sums.items()
+    )
+    return dataclasses.replace(costs, operations=operations)
+
+
+def calibrate(runs: Sequence[Run]) -> dict[str, Calibration]:
+    """Of every generation with two runs or more: the factor, and how far the next run will be from it.
+
+    The spread is that of single runs around their generation's mean, taken over all generations together, since each
+    has few.
+    """
+    logs = _logs(runs)
+    logs = {generation: found for generation, found in logs.items() if len(found) > 1}
+    squares = sum((x - statistics.mean(found)) ** 2 for found in logs.values() for x in found)
+    deviation = math.sqrt(squares / sum(len(found) - 1 for found in logs.values()))
+    return {
+        generation: Calibration(
+            factor=math.exp(statistics.mean(found)),
+            spread=math.expm1(2 * deviation * math.sqrt(1 + 1 / len(found))),
+            runs=len(found),
+        )
+        for generation, found in logs.items()
+    }
+
+
+def left_out_errors(runs: Sequence[Run]) -> dict[str, float]:
+    """By name: each run predicted from the others of its generation, over its own time, less 1."""
+    errors = {}
+    for run in runs:
+        others = _logs([r for r in runs if r is not run]).get(run.generation)
+        if others:
+            errors[run.name] = math.exp(statistics.mean(others)) * run.expected / run.seconds - 1
+    return errors
+
+
+def _logs(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """By generation, logarithms of published over estimated."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        found.setdefault(run.generation, []).append(math.log(run.seconds / run.expected))
+    return found
+
+
+def _stored(costs: Costs) -> dict:
+    return {
+        "operations": [
+            [f"{o.flops:.6g}", f"{o.bytes:.6g}", None if o.width == math.inf else o.width] for o in costs.operations
+        ],
+        "collectives": [[c.kind, c.over, c.count, c.overlapped, c.fused, f"{c.bytes:.6g}"] for c in costs.collectives],
+    }
+
+
+def _costs(stored: dict) -> Costs:
+    operations = [(float(flops), float(size), width or math.inf) for flops, size, width in stored["operations"]]
+    return Costs(
+        flops=sum(flops for flops, _, _ in operations),
+        bytes=sum(size for _, size, _ in operations),
+        operations=tuple(Operation(1, *operation) for operation in operations),
+        collectives=tuple(
+            Collective(kind, over, times, overlapped, float(size), fused)
+            for kind, over, times, overlapped, fused, size in stored["collectives"]
+        ),
+    )

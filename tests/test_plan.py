@@ -1,0 +1,74 @@
+"""`plan` as a command, where nothing is compiled: programs of other frameworks, and what it says of an estimate."""
+
+import importlib.util
+import json
+
+import pytest
+from conftest import run
+from test_costs import LOOP
+
+from refusion_jax.planning.report import to_table
+
+needs_topologies = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu (Linux)"
+)
+ASSIGNMENT = """
+BufferAssignment:
+allocation 0: size 1024, parameter 0, shape |f32[16,16]| at ShapeIndex {}:
+allocation 1: size 2048, preallocated-temp:
+allocation 2: size 4096, maybe-live-out:
+"""
+
+
+@pytest.fixture
+def dump(tmp_path):
+    """What a compiler leaves of a small program."""
+    path = tmp_path / "module_0001.jit_step.after_optimizations.txt"
+    path.write_text(LOOP)
+    path.with_name("module_0001.jit_step.after_optimizations-buffer-assignment.txt").write_text(ASSIGNMENT)
+    return path
+
+
+@needs_topologies
+def test_the_program_of_another_framework_is_read_from_its_dump(dump):
+    record = json.loads(run("plan", f"--hlo={dump}", "--topology=v5e:2x2", "--json")[0])
+    assert record["flops_per_chip"] == 5 * 2 * 4 * 8 * 8
+    assert record["peak_hbm_gib"] == pytest.approx(7168 / 2**30)
+    assert record["chips"] == 4
+    assert record["step_seconds_range"][0] < record["step_seconds"] < record["step_seconds_range"][1]
+    out, _ = run("plan", f"--hlo={dump}", "--topology=tpu7x:2x2x1")
+    assert "program on tpu7x:2x2x1: 4 chips" in out
+    assert "one device, half a chip" in out
+    assert out.splitlines()[-1].startswith("The estimate rests on documented peaks alone, not calibrated on tpu7x")
+
+
+@needs_topologies
+def test_a_dump_that_is_none_is_one_clear_line(dump):
+    for text, said in (("nothing", "the text holds no HLO program"), (None, "is not there")):
+        dump.write_text(text) if text else dump.unlink()
+        _, err = run("plan", f"--hlo={dump}", "--topology=v5e:2x2", code=2)
+        assert err.startswith(f"error: --hlo={dump}: ")
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+def test_an_estimate_is_told_as_a_range_where_it_is_calibrated():
+    seconds = dict.fromkeys(("compute", "hbm", "operations", "ici", "dcn", "waiting", "roofline"), 1.0)
+    record = {f"{name}_seconds": value for name, value in seconds.items()} | {
+        "what": "program",
+        "topology": "v5p:2x4x4",
+        "slices": 1,
+        "chips": 32,
+        "devices": 32,
+        "fits": True,
+        **dict.fromkeys(("peak_hbm_gib", "hbm_limit_gib", "headroom_gib", "host_gib", "flops_per_chip"), 1.0),
+        "hbm_bytes_per_chip": 1.0,
+        "collective_bytes_per_chip": 1.0,
+        "collectives": [],
+        "step_seconds": 3.1,
+        "step_seconds_range": [2.9, 3.3],
+    }
+    cells = [cell for column in to_table(record).columns for cell in column.cells]
+    assert "2.9 to 3.3 s" in cells
+    alone = [cell for column in to_table(record | {"step_seconds_range": None}).columns for cell in column.cells]
+    assert "3.1 s or more" in alone
