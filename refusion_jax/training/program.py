@@ -27,6 +27,7 @@ class Program:
 
     step: Callable  # jitted: (TrainState, Rows) -> (TrainState, metrics); the state is donated
     target: TrainState  # jax.ShapeDtypeStruct of every array, with its sharding
+    graphdef: nnx.GraphDef  # of the transformer; the state carries its weights
     optimizer: optax.GradientTransformation
     fresh_state: Callable[[], TrainState]
 
@@ -64,6 +65,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
             compiler_options=compiler_options(mesh),
         ),
         target=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings),
+        graphdef=graphdef,
         optimizer=optimizer,
         fresh_state=fresh_state,
     )

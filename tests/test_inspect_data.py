@@ -1,0 +1,44 @@
+"""`inspect_data` shows what training sees."""
+
+import json
+
+import jax
+import pytest
+from conftest import TINY_RUN, run
+from flax import nnx
+
+from refusion_jax.batch.batch import loss_terms
+from refusion_jax.config import make_objective
+from refusion_jax.inspect_data import training_batch
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.training.program import train_program
+from refusion_jax.training.workdir import model_config, read_config
+
+
+def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):
+    """The first step's: its weights are those of the seed."""
+    config = read_config(trained_run)
+    tokenizer, _, batch = training_batch(config, trained_run, 0)
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+    shape = model_config(config, tokenizer)
+    program = train_program(config, shape, mesh)
+    model = nnx.merge(program.graphdef, jax.jit(program.fresh_state)().params)
+    terms = loss_terms(model(batch.inputs, batch.positions, batch.visibility), batch)
+    coefficients = make_objective(config, shape.mask_token_id).coefficients
+    logged = json.loads((trained_run / "metrics.jsonl").read_text().splitlines()[0])
+    assert logged["step"] == 1
+    for name, term in terms.items():
+        assert float(term) == pytest.approx(logged[f"loss_{name}"], rel=1e-5)
+    assert float(sum(coefficients[n] * t for n, t in terms.items())) == pytest.approx(logged["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["refusion", "ar", "llada"])
+def test_any_system_s_row_can_be_looked_at(objective, trained_run):
+    flags = [flag for flag in TINY_RUN if "steps" not in flag]
+    which = ["--step=3", "--place=5", "--labels", f"--workdir={trained_run}", f"--config.objective={objective}"]
+    out, _ = run("inspect_data", *flags, *which)
+    assert out.startswith(f"row 5 of the batch of step 4, objective {objective}\ndocument 1 of ")
+    assert "must predict" in out
+    assert ("▒" in out) == (objective != "ar")
+    _, err = run("inspect_data", *flags, "--place=8", code=2)
+    assert "--place=8: a batch holds rows 0 to 7" in err
