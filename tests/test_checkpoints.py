@@ -12,7 +12,7 @@ from refusion_jax import UserError
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.runtime import sharding
 from refusion_jax.training.checkpoints import Checkpoints, find_step, restore_params, saved_steps
-from refusion_jax.training.train_step import init_state, state_shardings
+from refusion_jax.training.train_step import Guard, init_state, state_shardings
 
 OPTIMIZER = optax.adamw(1e-3)
 
@@ -24,7 +24,8 @@ def make_state(seed: int, devices: int = 1, **mesh):
     params = nnx.to_pure_dict(nnx.state(model))
     state = init_state(params, OPTIMIZER)
     _, opt_state = OPTIMIZER.update(params, state.opt_state, params)
-    state = type(state)(jnp.int32(seed), jnp.array([0, 100 + seed], jnp.uint32), params, opt_state)
+    guard = Guard(jnp.float32(seed) / 3, jnp.int32(7), jnp.int32(seed), jnp.int32(1))
+    state = type(state)(jnp.int32(seed), jnp.array([0, 100 + seed], jnp.uint32), params, opt_state, guard)
     return jax.device_put(state, state_shardings(mesh, logical_axes(model), state))
 
 
@@ -63,7 +64,7 @@ def test_a_state_comes_back_to_the_bit_on_any_mesh(tmp_path, mesh):
 def test_a_sharded_state_is_saved_whole(tmp_path):
     state = make_state(3, devices=8, fsdp=4, tensor=2)
     with Checkpoints(tmp_path, 3) as checkpoints:
-        checkpoints.save(3, state, {})
+        checkpoints.save(3, state, {"next_row": 24})
     with Checkpoints(tmp_path, 3) as checkpoints:
         assert_equal(checkpoints.restore(target(make_state(0)))[0], state)
 
@@ -87,7 +88,7 @@ def test_a_torn_checkpoint_is_passed_over_and_saved_anew(tmp_path, caplog):
         state, _ = checkpoints.restore(target(make_state(0)))
         assert_equal(state, make_state(1))
         assert "checkpoint 2 cannot be read" in caplog.text
-        checkpoints.save(2, make_state(2), {})
+        checkpoints.save(2, make_state(2), {"next_row": 16})
     with Checkpoints(tmp_path, 3) as checkpoints:
         assert_equal(checkpoints.restore(target(make_state(0)))[0], make_state(2))
 

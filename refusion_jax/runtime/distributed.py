@@ -57,7 +57,7 @@ def _explicit(given: dict[str, str]) -> tuple[str, int, int]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(peer_seconds: float = 300.0) -> Iterator[None]:
     """Runs a block with the other processes; one that fails alone leaves at once, so that nobody waits for it.
 
     An ordinary exit would wait minutes for peers that wait for us.
