@@ -235,7 +235,7 @@ def session(run: Run, start_over: bool) -> str:
             clock.flush()
             checkpoints.wait()
     if trouble:
-        run.failed = step, trouble
+        run.failed = health.step, trouble
         say(f"{trouble}: rolling back to the newest checkpoint, and past the rows behind it")
         return "preempted" if is_last and step < config.steps else outcome
     if outcome == "complete":
@@ -261,7 +261,7 @@ def fresh_state(run: Run) -> TrainState:
 def say(line: str) -> None:
     """Prints on one host only."""
     if jax.process_index() == 0:
-        print(line, flush=True)
+        cli.say(line)
 
 
 def main() -> None:

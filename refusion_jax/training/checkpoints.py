@@ -140,8 +140,13 @@ class Checkpoints:
 
     def _clean(self) -> None:
         """Removes what a save that did not end has left."""
-        for path in self._directory.iterdir():
-            if _TEMPORARY in path.name and path.is_dir():
+        for path in self._directory.iterdir() if self._directory.is_dir() else ():
+            is_named = path.name.isdecimal() and is_remote(
+                path
+            )  # in an object store it has its name from the beginning
+            if path.is_dir() and (
+                _TEMPORARY in path.name or (is_named and not ocp.utils.is_checkpoint_finalized(path))
+            ):
                 path.rmtree()
 
     def _retain(self, newest: int) -> None:

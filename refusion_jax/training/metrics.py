@@ -17,6 +17,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from refusion_jax.model.flops import peak_flops
+from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import first_line
 from refusion_jax.runtime.storage import Appender, LogDirectory, write_file
 from refusion_jax.systems.registry import loss_terms
@@ -104,7 +105,7 @@ class MetricsWriter:
         if self._bar:
             self._bar.update(self._task, completed=record["step"], note=note)
         else:
-            print(f"step {record['step']:>6}  {note}", flush=True)
+            cli.say(f"step {record['step']:>6}  {note}")
 
     def close(self) -> None:
         """Flushes and closes the files."""

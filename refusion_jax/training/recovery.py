@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.training.train_step import TrainState
@@ -31,7 +32,9 @@ class LeftOut:
         self.windows: list[tuple[int, int]] = []
         if self._path.exists():
             try:
-                self.windows = [(int(first), int(last)) for first, last in json.loads(self._path.read_bytes())]
+                if not isinstance(found := json.loads(self._path.read_bytes()), list):
+                    raise ValueError("it is no list")
+                self.windows = [(int(first), int(last)) for first, last in found]
             except (ValueError, TypeError, OSError) as error:
                 raise UserError(f"{self._path} cannot be read: {error}; it says which rows are left out") from error
 
@@ -78,6 +81,7 @@ class Health:
     def __init__(self, skips: int):
         self._skips = skips
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
+        self.step = 0  # the newest that was looked at
         self.is_in_doubt = False  # the newest step that was looked at does not count
 
     def saw(self, step: int, metrics: dict[str, Any]) -> str | None:
@@ -96,6 +100,7 @@ class Health:
 
     def _look(self) -> str | None:
         step, metrics = self._pending.popleft()
+        self.step = step
         in_a_row = int(metrics["in_a_row"])
         self.is_in_doubt = in_a_row > 0
         if not self.is_in_doubt:
@@ -103,7 +108,7 @@ class Health:
         loss, norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
         why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{first_bad(metrics)})"
         if jax.process_index() == 0 and in_a_row == 1:
-            print(f"{why}: its update is left out", flush=True)
+            cli.say(f"{why}: its update is left out")
         return f"{why}, the last of {in_a_row} in a row" if in_a_row >= self._skips else None
 
 

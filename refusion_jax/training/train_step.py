@@ -7,6 +7,7 @@ Axes: B rows of the global batch, A micro-batches, T row length.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,9 +51,9 @@ class TrainState:
 
 def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
-    zero = jnp.zeros((), jnp.int32)
-    guard = Guard(jnp.zeros(()), zero, zero, zero)
-    return TrainState(zero, jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard)
+    zero = functools.partial(jnp.zeros, (), jnp.int32)  # a new one each: the state is donated, buffer by buffer
+    guard = Guard(jnp.zeros(()), zero(), zero(), zero())
+    return TrainState(zero(), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard)
 
 
 def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
