@@ -61,6 +61,8 @@ class Peers:
             if time.monotonic() - beat > BEAT_SECONDS:
                 beat = time.monotonic()
                 self._tell("beat")
+        for connection in self._sockets.values():
+            connection.close()
 
     def _listen(self, peer: int, connection: socket.socket) -> None:
         try:
@@ -139,7 +141,8 @@ def _call(address: str, port: int, count: int, deadline: float, seconds: float) 
                     continue
                 missing = ", ".join(str(i) for i in range(1, count) if i not in there)
                 for connection in there.values():
-                    connection.sendall(f"missing {missing}\n".encode())
+                    with connection:
+                        connection.sendall(f"missing {missing}\n".encode())
                 raise TimeoutError(_missing(missing, seconds)) from None
             except OSError:
                 continue
@@ -154,6 +157,7 @@ def _call(address: str, port: int, count: int, deadline: float, seconds: float) 
 
 def _answer(host: str, port: int, address: str, index: int, deadline: float, seconds: float) -> socket.socket:
     """Another process's part: its connection to the first."""
+    connection = None
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
@@ -164,6 +168,8 @@ def _answer(host: str, port: int, address: str, index: int, deadline: float, sec
             word, rest = "", ""
         if word == "go":
             return connection
+        if connection is not None:
+            connection.close()
         if word == "missing":
             raise TimeoutError(_missing(rest, seconds))
         if time.monotonic() > deadline:

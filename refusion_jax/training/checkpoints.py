@@ -9,6 +9,8 @@ Whoever reads takes the newest step that is whole. What is damaged, torn or fore
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +28,7 @@ from refusion_jax.training.train_step import Guard, TrainState
 
 ITEMS = ("params", "optimizer", "data")
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of what is being written
+_LATE = ("_CHECKPOINT_METADATA", "_sharding")  # Orbax may write these behind the commit; we read neither
 _PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; twice that the next time
 
 
@@ -49,7 +52,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._clean()
-        logging.get_absl_logger().addFilter(_no_traceback)
+        _say_failures_once()
         self._checkpointer = _make_checkpointer(verify)
 
     def __enter__(self) -> "Checkpoints":
@@ -358,8 +361,8 @@ class _WithChecksums(ocp.CompositeCheckpointHandler):
             return
         known = checksums.listed(directory)
         files = {str(path.relative_to(directory)): path for path in checksums.files_below(directory)}
-        late = {"_CHECKPOINT_METADATA"}  # Orbax adds the time of the commit; there is nothing of the run in it
-        checksums.write(directory, {name: files[name] for name in files.keys() - known - late})
+        listed = {name: path for name, path in files.items() if name not in known and path.name not in _LATE}
+        checksums.write(directory, listed)
 
 
 @ocp.args.register_with_handler(_WithChecksums, for_save=True, for_restore=True)
@@ -391,5 +394,21 @@ def _make_checkpointer(verify: bool) -> ocp.AsyncCheckpointer:
 
 
 def _no_traceback(record: Any) -> bool:
-    """Orbax logs a failed save with its whole traceback; we say the same in one line."""
     return "orbax" not in record.pathname or not record.exc_info
+
+
+@functools.cache
+def _say_failures_once() -> None:
+    """We say in one line that a save has failed.
+
+    Orbax logs the whole traceback of the same, and leaves behind writes under way, each of which ends with a traceback
+    of its own: nobody listens to it any more (its event loop is closed).
+    """
+    logging.get_absl_logger().addFilter(_no_traceback)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook

@@ -196,9 +196,8 @@ def _damage(run: Subject, chance: random.Random, strike: Callable[[Path], str]) 
     newest = run.newest()
     if newest is None:
         return "nothing was saved yet"
-    files = [path for path in checksums.files_below(newest) if "/" in str(path.relative_to(newest))]
-    files += list(newest.glob("checksums*"))
-    path = chance.choice(sorted(path for path in files if path.stat().st_size and path.name != "commit_success.txt"))
+    files = [newest / name for name in checksums.listed(newest)] + list(newest.glob(f"{checksums.PREFIX}*"))
+    path = chance.choice(sorted(path for path in files if path.stat().st_size))
     content = path.read_bytes()
     what = f"{strike(path)} {path.relative_to(run.checkpoints)}"
     run.start()
@@ -289,7 +288,8 @@ def second_start(run: Subject, chance: random.Random) -> str:
         return "only with one host"
     second = run.launch()
     code = second.wait(_PATIENCE_SECONDS)
-    if run.is_running() and (code != 2 or "is in use by process" not in run.heard()):
+    is_complete = code == 0 and "training is complete" in run.heard()
+    if run.is_running() and not is_complete and (code != 2 or "is in use by process" not in run.heard()):
         raise UnexpectedError(f"a second start ended with {code}:\n{run.heard()[-2000:]}")
     return "refused" if code == 2 else "the first had ended"
 
