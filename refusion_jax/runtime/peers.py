@@ -5,7 +5,8 @@ closes those of a dead process at once, and a machine that vanishes stops beatin
 missing, which JAX cannot.
 
 The protocol is lines of text: "here INDEX" to the first process; from it "go" when all are there, or "missing 2, 3";
-then "beat" both ways, "bye" or "end CODE" by one that leaves, and "lost INDEX" from the first to the others.
+then "beat" both ways, "bye" or "end CODE" by one that leaves, and from the first to the others "lost INDEX" or
+"failed INDEX CODE".
 """
 
 import contextlib
@@ -77,22 +78,27 @@ class Peers:
                 self._gone.add(peer)
             elif word == "end":
                 self._gone.add(peer)
-                self._end(int(number), f"process {peer} ended with an error, which it says itself")
+                self._fail(peer, int(number))
+            elif word == "failed":
+                self._fail(*map(int, number.split()))
             elif word == "lost":
                 self._lose(int(number))
         if not received and peer not in self._gone:
             self._lose(peer)
 
+    def _fail(self, peer: int, code: int) -> None:
+        if self._index == 0:
+            self._tell(f"failed {peer} {code}")
+        self._end(code, f"process {peer} ended with an error, which it says itself", _GRACE_SECONDS)
+
     def _lose(self, peer: int) -> None:
         if self._index == 0:
             self._gone.add(peer)
             self._tell(f"lost {peer}")
-        self._end(EXIT_CODE, f"process {peer} was lost; start the same command again", 0.0)
+        self._end(EXIT_CODE, f"process {peer} was lost; start the same command again")
 
-    def _end(self, code: int, why: str, grace: float = _GRACE_SECONDS) -> None:
+    def _end(self, code: int, why: str, grace: float = 0.0) -> None:
         """Leaves, for collectives would wait for the one that is gone; first lets this process say its own error."""
-        if self._index == 0 and code != EXIT_CODE:
-            self._tell(f"end {code}")
         time.sleep(grace)
         if self._leaving:
             return
