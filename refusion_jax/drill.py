@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from absl import flags
 from ml_collections import config_flags
 
-from refusion_jax.config import check, default_config
+from refusion_jax.config import check, explained, names
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.training.checkpoints import saved_steps
@@ -153,5 +153,4 @@ def drill(straight: Subject, faulty: Subject, kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    keys = cli.declared_settings(default_config)
-    cli.run(main, {f"config.{name}": f"{meaning} ({default})" for name, (default, meaning) in keys.items()})
+    cli.run(main, lambda: explained(_CONFIG.value), names)
