@@ -132,7 +132,7 @@ def test_a_hundred_flipped_bits_are_a_hundred_noticed(tmp_path):
     files = [step / name for name in checksums.listed(step)] + list(step.glob("checksums*"))
     files = [path for path in sorted(files) if path.stat().st_size]
     unlisted = {path.name for path in checksums.files_below(step)} - {path.name for path in files}
-    assert unlisted <= {"_CHECKPOINT_METADATA", "_sharding", "commit_success.txt"}
+    assert unlisted <= {"_CHECKPOINT_METADATA", "commit_success.txt"}
     assert {path.relative_to(step).parts[0] for path in files} == {"params", "optimizer", "data", "checksums.0.json"}
     assert checksums.find_damage(step) is None
     chance = random.Random(0)

@@ -28,7 +28,7 @@ from refusion_jax.training.train_step import Guard, TrainState
 
 ITEMS = ("params", "optimizer", "data")
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of what is being written
-_LATE = ("_CHECKPOINT_METADATA", "_sharding")  # Orbax may write these behind the commit; we read neither
+_LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit; nothing of the run is in it
 _PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; twice that the next time
 
 
@@ -361,7 +361,7 @@ class _WithChecksums(ocp.CompositeCheckpointHandler):
             return
         known = checksums.listed(directory)
         files = {str(path.relative_to(directory)): path for path in checksums.files_below(directory)}
-        listed = {name: path for name, path in files.items() if name not in known and path.name not in _LATE}
+        listed = {name: path for name, path in files.items() if name not in known and path.name != _LATE}
         checksums.write(directory, listed)
 
 

@@ -125,6 +125,10 @@ class Subject:
         self.send(signal.SIGKILL)
         self.wait()
 
+    def whole(self) -> list[int]:
+        """Steps of its checkpoints whose checksums match."""
+        return [step for step in saved_steps(self.workdir) if not checksums.find_damage(self.checkpoints / str(step))]
+
     def newest(self) -> Path | None:
         """Its newest checkpoint."""
         steps = saved_steps(self.workdir)
@@ -150,16 +154,18 @@ def term(run: Subject, chance: random.Random) -> str:
 
 def kill_in_save(run: Subject, chance: random.Random) -> str:
     """SIGKILL while a checkpoint is being written; a whole one must be there then, if there was one before."""
-    before = run.newest()
+    whole = run.whole()
+    damaged = set(saved_steps(run.workdir)) - set(whole)  # by faults before; the run has not passed them yet
     if run.until(lambda: list(run.checkpoints.glob(_TEMPORARY))):
         time.sleep(chance.random() * 0.03)
     run.kill()
-    newest = run.newest()
-    if before and newest is None:
+    if torn := set(saved_steps(run.workdir)) - set(run.whole()) - damaged:
+        raise UnexpectedError(
+            f"a torn checkpoint has its name: {checksums.find_damage(run.checkpoints / str(min(torn)))}"
+        )
+    if whole and not run.whole():
         raise UnexpectedError("no whole checkpoint is left")
-    if newest and (damage := checksums.find_damage(newest)):
-        raise UnexpectedError(f"a torn checkpoint has its name: {damage}")
-    return f"newest whole checkpoint: {newest.name if newest else 'none yet'}"
+    return f"newest whole checkpoint: {max(run.whole(), default='none yet')}"
 
 
 def kill_host(run: Subject, chance: random.Random) -> str:
