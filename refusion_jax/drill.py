@@ -13,6 +13,7 @@ Choose a small model and a --config.checkpoint.every of a few steps: moments are
 import json
 import random
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -120,6 +121,7 @@ def main() -> None:
     given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = Subject(given, workdir / "straight", _HOSTS.value)
     faulty = Subject(given, workdir / "faulty", _HOSTS.value)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs end with it
     try:
         drill(straight, faulty, kinds)
     finally:
