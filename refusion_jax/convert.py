@@ -21,9 +21,9 @@ from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import write_file
 from refusion_jax.training import checkpoints
 from refusion_jax.training.pretrained import find_tokenizer, load_model
-from refusion_jax.training.workdir import write_file
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read")
 _TO = flags.DEFINE_string("to", None, "Directory to make")

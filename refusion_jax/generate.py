@@ -33,11 +33,12 @@ from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.runtime.settings import declared
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 from refusion_jax.training.checkpoints import find_step
 from refusion_jax.training.pretrained import find_tokenizer, load_model
-from refusion_jax.training.workdir import read_config, write_file
+from refusion_jax.training.workdir import read_config
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")

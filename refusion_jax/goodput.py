@@ -20,7 +20,7 @@ def main() -> None:
     if _WORKDIR.value is None:
         raise UserError("--workdir=DIR is needed; --help explains")
     file = epath.Path(_WORKDIR.value) / events.FILE
-    found = events.read_events(file.read_text()) if file.exists() else []
+    found = events.read_events(events.read_log(file))
     if not found:
         raise UserError(f"--workdir={_WORKDIR.value} holds no {events.FILE} of a training run")
     spent = events.account(found)

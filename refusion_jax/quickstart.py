@@ -25,11 +25,12 @@ from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
+from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
 from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.pretrained import load_model, load_tokenizer
-from refusion_jax.training.workdir import read_config, write_file
+from refusion_jax.training.workdir import read_config
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
 _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", lower_bound=3)

@@ -7,46 +7,79 @@ DIR (the --workdir) will hold checkpoints/STEP/ (Orbax), metrics.jsonl, tensorbo
 tokenizer.model. Any config key can be set by a flag; all of them are listed below.
 
 On every host of a TPU pod, or under any other launcher (launch/local_hosts.sh), the same command trains on all of them
-together; DIR must be one that they share. On SIGTERM or a maintenance notice the run is saved and left with exit code
+together; DIR must be one that they share. On a signal or a maintenance notice the run is saved and left with exit code
 75: start it again. Exit code 2 means that the input is at fault: it would fail again.
+
+One command at a time trains in DIR. It resumes from the newest checkpoint that is whole, passing over damaged ones. A
+step with bad numbers is left out; several in a row take the run back to its last checkpoint, and past their rows.
 """
 
 import contextlib
+import dataclasses
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import ml_collections
 from absl import flags
 from etils import epath
-from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_flags
 
 from refusion_jax.config import check, check_mesh, explained, make_objective, names
 from refusion_jax.data.dataset import load_dataset
+from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.loader import epochs, global_batches
+from refusion_jax.data.packing import PackedRows
+from refusion_jax.data.prepared import MixedRows, PreparedRows
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime import cli, sharding
-from refusion_jax.runtime.distributed import check_same, check_shared, together
+from refusion_jax.runtime.compiled_code import keep_compiled
+from refusion_jax.runtime.distributed import all_agree, check_same, check_shared, together
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.owner import check_vacant, owned
 from refusion_jax.runtime.preemption import EXIT_CODE, Preemption
 from refusion_jax.runtime.profiling import Profile
 from refusion_jax.runtime.storage import LogDirectory
+from refusion_jax.runtime.watchdog import Watchdog
 from refusion_jax.systems.interface import train_flops_per_row
-from refusion_jax.training import events
-from refusion_jax.training.checkpoints import Checkpoints, saved_steps
-from refusion_jax.training.metrics import MetricsWriter, check_finite
+from refusion_jax.training import events, recovery
+from refusion_jax.training.checkpoints import Checkpoints, is_complete, saved_steps
+from refusion_jax.training.metrics import MetricsWriter
 from refusion_jax.training.pretrained import check_fits, load_params
-from refusion_jax.training.program import abstract_rows, train_program
-from refusion_jax.training.train_step import init_state, wide_to_int
+from refusion_jax.training.program import Program, abstract_rows, train_program
+from refusion_jax.training.recovery import Health, LeftOut, leave_out
+from refusion_jax.training.train_step import TrainState, init_state, wide_to_int
 from refusion_jax.training.workdir import check_same_run, claim, model_config
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, such as configs/quickstart.py", lock_config=True
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
+_START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
+_PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
 
 
-def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
+@dataclasses.dataclass
+class Run:
+    """All that is made once, however often the run is rolled back."""
+
+    config: ml_collections.ConfigDict
+    workdir: epath.Path
+    mesh: jax.sharding.Mesh
+    tokenizer: Tokenizer | FastTokenizer
+    rows: PackedRows | PreparedRows | MixedRows
+    shape: ModelConfig
+    program: Program
+    preemption: Preemption
+    initial_params: list  # the weights to start from, if not random ones: none or one, taken when they are used
+    still_ours: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
+    compiled_step: Callable | None = None
+    failed: tuple[int, str] | None = None  # at which step the session before failed, and why
+
+
+def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bool = False) -> bool:
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
     Returns:
@@ -59,12 +92,14 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
     preemption = Preemption()
     check(config)
     check_same_run(workdir, config)
-    if (steps := saved_steps(workdir)) and steps[-1] >= config.steps:
+    check_vacant(workdir)
+    steps = saved_steps(workdir)
+    check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
+    if all_agree(is_complete(workdir, config.steps, config.checkpoint.verify)):
         say(f"training is complete: {workdir} holds step {steps[-1]} of {config.steps}")
         return True
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
-    check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
 
     # 2. The data.
     tokenizer, rows = load_dataset(config, workdir)
@@ -73,135 +108,168 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
         f"vocabulary of {tokenizer.size}"
     )
     check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
-    data_position = {"rows": len(rows), "fingerprint": rows.fingerprint()}
 
     # 3. The program: the jitted step, and where every array of the state lives.
     shape = model_config(config, tokenizer)
-    program = train_program(config, shape, mesh)
-    target, shardings = program.target, program.shardings
+    run = Run(config, workdir, mesh, tokenizer, rows, shape, train_program(config, shape, mesh), preemption, [])
 
     # 4. The weights to start from, if not random ones.
-    initial_params = None
     if config.init_from and not steps:
         check_fits(epath.Path(config.init_from), shape)
-        initial_params = load_params(epath.Path(config.init_from), target.params)
+        run.initial_params.append(load_params(epath.Path(config.init_from), run.program.target.params))
 
-    # 5. The state: the newest checkpoint's, or a fresh one. From here on the directory is written to.
+    # 5. Train: one session, and one more for every time that bad numbers roll the run back.
     check_shared(workdir)
+    with owned(workdir) as run.still_ours, jax.set_mesh(mesh):
+        while (outcome := session(run, start_over)) == "rolled back":
+            start_over = False
+    return outcome == "complete"
+
+
+def session(run: Run, start_over: bool) -> str:
+    """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back: says which.
+
+    Raises:
+      UserError: where the run cannot go on.
+    """
+    config, workdir, rows, program = run.config, run.workdir, run.rows, run.program
     with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(mesh))
-        checkpoints = stack.enter_context(Checkpoints(workdir, config.checkpoint.keep))
-        restore_began = time.time()
-        restored = checkpoints.restore(target)
-        restore_seconds = time.time() - restore_began
-        if restored and {key: restored[1][key] for key in data_position} != data_position:
+        # 1. The state: the newest checkpoint's, or a fresh one. From here on the directory is written to.
+        began = time.monotonic()
+        checkpoints = stack.enter_context(
+            Checkpoints(workdir, config.checkpoint.keep, config.checkpoint.verify, config.checkpoint.failures)
+        )
+        left_out = LeftOut(workdir)
+        check_same(f"{recovery.FILE} in --workdir", str(left_out.windows))
+        restored = checkpoints.restore(program.target, start_over)
+        restore_seconds = time.monotonic() - began
+        data_position = {"rows": len(rows), "fingerprint": rows.fingerprint()}
+        if restored and any(restored[1].get(key) != value for key, value in data_position.items()):
             raise UserError(
                 f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
                 f"bring the data back, or start a new --workdir"
             )
-        keep_compiled(workdir / "compilation_cache")
-        if restored:
-            state = restored[0]
-        elif initial_params is None:
-            state = jax.jit(program.fresh_state, out_shardings=shardings)()
-        else:
-            start = jax.jit(
-                lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=shardings
-            )
-            state = start(initial_params)
-        claim(workdir, config, shape, tokenizer)
+        state = restored[0] if restored else fresh_state(run)
         first_step = int(state.step)
+        if run.failed:
+            leave_out(left_out, first_step, *run.failed, config.guard.rollbacks)
+        if first_step >= config.steps:
+            say(f"training is complete: {workdir} holds step {first_step} of {config.steps}")
+            return "complete"
+        keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+        claim(workdir, config, run.shape, run.tokenizer)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
-        say(f"{parameters:,} parameters on {sharding.describe(mesh)}; step {first_step} of {config.steps}")
+        say(f"{parameters:,} parameters on {sharding.describe(run.mesh)}; step {first_step} of {config.steps}")
 
-        # 6. The logs, and the compiled step (from the cache, where a session before has compiled it).
+        # 2. The logs, and the compiled step (from the cache, where a session before has compiled it).
         logs = LogDirectory(workdir)
         stack.callback(logs.close)
         log = events.EventLog(logs.fetch(events.FILE))
         stack.callback(log.close)
-        began = events.process_began()
-        log.write("start", at=began, step=first_step)
+        age = time.monotonic() - began if run.failed else events.process_age()
+        log.start(first_step, age)
+        if run.failed:
+            log.write("rolled_back", from_step=run.failed[0], to_step=first_step, why=run.failed[1])
+        for step, why in checkpoints.skipped.items():
+            log.write("passed_over", step=step, why=why)
         log.write("restore", seconds=restore_seconds)
-        log.write("init", seconds=time.time() - began - restore_seconds)
-        objective = make_objective(config, shape.mask_token_id)
-        flops = config.batch_size * train_flops_per_row(objective, shape, config.row_length)
+        log.write("init", seconds=max(0.0, age - restore_seconds))
+        objective = make_objective(config, run.shape.mask_token_id)
+        flops = config.batch_size * train_flops_per_row(objective, run.shape, config.row_length)
         tokens = wide_to_int(state.tokens)
-        metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, mesh.devices)
+        metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, run.mesh.devices)
         stack.callback(metrics.close)
-        with log.timed("compile"):
-            train_step = program.step.lower(state, abstract_rows(config, mesh)).compile()
+        if run.compiled_step is None:
+            with log.timed("compile"):
+                run.compiled_step = program.step.lower(state, abstract_rows(config, run.mesh)).compile()
 
-        # 7. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
+        # 3. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
         batches = global_batches(
             rows,
-            sharding.sharding(mesh, "batch", "length"),
+            sharding.sharding(run.mesh, "batch", "length"),
             batch_size=config.batch_size,
             seed=config.seed,
             first_step=first_step,
             last_step=config.steps,
+            batch_of=left_out.batch_of,
         )
         profile = Profile(config.profile_steps, logs.path / "tensorboard")
         stack.callback(profile.stop)
         clock = events.StepClock(log, first_step)
-        preemption.training = True
+        health = Health(config.guard.skips)
+        watchdog = Watchdog(config.guard.hang_minutes)
+        stack.callback(watchdog.close)
+        run.preemption.training = True
         pending = None
         for step in range(first_step + 1, config.steps + 1):
             profile.before(step)
             fetch_began = time.monotonic()
             batch = next(batches)
             fetch_ended = time.monotonic()
-            state, step_metrics = train_step(state, batch)
+            state, step_metrics = run.compiled_step(state, batch)
             clock.dispatched(fetch_began, fetch_ended, step_metrics)
+            watchdog.alive(step)
             profile.after(step, step_metrics)
             if pending:
                 metrics.write(*pending)
                 pending = None
+            rows_used = left_out.batch_of(step) * config.batch_size
             if step % config.log_every == 0 or step == config.steps:
-                pending = step, step_metrics | epochs(rows, step * config.batch_size)
-            is_last = preemption.reached(step) or step == config.steps
+                pending = step, step_metrics | epochs(rows, rows_used)
+            is_last = run.preemption.reached(step) or step == config.steps
+            trouble = health.saw(step, step_metrics)
             if step % config.checkpoint.every == 0 or is_last:
                 clock.flush()
-                check_finite(step, step_metrics)
-                with log.timed("save", step=step):
-                    checkpoints.save(step, state, data_position | {"next_row": step * config.batch_size})
-                logs.sync()
-            if is_last:
+                trouble = trouble or health.settle(step, state)
+                if not trouble and (is_last or not health.is_in_doubt):
+                    run.still_ours()
+                    with log.timed("save", step=step):
+                        checkpoints.save(step, state, data_position | {"next_row": rows_used}, is_last)
+                    logs.sync()
+            if is_last or trouble:
                 break
-        if pending:
+        if pending and not trouble:
             metrics.write(*pending)
-        is_complete = step == config.steps
-        with log.timed("end", step=step, reason="complete" if is_complete else "preempted"):
+        outcome = "rolled back" if trouble else "complete" if step == config.steps else "preempted"
+        with log.timed("end", step=step, reason=outcome):
+            clock.flush()
             checkpoints.wait()
-    if is_complete:
+    if trouble:
+        run.failed = health.step, trouble
+        say(f"{trouble}: rolling back to the newest checkpoint, and past the rows behind it")
+        return "preempted" if is_last and step < config.steps else outcome
+    if outcome == "complete":
         say(f"trained to step {config.steps}; the run is in {workdir}")
     else:
         say(f"told to go: saved step {step} of {config.steps}; start it again to resume")
     say(events.summary(workdir))
-    return is_complete
+    return outcome
 
 
-def keep_compiled(directory: epath.Path) -> None:
-    """Has programs read from a cache that outlives this machine, or written to it; the user's own cache goes first.
-
-    JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
-    """
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(directory))
-        compilation_cache.reset_cache()  # it may have been found missing before
+def fresh_state(run: Run) -> TrainState:
+    """The state where a run begins: random weights, or those it was given to start from."""
+    program = run.program
+    if not run.config.init_from:
+        return jax.jit(program.fresh_state, out_shardings=program.shardings)()
+    params = run.initial_params or [load_params(epath.Path(run.config.init_from), program.target.params)]
+    start = jax.jit(
+        lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=program.shardings
+    )
+    return start(params.pop())
 
 
 def say(line: str) -> None:
     """Prints on one host only."""
     if jax.process_index() == 0:
-        print(line, flush=True)
+        cli.say(line)
 
 
 def main() -> None:
     if _CONFIG.value is None or _WORKDIR.value is None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
-    with together():
-        is_complete = train(_CONFIG.value, epath.Path(_WORKDIR.value))
-    if not is_complete:
+    with together(_PEERS.value):
+        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value)
+    if not is_done:
         sys.exit(EXIT_CODE)
 
 

@@ -17,7 +17,7 @@ from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.training.workdir import write_file
+from refusion_jax.runtime.storage import write_file
 
 _INPUT = flags.DEFINE_string("input", None, "tasks | stdlib | a file or glob, as --config.data.path of `train`")
 _OUTPUT = flags.DEFINE_string("output", None, "The model file to write")

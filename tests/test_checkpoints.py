@@ -1,3 +1,5 @@
+import random
+import resource
 import shutil
 
 import jax
@@ -10,9 +12,9 @@ from flax import nnx
 
 from refusion_jax import UserError
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.runtime import sharding
-from refusion_jax.training.checkpoints import Checkpoints, find_step, restore_params, saved_steps
-from refusion_jax.training.train_step import init_state, state_shardings
+from refusion_jax.runtime import checksums, sharding
+from refusion_jax.training.checkpoints import Checkpoints, find_step, is_complete, restore_params, saved_steps
+from refusion_jax.training.train_step import Guard, init_state, state_shardings
 
 OPTIMIZER = optax.adamw(1e-3)
 
@@ -24,7 +26,8 @@ def make_state(seed: int, devices: int = 1, **mesh):
     params = nnx.to_pure_dict(nnx.state(model))
     state = init_state(params, OPTIMIZER)
     _, opt_state = OPTIMIZER.update(params, state.opt_state, params)
-    state = type(state)(jnp.int32(seed), jnp.array([0, 100 + seed], jnp.uint32), params, opt_state)
+    guard = Guard(jnp.float32(seed) / 3, jnp.int32(7), jnp.int32(seed), jnp.int32(1))
+    state = type(state)(jnp.int32(seed), jnp.array([0, 100 + seed], jnp.uint32), params, opt_state, guard)
     return jax.device_put(state, state_shardings(mesh, logical_axes(model), state))
 
 
@@ -63,7 +66,7 @@ def test_a_state_comes_back_to_the_bit_on_any_mesh(tmp_path, mesh):
 def test_a_sharded_state_is_saved_whole(tmp_path):
     state = make_state(3, devices=8, fsdp=4, tensor=2)
     with Checkpoints(tmp_path, 3) as checkpoints:
-        checkpoints.save(3, state, {})
+        checkpoints.save(3, state, {"next_row": 24})
     with Checkpoints(tmp_path, 3) as checkpoints:
         assert_equal(checkpoints.restore(target(make_state(0)))[0], state)
 
@@ -87,7 +90,7 @@ def test_a_torn_checkpoint_is_passed_over_and_saved_anew(tmp_path, caplog):
         state, _ = checkpoints.restore(target(make_state(0)))
         assert_equal(state, make_state(1))
         assert "checkpoint 2 cannot be read" in caplog.text
-        checkpoints.save(2, make_state(2), {})
+        checkpoints.save(2, make_state(2), {"next_row": 16})
     with Checkpoints(tmp_path, 3) as checkpoints:
         assert_equal(checkpoints.restore(target(make_state(0)))[0], make_state(2))
 
@@ -114,3 +117,146 @@ def test_a_step_is_found_from_a_run_its_checkpoints_or_itself(tmp_path):
     for nowhere in (folder / "7", tmp_path / "none"):
         with pytest.raises(UserError, match="holds no checkpoint; give the --workdir of a training run"):
             find_step(nowhere)
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_hundred_flipped_bits_are_a_hundred_noticed(tmp_path):
+    """In any file of an item, and in the list of checksums; Orbax changes its own note of the time behind us."""
+    save(tmp_path, 1)
+    step = tmp_path / "checkpoints" / "1"
+    files = [step / name for name in checksums.listed(step)] + list(step.glob("checksums*"))
+    files = [path for path in sorted(files) if path.stat().st_size]
+    unlisted = {path.name for path in checksums.files_below(step)} - {path.name for path in files}
+    assert unlisted <= {"_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert {path.relative_to(step).parts[0] for path in files} == {"params", "optimizer", "data", "checksums.0.json"}
+    assert checksums.find_damage(step) is None
+    chance = random.Random(0)
+    for _ in range(100):
+        path = chance.choice(files)
+        bit = chance.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        assert "checksum" in checksums.find_damage(step), (path, bit)
+        flip(path, bit)
+    assert checksums.find_damage(step) is None
+
+
+def test_a_flipped_bit_is_said_with_the_file_and_the_one_before_is_taken_by_all(tmp_path, caplog):
+    save(tmp_path, 1, 2)
+    step = tmp_path / "checkpoints" / "2"
+    path = max(step.glob("params/**/*"), key=lambda path: path.stat().st_size)
+    flip(path, 1000)
+    assert not is_complete(tmp_path, 2)
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        assert int(checkpoints.restore(target(make_state(0)))[0].step) == 1
+        assert str(path.relative_to(tmp_path)) in checkpoints.skipped[2]
+        assert "checksum does not match" in checkpoints.skipped[2]
+    state = make_state(1)
+    caplog.clear()
+    assert_equal(restore_params(tmp_path, target(state.params)), state.params)
+    assert "checkpoint 2 cannot be read" in caplog.text
+    with pytest.raises(UserError, match="checksum does not match"):
+        restore_params(step, target(state.params))  # this one and no other was asked for
+
+
+def test_without_verifying_nothing_is_written_or_compared(tmp_path):
+    with Checkpoints(tmp_path, 3, verify=False) as checkpoints:
+        checkpoints.save(1, make_state(1), {"next_row": 8})
+    assert not checksums.exist(tmp_path / "checkpoints" / "1")
+    assert is_complete(tmp_path, 1, verify=False)
+    with Checkpoints(tmp_path, 3) as checkpoints:  # one that came before checksums is read as it is
+        assert_equal(checkpoints.restore(target(make_state(0)))[0], make_state(1))
+
+
+@pytest.mark.parametrize("damage", ["data", "foreign", "empty", "renamed", "torn"])
+def test_what_is_no_checkpoint_of_this_run_is_never_counted(tmp_path, damage):
+    save(tmp_path, 1, 2)
+    folder = tmp_path / "checkpoints"
+    if damage == "data":
+        (folder / "2" / "data" / "metadata").write_text("{}")
+        (folder / "2" / "checksums.0.json").unlink()
+    elif damage == "foreign":
+        (folder / "9999999" / "params").mkdir(parents=True)
+        (folder / "9999999" / "params" / "x").write_bytes(b"\xff")
+    elif damage == "empty":
+        (folder / "9999999").mkdir()
+    elif damage == "renamed":
+        (folder / "2").rename(folder / "7")
+    else:
+        shutil.rmtree(folder / "2" / "optimizer")
+    assert not is_complete(tmp_path, 1000)
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        state, _ = checkpoints.restore(target(make_state(0)))
+        assert int(state.step) == (2 if damage in ("foreign", "empty") else 1)
+        checkpoints.save(3, make_state(3), {"next_row": 24})
+    assert saved_steps(tmp_path)[-1] in (3, 7)
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        assert int(checkpoints.restore(target(make_state(0)))[0].step) == 3
+
+
+def test_starting_over_has_to_be_asked_for(tmp_path):
+    save(tmp_path, 1)
+    flip(next((tmp_path / "checkpoints" / "1" / "data").glob("metadata")), 3)
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        with pytest.raises(UserError, match=r"none of the checkpoints .* --start_over"):
+            checkpoints.restore(target(make_state(0)))
+        assert checkpoints.restore(target(make_state(0)), start_over=True) is None
+
+
+@pytest.fixture
+def full_disk():
+    """No file can grow beyond a byte, as on a full disk; `lift` makes room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_disk, caplog, capfd):
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        checkpoints.save(1, make_state(1), {"next_row": 8})
+        checkpoints.wait()
+        full_disk(1)
+        checkpoints.save(2, make_state(2), {"next_row": 16})
+        checkpoints.wait()
+        full_disk(-1)
+        checkpoints.save(3, make_state(3), {"next_row": 24})
+    assert caplog.text.count("could not be written") == 1
+    assert "checkpoint 2 could not be written" in caplog.text
+    assert "Traceback" not in caplog.text + capfd.readouterr().err
+    assert saved_steps(tmp_path) == [1, 3]
+    with Checkpoints(tmp_path, 3):  # what was being written when it failed is cleared away
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
+
+
+def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):
+    with Checkpoints(tmp_path, 3, failures=2) as checkpoints:
+        checkpoints.save(1, make_state(1), {"next_row": 8})
+        checkpoints.wait()
+        full_disk(1)
+        checkpoints.save(2, make_state(2), {"next_row": 16})
+        with pytest.raises(UserError, match=r"2 saves in a row have failed, .* \(from step 1\)") as stopped:
+            checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
+        full_disk(-1)
+    assert "\n" not in str(stopped.value)
+    assert saved_steps(tmp_path) == [1]
+
+
+def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, caplog):
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        checkpoints.save(1, make_state(1), {"next_row": 8})
+        checkpoints.wait()
+        (tmp_path / "checkpoints").rename(tmp_path / "away")
+        checkpoints.save(2, make_state(2), {"next_row": 16})
+        assert "has vanished" in caplog.text
+        assert not (tmp_path / "checkpoints").exists()
+        (tmp_path / "away").rename(tmp_path / "checkpoints")
+        checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
+    assert saved_steps(tmp_path) == [1, 3]

@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from conftest import run
@@ -62,9 +63,12 @@ def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):
     path = tmp_path / events.FILE
     path.write_text(json.dumps(STRAIGHT[0]) + "\n" + json.dumps(STRAIGHT[1])[:-5])
     writer = events.EventLog(path)
-    writer.write("start", at=120.0, step=7)
+    writer.start(7, ago=20.0)
     writer.close()
-    assert [(e["event"], e["time"]) for e in events.read_events(path.read_text())] == [("start", 100), ("start", 120.0)]
+    first, second = events.read_events(path.read_text())
+    assert (first["event"], first["time"]) == ("start", 100)
+    assert (second["event"], second["step"]) == ("start", 7)
+    assert second["time"] == pytest.approx(time.time() - 20, abs=5)
 
 
 def test_nothing_that_can_be_accounted_for_is_no_error():
@@ -121,3 +125,34 @@ def test_a_real_run_is_accounted_for_to_the_second(trained_run):
     assert steps == list(range(1, 61))
     out, _ = run("goodput", f"--workdir={trained_run}")
     assert out.startswith("goodput ")
+
+
+def test_a_clock_that_is_set_changes_no_account():
+    def at(clock, wall, name, **values):
+        return {"time": wall, "clock": clock, "event": name, **values}
+
+    log = [
+        at(100, 1e9, "start", step=0, boot="a"),
+        at(110, 1e9 - 1e7, "steps", first=1, last=10, seconds=10, data_seconds=0),  # set back by months
+        at(130, 1e9 + 3e7, "start", step=10, boot="a"),  # and forward
+        at(140, 1e9, "steps", first=11, last=20, seconds=8, data_seconds=0),
+    ]
+    spent = events.account(log)
+    assert (spent["total"], spent["step"], spent["down"]) == (40, 18, 20)
+    log[2]["boot"] = "b"  # another machine: nothing but the clock on the wall is left, and it cannot run backwards
+    assert events.account([*log[:2], at(5, 1e9 - 2e7, "start", step=10, boot="b"), log[3]])["down"] == 0
+
+
+def test_junk_between_events_costs_no_other():
+    lines = [json.dumps(e) for e in STRAIGHT]
+    junk = [
+        "{}",
+        "[]",
+        "7",
+        '{"event": "steps", "time": 1}',
+        '{"event": 3}',
+        "\ufffd\x00",
+        '{"time": "x", "event": "save"}',
+    ]
+    mixed = [line for pair in zip(lines, junk, strict=False) for line in pair]
+    assert events.read_events("\n".join(mixed)) == STRAIGHT

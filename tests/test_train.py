@@ -11,7 +11,9 @@ from conftest import SHARED, TINY_RUN, run, start
 from refusion_jax.training.checkpoints import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
-KEYS = set("step loss loss_ar loss_mdm grad_norm learning_rate tokens tokens_per_second mfu seconds epoch".split())
+KEYS = set(
+    "step loss loss_ar loss_mdm grad_norm learning_rate tokens tokens_per_second mfu seconds epoch skipped".split()
+)
 SAME_WHEN_RESUMED = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens")
 
 
@@ -105,15 +107,6 @@ def test_a_window_of_steps_is_profiled(tmp_path):
     run("train", *TINY_RUN, f"--workdir={tmp_path}", "--config.steps=6", "--config.profile_steps=(3,4)")
     (trace,) = (tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb")
     assert trace.read_bytes().count(b"train_step") > 0
-
-
-def test_divergence_is_one_line_and_leaves_no_spoiled_checkpoint(tmp_path):
-    flags = ["--config.learning_rate=1e30", "--config.warmup_steps=0", "--config.clip_norm=1e30"]
-    flags += ["--config.log_every=60", "--config.checkpoint.every=2"]  # noticed although nothing is logged yet
-    _, err = run("train", *TINY_RUN, f"--workdir={tmp_path}", *flags, code=2)
-    assert "error: training diverged at step" in err
-    assert "Traceback" not in err
-    assert saved_steps(tmp_path) == []
 
 
 def test_the_baseline_trains_and_decodes(tmp_path):

@@ -140,7 +140,9 @@ def test_metrics_count_tokens_and_report_every_term():
     for m in history:
         np.testing.assert_allclose(m["loss"], m["loss_ar"] + m["loss_mdm"], rtol=1e-6)
         assert m["grad_norm"] > 0
-    assert set(train(objective="ar")[0][0]) == {"loss", "loss_ar", "grad_norm", "learning_rate", "tokens"}
+    assert set(train(objective="ar")[0][0]) == {
+        *("loss", "loss_ar", "grad_norm", "learning_rate", "tokens", "skipped", "in_a_row"),
+    }
 
 
 def test_a_token_count_passes_32_bits():

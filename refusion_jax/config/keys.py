@@ -72,6 +72,15 @@ _MESH = {
     "sequence": _axis(1, "rows split over these chips"),
 }
 
+_TRAINING |= {
+    "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
+    "compilation_cache": Setting(
+        "own",
+        "own: in DIR, if nobody else can write there | shared: in DIR | off; it holds code that is run",
+        choices=("own", "shared", "off"),
+    ),
+}
+
 _MODEL = {
     "hidden_size": _count(256, "width of the residual stream", 2**20),
     "num_hidden_layers": _count(4, "depth", 2**14),
@@ -107,13 +116,26 @@ _DATA = {
 _CHECKPOINT = {
     "every": _count(1000, "steps between checkpoints; the last step is always saved", _MOST_STEPS),
     "keep": _count(3, "newest checkpoints kept", 10**6),
+    "verify": Setting(True, "write checksums of all files, and compare them before a checkpoint is used"),
+    "failures": _count(3, "saves in a row that may fail (a full disk); at the last of them the run stops", 10**6),
+}
+
+_GUARD = {
+    "spike": Setting(
+        0.0, "skip steps whose loss is above this many times its running mean, such as 3.0; 0: none", at_least=0
+    ),
+    "skips": _count(10, "skipped steps in a row that roll the run back to its last checkpoint, and past their rows"),
+    "rollbacks": _count(3, "roll-backs to one checkpoint after which the run stops"),
+    "hang_minutes": Setting(
+        30.0, "a step that takes longer ends the run, with the stacks of all threads; 0: never", at_least=0
+    ),
 }
 
 
 def keys() -> dict[str, Setting]:
     """The keys of training and of all systems, by dotted name, in the order of --help."""
     objective = Setting(default_system().name, f"the system that is trained: {' | '.join(trainable())}")
-    sections = {"mesh": _MESH, "model": _MODEL, "data": _DATA, "checkpoint": _CHECKPOINT}
+    sections = {"mesh": _MESH, "model": _MODEL, "data": _DATA, "checkpoint": _CHECKPOINT, "guard": _GUARD}
     sections |= {system.section: system.keys for system in systems().values() if system.section}
     return (
         {"objective": objective}

@@ -6,7 +6,7 @@ number of hosts and devices; so a run resumes exactly, on any number of them, an
 Axes: B rows of the global batch, H of them that a host reads, T row length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import jax
@@ -27,6 +27,7 @@ def global_batches(
     seed: int,
     first_step: int,
     last_step: int,
+    batch_of: Callable[[int], int] = int,
 ) -> Iterator[Rows]:
     """Yields the global batch of each step from first_step up to last_step, already on the devices.
 
@@ -39,9 +40,11 @@ def global_batches(
       seed: of the shuffle.
       first_step: where to begin; constant time, wherever it is.
       last_step: one behind the last.
+      batch_of: which batch of the order a step trains on; its own unless rows are left out.
     """
     shape = (batch_size, rows.row_length)
     steps = {"batch_size": batch_size, "seed": seed, "first_step": first_step, "last_step": last_step}
+    steps |= {"batch_of": batch_of}
     for batch in host_batches(rows, _local_rows(sharding, shape), **steps):
         yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})
 
@@ -54,6 +57,7 @@ def host_batches(
     seed: int,
     first_step: int,
     last_step: int,
+    batch_of: Callable[[int], int] = int,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields one host's part of each step's batch: tokens, segment_ids and is_response, [H, T] each.
 
@@ -66,11 +70,12 @@ def host_batches(
       seed: of the shuffle.
       first_step: where to begin; constant time, wherever it is.
       last_step: one behind the last.
+      batch_of: which batch of the order a step trains on; its own unless rows are left out.
     """
     order = row_order(rows, seed)
 
     def load(step: int) -> dict[str, np.ndarray]:
-        own = [rows[order[step * batch_size + row]] for row in local]
+        own = [rows[order[batch_of(step) * batch_size + row]] for row in local]
         return {name: np.stack([row[name] for row in own]) for name in own[0]}
 
     steps = grain.MapDataset.range(first_step, last_step).map(load)

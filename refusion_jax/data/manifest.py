@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import os
 
 from etils import epath
 
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import write_file
 
 FORMAT = "refusion_jax rows 1"
 FILE = "manifest.json"
@@ -51,21 +51,7 @@ class Manifest:
 def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
     """Writes a whole file or nothing."""
     text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
-    write_whole(directory / FILE, text.encode())
-
-
-def write_whole(path: epath.Path, content: bytes) -> None:
-    """Writes a file that is there as a whole or not at all, even if the machine dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if "://" in str(path):  # an object store shows objects only when they are whole
-        path.write_bytes(content)
-        return
-    temporary = path.with_name(f".tmp-{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_file(directory / FILE, text)
 
 
 def is_prepared(path: str) -> bool:

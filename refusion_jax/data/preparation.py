@@ -18,12 +18,13 @@ from etils import epath
 
 from refusion_jax.data import workers
 from refusion_jax.data.fast_tokenizer import FastTokenizer, tokenizer_hash
-from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, Shard, read_manifest, write_manifest, write_whole
+from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, Shard, read_manifest, write_manifest
 from refusion_jax.data.pieces import Piece, cut, find_files
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import SPLITS, Report, Settings
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import write_file
 
 _PARTITION = 1 << 22  # digests compared at a time: 130 MB
 
@@ -85,7 +86,7 @@ def prepare(
     is_new = _check_unfinished(output, plan, chunks)
     progress = output / PROGRESS
     with _only_one(progress):
-        write_whole(progress / "plan.json", json.dumps({"plan": plan, "files": _times(chunks)}).encode())
+        write_file(progress / "plan.json", json.dumps({"plan": plan, "files": _times(chunks)}).encode())
         try:
             reports = _make(chunks, output, settings, processes, started, advance)
             return _finish(output, reports, chunks, settings, tokenizer, command, plan)
@@ -221,7 +222,7 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
     for split in reversed(SPLITS[: 2 if settings.held_out else 1]):
         directory = output if split == "train" else output / "held_out"
         for name, content in tokenizer.files.items():
-            write_whole(directory / name, content)
+            write_file(directory / name, content)
         rows, tokens = (sum(getattr(shard, name) for shard in shards[split]) for name in ("rows", "tokens"))
         made[split] = Manifest(
             row_length=settings.row_length,
@@ -242,7 +243,7 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
         )
         if split == "train":
             lines = (workers.read_lines(output / PROGRESS / f"dropped-{i:05}.jsonl") for i in range(len(chunks)))
-            write_whole(output / "dropped.jsonl", b"".join(lines))
+            write_file(output / "dropped.jsonl", b"".join(lines))
         write_manifest(directory, made[split])
     _clean(output)
     return made["train"]

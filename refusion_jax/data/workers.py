@@ -18,11 +18,12 @@ from etils import epath
 
 from refusion_jax.data.examples import Bad
 from refusion_jax.data.fast_tokenizer import FastTokenizer, load_tokenizer_file
-from refusion_jax.data.manifest import PROGRESS, write_whole
+from refusion_jax.data.manifest import PROGRESS
 from refusion_jax.data.pieces import Piece
 from refusion_jax.data.shards import SPLITS, Report, Settings, digests, make_shard
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import write_file
 
 
 @dataclasses.dataclass
@@ -153,8 +154,8 @@ def write_shard(index: int, chunk: list[Piece]) -> Report:
         lines = "".join(
             json.dumps({"where": str(bad.where), "kind": bad.kind, "reason": bad.reason}) + "\n" for bad in dropped
         )
-        write_whole(progress / f"dropped-{index:05}.jsonl", lines.encode())
-        write_whole(progress / f"done-{index:05}.json", json.dumps(dataclasses.asdict(report)).encode())
+        write_file(progress / f"dropped-{index:05}.jsonl", lines.encode())
+        write_file(progress / f"done-{index:05}.json", json.dumps(dataclasses.asdict(report)).encode())
     return report
 
 
@@ -179,7 +180,7 @@ def save(path: epath.Path, array: np.ndarray) -> None:
     """Writes an array, whole or not at all."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
-    write_whole(path, buffer.getvalue())
+    write_file(path, buffer.getvalue())
 
 
 def load(path: epath.Path) -> np.ndarray:

@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from refusion_jax.planning import hlo
 from refusion_jax.runtime.chips import find_chip
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import write_file
 
 _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"
@@ -164,8 +165,7 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
     except jax.errors.JaxRuntimeError as error:
         report["error"] = re.sub(r"\s+", " ", str(error))
     report |= {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
-    (path / "report.tmp").write_text(json.dumps(report))
-    (path / "report.tmp").rename(path / "report.json")
+    write_file(path / "report.json", json.dumps(report))
 
 
 def assigned_bytes(text: str) -> dict[str, float]:

@@ -51,6 +51,12 @@ def run(
     app.run(lambda _: guard(main), flags_parser=parse)
 
 
+def say(line: str) -> None:
+    """Prints a line; a log that cannot be written (a full disk) is no reason to end."""
+    with contextlib.suppress(OSError):
+        print(line, flush=True)
+
+
 def guard(main: Callable[[], None]) -> None:
     """Runs a command; UserError and bad flags end in one line on stderr and exit code 2."""
     try:

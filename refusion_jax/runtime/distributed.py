@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 
@@ -19,28 +21,53 @@ from jax.experimental import multihost_utils
 
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.peers import Peers, roll_call
+from refusion_jax.runtime.preemption import EXIT_CODE
 
+_LOST_SECONDS = 2.0
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def initialize() -> None:
+def initialize(seconds: float = 300.0) -> Peers | None:
     """Joins the other processes of this run, if there are any. To be called before anything asks for devices.
+
+    Args:
+      seconds: to wait for them.
+
+    Returns:
+      The peers to hear of; None where there are none, or the machine's own launcher watches over them.
 
     Raises:
       UserError: where the environment names some peers, but not enough to find them.
+      TimeoutError: where they do not come.
     """
     given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     if given.keys() & set(_VARIABLES[1:]):
         address, count, index = _explicit(given)
+        peers = roll_call(address, count, index, seconds) if count > 1 else None
         jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
-        return
+        return peers
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # on one host of a pod, on its CPU: the pod is not meant
+    came = threading.Event()
+    threading.Thread(target=_give_up, args=(came, seconds), daemon=True).start()
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(initialization_timeout=int(seconds) + 60)
     except ValueError as error:
         if given or "coordinator_address" not in str(error):  # what JAX says where it finds no cluster
             raise UserError(f"the other processes of this run cannot be found: {error}") from error
+    finally:
+        came.set()
+    return None
+
+
+def _give_up(came: threading.Event, seconds: float) -> None:
+    """Ends a process whose peers do not come: JAX would end it with a dump of the machine's stack."""
+    if not came.wait(seconds):
+        cli.explain(
+            TimeoutError(f"not all processes of this run came within {seconds:g} s; --peer_seconds waits longer")
+        )
+        os._exit(EXIT_CODE)
 
 
 def _explicit(given: dict[str, str]) -> tuple[str, int, int]:
@@ -51,29 +78,44 @@ def _explicit(given: dict[str, str]) -> tuple[str, int, int]:
     address, *numbers = (given[name] for name in _VARIABLES)
     if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
         raise UserError(f"JAX_PROCESS_ID={numbers[1]} must be a number from 0 to below JAX_NUM_PROCESSES={numbers[0]}")
-    if not address.rpartition(":")[2].isdecimal():
-        raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be host:port")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be host:port, with a port from 1 to 65535")
     return address, *map(int, numbers)
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(peer_seconds: float = 300.0) -> Iterator[None]:
     """Runs a block with the other processes; one that fails alone leaves at once, so that nobody waits for it.
 
     An ordinary exit would wait minutes for peers that wait for us.
     """
-    initialize()
+    try:
+        peers = initialize(peer_seconds)
+    except TimeoutError as error:  # a machine that is slow to start is no mistake of the input: try again
+        cli.explain(error)
+        sys.exit(EXIT_CODE)
     try:
         yield
+        if peers:
+            peers.leave()
     except Exception as error:
         if jax.process_count() == 1:
             raise
+        if not isinstance(error, UserError):
+            time.sleep(_LOST_SECONDS)  # if it is because a peer died, the roll call names it and ends this process
+        if peers:
+            peers.leave(2 if isinstance(error, UserError) else 1)
         code = cli.explain(error) if isinstance(error, UserError) else 1
         if code == 1:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    except SystemExit:  # told to go before the first step
+        if peers:
+            peers.leave()
+        raise
 
 
 def all_agree(flag: bool) -> bool:

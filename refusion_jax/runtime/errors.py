@@ -18,3 +18,9 @@ class SettingError(UserError):
     def as_flag(self) -> str:
         """The message with the setting spelled as a flag."""
         return f"--{self.group}.{self}"
+
+
+def first_line(error: BaseException, most: int = 300) -> str:
+    """What an exception says, in one line; its kind where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:most]

@@ -1,6 +1,7 @@
-"""Being told to go: SIGTERM, or a maintenance notice of Google's machines, and what all hosts agree to do then.
+"""Being told to go: by a signal, or a maintenance notice of Google's machines, and what all hosts agree to do then.
 
 Every host saves the same step, once, and leaves with EXIT_CODE, on which the scripts in launch/ start the run again.
+A second INT, HUP or QUIT (Ctrl-C again) leaves at once; TERM may come as often as it likes, as from schedulers.
 """
 
 import os
@@ -23,20 +24,31 @@ POLL_SECONDS = 5.0
 _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
 
 
+_IMPATIENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
 class Preemption:
-    """Listens from its creation on. Until `training` is set a SIGTERM ends the process at once: nothing is lost."""
+    """Listens from its creation on. Until `training` is set a signal ends the process at once: nothing is lost."""
 
     def __init__(self):
         self.training = False
         self._told = False
         if not jax.distributed.is_initialized():  # else JAX listens, and tells the other hosts
             signal.signal(signal.SIGTERM, self._hear)
+        for number in _IMPATIENT:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wishes
+                signal.signal(number, self._hear)
         if server := _metadata_server():
             threading.Thread(target=_watch_maintenance, args=(server,), name="maintenance", daemon=True).start()
 
-    def _hear(self, *_) -> None:
+    def _hear(self, number: int, _: object) -> None:
         if not self.training:
             sys.exit(EXIT_CODE)
+        if self._told and number in _IMPATIENT:
+            os.write(2, b"left at once; the same command resumes from the newest whole checkpoint\n")
+            os._exit(128 + number)
+        if number in _IMPATIENT and jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX tells the other hosts
         self._told = True
 
     def reached(self, step: int) -> bool:

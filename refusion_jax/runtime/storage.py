@@ -1,15 +1,19 @@
-"""Paths that may lie in an object store (gs://...), and logs that grow in one.
+"""Paths that may lie in an object store (gs://...), whole files, and logs that grow.
 
 Object stores know whole objects only: nothing can be appended to, and a write is atomic by itself.
 """
 
 import os
+import secrets
+import stat
 import tempfile
 import threading
 from pathlib import Path
 
 from absl import logging
 from etils import epath
+
+from refusion_jax.runtime.errors import first_line
 
 SYNC_SECONDS = 60.0  # at most this much of a log is lost with a machine that vanishes
 
@@ -22,6 +26,78 @@ def is_remote(path: epath.PathLike) -> bool:
 def absolute(path: epath.Path) -> epath.Path:
     """The path from the root; one in an object store is that already, and pathlib would spoil it."""
     return path if is_remote(path) else path.absolute()
+
+
+def write_file(path: epath.PathLike, content: bytes | str) -> None:
+    """Writes a whole file or nothing, even if the machine dies in between, and makes the directories above it.
+
+    A file that is there keeps its mode, a link its target is written, a device or pipe is written through.
+
+    Raises:
+      OSError: where it cannot be written; what was there is there still, and nothing else.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    path = epath.Path(path)
+    if is_remote(path):  # a write is atomic by itself
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return
+    path = Path(path)
+    mode = path.stat().st_mode if path.exists() else None
+    if mode is not None and not stat.S_ISREG(mode):
+        path.write_bytes(content)
+        return
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".tmp-{target.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the new name, too
+    finally:
+        os.close(directory)
+
+
+class Appender:
+    """Appends lines to a file. While it cannot be written (a full disk) they are kept, and written later."""
+
+    def __init__(self, path: Path):
+        self._path, self._left, self._warned = path, b"", False
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a kill cut off its last line
+            self._left = b"\n"
+
+    def append(self, line: str) -> None:
+        """Adds a line."""
+        self._left += line.encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._left:
+                self._left = self._left[os.write(self._file, self._left) :]
+        except OSError as error:
+            if not self._warned:
+                logging.warning("%s cannot be written now: %s", self._path, first_line(error))
+            self._warned = True
+        else:
+            self._warned = False
+
+    def close(self) -> None:
+        """Writes what is left, if it can be, and closes the file."""
+        self._write()
+        os.close(self._file)
 
 
 class LogDirectory:
@@ -77,4 +153,4 @@ class LogDirectory:
             target.write_bytes(file.read_bytes())
             self._copied[file] = stamp
         except Exception as error:  # noqa: BLE001  each store has errors of its own; the next round tries again
-            logging.warning("%s cannot be written now: %s", target, error)
+            logging.warning("%s cannot be written now: %s", target, first_line(error))

@@ -1,8 +1,11 @@
 """What the time of a run goes into: its event log, and the goodput that follows from it.
 
-DIR/events.jsonl holds one object an event, over all sessions (starts) of the run: `time` (Unix seconds), `event`, and
+DIR/events.jsonl holds one object an event, over all sessions (starts) of the run: `time` (Unix seconds, for people),
+`clock` (seconds since the machine's boot, whatever its time is set to), `event`, and
 
-  start       step: what the session resumed from; time: when the process began
+  start       step: what the session resumed from; boot: of which boot; time and clock: when the process began
+  passed_over step, why: a checkpoint that could not be read
+  rolled_back from_step, to_step, why: behind steps that did not count; the rows between are left out
   init        seconds from there to the first compilation, without restoring
   restore     seconds to read the checkpoint
   compile     seconds to compile the step (or to find it in the compilation cache)
@@ -18,6 +21,7 @@ import collections
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -27,9 +31,12 @@ from typing import Any
 import jax
 from etils import epath
 
+from refusion_jax.runtime.storage import Appender
+
 FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
 _PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
+_NEEDED = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
 _WRITE_SECONDS = 10.0  # a kill leaves no more than this unaccounted
 _IN_FLIGHT = 2  # steps dispatched and not done: the devices never wait for the host, nor is a notice heard late
 
@@ -38,16 +45,17 @@ class EventLog:
     """Appends events; only process 0 does."""
 
     def __init__(self, path: Path):
-        self._file = None
-        if jax.process_index() == 0:
-            is_cut_off = path.exists() and not path.read_bytes().endswith(b"\n")
-            self._file = path.open("a")
-            print(end="\n" if is_cut_off else "", file=self._file)
+        self._file = Appender(path) if jax.process_index() == 0 else None
 
-    def write(self, event: str, at: float | None = None, **values: Any) -> None:
-        """Adds an event that happened now, or at a Unix time."""
+    def write(self, event: str, ago: float = 0.0, **values: Any) -> None:
+        """Adds an event that happened now, or so many seconds ago."""
         if self._file:
-            print(json.dumps({"time": at or time.time(), "event": event, **values}), file=self._file, flush=True)
+            when = {"time": time.time() - ago, "clock": round(_clock() - ago, 4)}
+            self._file.append(json.dumps({**when, "event": event, **values}))
+
+    def start(self, step: int, ago: float) -> None:
+        """Adds the start of a session."""
+        self.write("start", ago, step=step, boot=_boot())
 
     @contextlib.contextmanager
     def timed(self, event: str, **values: Any) -> Iterator[None]:
@@ -57,7 +65,7 @@ class EventLog:
         self.write(event, seconds=round(time.monotonic() - began, 4), **values)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Writes what is left and closes the file."""
         if self._file:
             self._file.close()
 
@@ -118,24 +126,52 @@ def _when_ready(outputs: Any) -> float:
     return time.monotonic()
 
 
-def process_began() -> float:
-    """Unix time at which this process was started; imports take seconds of it. Now, where the system does not tell."""
+def process_age() -> float:
+    """Seconds since this process was started; imports take some of it. 0 where the system does not tell."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
-        return time.time()
+        return 0.0
+
+
+def _clock() -> float:
+    """Seconds that also count while the machine sleeps, and go on over all processes of a boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def _boot() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def read_log(path: epath.Path) -> str:
+    """The text of a log, whatever is in it; empty where there is none, or it cannot be read."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
-    """The events of a log; a line that a kill cut off is left out."""
+    """The events of a log; what a kill cut off, or is no event, is left out."""
     events = []
     for line in text.splitlines():
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
             continue
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            needed = ("time", *_NEEDED.get(event["event"], ()), *(["seconds"] if event["event"] in _PART_OF else []))
+            if all(_is_number(event.get(name)) for name in needed):
+                events.append(event)
     return events
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -151,6 +187,7 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
             sessions[-1].append(event)
     spent = dict.fromkeys(PARTS, 0.0)
     resumed_from = float("inf")  # by any later session: what was done behind that step was done again
+    total = 0.0
     for index in reversed(range(len(sessions))):
         session = sessions[index]
         for event in session:
@@ -162,22 +199,32 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
                 spent["data"] += event["data_seconds"]
             elif event["event"] in _PART_OF:
                 spent[_PART_OF[event["event"]]] += event["seconds"]
+        total += _between(session[0], session[-1], is_one_boot=True)
         if index:
-            spent["down"] += max(0.0, session[0]["time"] - sessions[index - 1][-1]["time"])
+            before = sessions[index - 1]
+            is_one_boot = before[0].get("boot") is not None and before[0]["boot"] == session[0].get("boot")
+            down = _between(before[-1], session[0], is_one_boot)
+            total, spent["down"] = total + down, spent["down"] + down
         resumed_from = min(resumed_from, session[0]["step"])
-    total = sessions[-1][-1]["time"] - sessions[0][0]["time"] if sessions else 0.0
     spent["other"] = max(0.0, total - sum(spent.values()))
     return {**spent, "total": total, "goodput": spent["step"] / total if total else 0.0, "sessions": len(sessions)}
 
 
+def _between(first: dict[str, Any], last: dict[str, Any], is_one_boot: bool) -> float:
+    """Seconds between two events; by the clock on the wall, which may have been set, only where there is no other."""
+    name = "clock" if is_one_boot and all(_is_number(e.get("clock")) for e in (first, last)) else "time"
+    return max(0.0, last[name] - first[name])
+
+
 def summary(workdir: epath.Path) -> str:
     """The goodput of a run, in one line for people."""
-    return describe(account(read_events((workdir / FILE).read_text())))
+    return describe(account(read_events(read_log(workdir / FILE))))
 
 
 def describe(spent: dict[str, float]) -> str:
     """One line for people."""
     minutes, seconds = divmod(round(spent["total"]), 60)
-    shares = ", ".join(f"{part} {spent[part] / spent['total']:.1%}" for part in PARTS if spent[part] > 0)
+    whole = max(spent["total"], 1e-9)
+    shares = ", ".join(f"{part} {spent[part] / whole:.1%}" for part in PARTS if spent[part] > 0)
     plural = "session" if spent["sessions"] == 1 else "sessions"
     return f"goodput {spent['goodput']:.1%} of {minutes} min {seconds} s in {spent['sessions']} {plural}: {shares}"

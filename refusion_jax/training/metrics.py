@@ -1,21 +1,32 @@
 """Where the numbers of a run go: metrics.jsonl, TensorBoard, and the terminal."""
 
+import contextlib
 import json
+import os
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-import tensorboardX
+from absl import logging
 from etils import epath
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
 
 from refusion_jax.model.flops import peak_flops
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import LogDirectory
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import first_line
+from refusion_jax.runtime.storage import Appender, LogDirectory, write_file
 from refusion_jax.systems.registry import loss_terms
+from refusion_jax.training.events import read_log
 from refusion_jax.training.train_step import wide_to_int
-from refusion_jax.training.workdir import write_file
+
+FILE = "metrics.jsonl"
+_NOT_LOGGED = ("in_a_row", "finite")  # they are for the run itself
+_FLUSH_SECONDS = 60.0  # of TensorBoard's file
 
 
 class MetricsWriter:
@@ -49,14 +60,15 @@ class MetricsWriter:
         peak = peak_flops(devices.flat[0].device_kind)
         self._flops_per_step = flops_per_step
         self._peak = peak and peak * devices.size
-        self._began = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
+        seconds = [record["seconds"] for record in kept if isinstance(record.get("seconds"), int | float)]
+        self._began = time.monotonic() - max(seconds, default=0.0)
         self._last = first_step, tokens, time.monotonic()
         self._is_writer = jax.process_index() == 0
         if not self._is_writer:
             return
-        write_file(logs.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = (logs.path / "metrics.jsonl").open("a")
-        self._board = tensorboardX.SummaryWriter(str(logs.path / "tensorboard"), purge_step=first_step + 1)
+        write_file(logs.path / FILE, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = Appender(logs.path / FILE)
+        self._board = _Board(logs.path / "tensorboard", first_step + 1)
         self._bar = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
@@ -65,36 +77,35 @@ class MetricsWriter:
             self._bar.start()
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Waits for the metrics of a step and writes its record; UserError where they are not finite."""
-        check_finite(step, metrics)
-        metrics = jax.device_get(metrics)
+        """Waits for the metrics of a step and writes its record; null stands for numbers that are not finite."""
+        metrics = jax.device_get({name: value for name, value in metrics.items() if name not in _NOT_LOGGED})
         tokens = wide_to_int(metrics.pop("tokens"))
         now = time.monotonic()
         step_before, tokens_before, before = self._last
         self._last = step, tokens, now
-        record = (
-            {"step": step} | {f"loss_{term}": None for term in loss_terms()} | {k: float(v) for k, v in metrics.items()}
-        )
+        skipped = int(metrics.pop("skipped"))
+        record = {"step": step} | {f"loss_{term}": None for term in loss_terms()}
+        record |= {name: _finite(value) for name, value in metrics.items()}
         flops = self._flops_per_step * (step - step_before) / (now - before)
         record |= {
             "tokens": tokens,
             "tokens_per_second": (tokens - tokens_before) / (now - before),
             "mfu": self._peak and flops / self._peak,
+            "skipped": skipped,  # steps so far that did not count
             "seconds": now - self._began,
         }
         if self._is_writer:
             self._write(record)
 
     def _write(self, record: dict) -> None:
-        print(json.dumps(record), file=self._file, flush=True)
-        for name, value in record.items():
-            if name != "step" and value is not None:
-                self._board.add_scalar(name, value, record["step"])
-        note = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        self._file.append(json.dumps(record))
+        self._board.write(record)
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
         if self._bar:
             self._bar.update(self._task, completed=record["step"], note=note)
         else:
-            print(f"step {record['step']:>6}  {note}", flush=True)
+            cli.say(f"step {record['step']:>6}  {note}")
 
     def close(self) -> None:
         """Flushes and closes the files."""
@@ -105,25 +116,58 @@ class MetricsWriter:
                 self._bar.stop()
 
 
-def check_finite(step: int, metrics: dict[str, jax.Array]) -> None:
-    """Waits for a step; UserError where its loss or gradient is not finite: all that follows would be garbage."""
-    loss, grad_norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
-    if not np.isfinite([loss, grad_norm]).all():
-        raise UserError(
-            f"training diverged at step {step} (loss {loss}, gradient norm {grad_norm}): the checkpoints before it are "
-            f"whole; start a new --workdir with a lower --config.learning_rate or more --config.warmup_steps"
-        )
-
-
 def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
-    """The logged records of a run, up to a step; a last line that a kill cut off is left out."""
-    path = workdir / "metrics.jsonl"
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    """The logged records of a run by step, up to one; what a kill cut off, or is no record, is left out."""
+    records = {}
+    for line in read_log(workdir / FILE).splitlines():
         try:
             record = json.loads(line)
         except ValueError:
-            break
-        if up_to is None or record["step"] <= up_to:
-            records.append(record)
-    return records
+            continue
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(step, int) and (up_to is None or step <= up_to):
+            records[step] = record
+    return [records[step] for step in sorted(records)]
+
+
+def _finite(value: np.ndarray) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+class _Board:
+    """TensorBoard's copy of the metrics. The run goes on without it while it cannot be written."""
+
+    def __init__(self, directory: Path, first_step: int):
+        self._directory, self._first_step, self._files = directory, first_step, 0
+        self._writer, self._flushed = None, time.monotonic()
+
+    def write(self, record: dict) -> None:
+        """Adds one point to each curve."""
+        points = {name: value for name, value in record.items() if name != "step" and value is not None}
+        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
+        try:
+            self._writer = self._writer or self._open()
+            self._add(step=record["step"], summary=summary_pb2.Summary(value=values))
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+        except OSError as error:
+            logging.warning("%s cannot be written now: %s", self._directory, first_line(error))
+            self._writer = None
+
+    def _open(self) -> EventsWriter:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._files += 1
+        writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{self._first_step}.{self._files}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # what stands behind this step is void
+        writer.write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step, session_log=start))
+        return writer
+
+    def _add(self, **what: Any) -> None:
+        self._writer.write_event(event_pb2.Event(wall_time=time.time(), **what))
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._writer:
+            with contextlib.suppress(OSError):
+                self._writer.close()

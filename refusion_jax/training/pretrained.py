@@ -54,7 +54,7 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights into arrays of the target's shapes, dtypes and shardings."""
     if huggingface.is_huggingface(path):
         return huggingface.load_params(path, target)
-    return checkpoints.restore_params(checkpoints.find_step(path)[1], target)
+    return checkpoints.restore_params(path, target)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer | FastTokenizer:

@@ -50,7 +50,8 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     schedule = make_schedule(config)
     optimizer = make_optimizer(config, schedule, axes)
     objective = make_objective(config, shape.mask_token_id)
-    step = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation)
+    guards = config.guard.spike, config.debug_nans
+    step = make_train_step(graphdef, objective, optimizer, schedule, config.seed, config.accumulation, *guards)
 
     def fresh_state() -> TrainState:
         return init_state(nnx.to_pure_dict(nnx.state(build(nnx.Rngs(config.seed)))), optimizer)

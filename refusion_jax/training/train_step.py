@@ -7,6 +7,7 @@ Axes: B rows of the global batch, A micro-batches, T row length.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,20 @@ from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.runtime import sharding
 from refusion_jax.systems.interface import Objective
 
+SPIKE_AFTER = 20  # good steps before the mean of the loss is trusted
+_SPIKE_DECAY = 0.95  # of that mean, a step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """What decides whether a step counts, and how many did not: scalars. All zero where a run begins."""
+
+    loss_mean: Any  # float32, of the last good steps
+    good: Any  # int32, steps that counted
+    skipped: Any  # int32, steps whose update was not made
+    in_a_row: Any  # int32, the last of them without a good one between
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +46,14 @@ class TrainState:
     tokens: jax.Array  # [2] uint32, high and low word: real tokens trained on (int32 would last for 2 G tokens)
     params: dict[str, Any]  # float32 master weights
     opt_state: optax.OptState
+    guard: Guard
 
 
 def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params))
+    zero = functools.partial(jnp.zeros, (), jnp.int32)  # a new one each: the state is donated, buffer by buffer
+    guard = Guard(jnp.zeros(()), zero(), zero(), zero())
+    return TrainState(zero(), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard)
 
 
 def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
@@ -60,7 +78,7 @@ def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
         return everywhere if name is None else _moment_sharding(moment, weights[name], own[name])
 
     opt_state = jax.tree.map_with_path(like_weight, abstract.opt_state)
-    return TrainState(everywhere, everywhere, params, opt_state)
+    return TrainState(everywhere, everywhere, params, opt_state, Guard(*[everywhere] * 4))
 
 
 def _names(path: tuple) -> tuple[str, ...]:
@@ -85,8 +103,12 @@ def make_train_step(
     schedule: optax.Schedule,
     seed: int,
     accumulation: int,
+    spike: float = 0.0,
+    debug_nans: bool = False,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, jax.Array]]]:
     """Builds the step.
+
+    A step whose loss or gradient is not finite, or whose loss is a spike, leaves weights and optimizer as they are.
 
     Args:
       graphdef: of the transformer; the state carries its weights.
@@ -95,6 +117,8 @@ def make_train_step(
       schedule: the learning rate by step, for the metrics.
       seed: of the noise.
       accumulation: A; the step runs A forwards and backwards over B/A rows each.
+      spike: a loss above this many times its running mean is one; 0: never.
+      debug_nans: the metrics also tell, as `finite`, of each weight, gradient and update whether it is finite.
     """
 
     def loss_fn(params, batch):
@@ -129,9 +153,32 @@ def make_train_step(
             "tokens": add_wide(state.tokens, jnp.sum(rows.segment_ids > 0)),
         }
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, metrics["tokens"], params, opt_state), metrics
+        if debug_nans:
+            trees = {"weight": state.params, "gradient": grads, "update": updates}
+            metrics["finite"] = jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), trees)
+
+        is_good = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        if spike:
+            is_good &= (state.guard.good < SPIKE_AFTER) | (loss <= spike * state.guard.loss_mean)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(is_good, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        guard = _watch(state.guard, is_good, loss)
+        metrics |= {"skipped": guard.skipped, "in_a_row": guard.in_a_row}
+        return TrainState(state.step + 1, metrics["tokens"], params, opt_state, guard), metrics
 
     return train_step
+
+
+def _watch(guard: Guard, is_good: jax.Array, loss: jax.Array) -> Guard:
+    """The guard behind a step."""
+    mean = jnp.where(guard.good == 0, loss, _SPIKE_DECAY * guard.loss_mean + (1 - _SPIKE_DECAY) * loss)
+    return Guard(
+        loss_mean=jnp.where(is_good, mean, guard.loss_mean),
+        good=guard.good + is_good,
+        skipped=guard.skipped + ~is_good,
+        in_a_row=jnp.where(is_good, 0, guard.in_a_row + 1),
+    )
 
 
 def split_batch(batch: Any, parts: int) -> Any:

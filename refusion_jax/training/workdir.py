@@ -9,7 +9,6 @@ DIR/metrics.jsonl, DIR/tensorboard/, DIR/events.jsonl (where the time went), DIR
 
 import dataclasses
 import json
-import os
 
 import jax
 import ml_collections
@@ -21,19 +20,7 @@ from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.cli import check_output
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import is_remote
-
-
-def write_file(path: epath.Path, content: bytes | str) -> None:
-    """Writes a whole file or nothing: a kill in between leaves the old one."""
-    content = content.encode() if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if is_remote(path):
-        path.write_bytes(content)
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+from refusion_jax.runtime.storage import write_file
 
 
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:

@@ -1,0 +1,158 @@
+"""Trains under faults and proves that nothing is lost: final weights, optimizer and metrics equal the fault-free run's.
+
+  python -m refusion_jax.drill --config=configs/quickstart.py --workdir=runs/drill --faults=12 --seed=0
+  python -m refusion_jax.drill --config=configs/quickstart.py --workdir=runs/drill --faults=50 --kinds=kill_in_save
+
+DIR/straight is the fault-free run, DIR/faulty the one that suffers; where it is complete before all faults have struck,
+it begins again. Prints one JSON line a fault: what struck at which step, from where the run went on, and the seconds
+until it stood where it had been. Exit code 0 only if every outcome is equal to the bit; 1 where one is not.
+
+Choose a small model and a --config.checkpoint.every of a few steps: moments are drawn by step.
+"""
+
+import json
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import flags
+from ml_collections import config_flags
+
+from refusion_jax.config import check, explained, names
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.events import FILE, account, read_events, read_log
+from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
+from refusion_jax.training.metrics import read_metrics
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; its flags go to `train`", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory for both runs; new, or that of a drill before")
+_COUNT = flags.DEFINE_integer("faults", 12, "How many faults strike", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the kinds of faults and their moments")
+_HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", lower_bound=1)
+_KINDS = flags.DEFINE_list("kinds", [], f"Only these: {', '.join(FAULTS)}")
+
+_SAME = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens", "skipped")
+
+
+def final_state(workdir: Path, step: int) -> dict[str, Any]:
+    """All arrays of a checkpoint, and its position in the data."""
+    directory = workdir / "checkpoints" / str(step)
+    found = {"data": json.loads((directory / "data" / "metadata").read_text())}
+    for item in ("params", "optimizer"):
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(directory / item).item_metadata
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+            found[item] = checkpointer.restore(directory / item, restore_args=as_numpy)
+    return found
+
+
+def differences(straight: Path, faulty: Path, steps: int) -> list[str]:
+    """In what two finished runs differ; nothing where they are equal to the bit."""
+    found = []
+    a, b = (final_state(workdir, steps) for workdir in (straight, faulty))
+    for (path, x), (_, y) in zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True):
+        if np.asarray(x).tobytes() != np.asarray(y).tobytes():
+            found.append(f"final {jax.tree_util.keystr(path)}")
+    a, b = ([[r.get(key) for key in _SAME] for r in read_metrics(workdir)] for workdir in (straight, faulty))
+    if len(a) != len(b):
+        found.append(f"{len(b)} records of metrics instead of {len(a)}")
+    found += [f"metrics of step {x[0]}: {x} is {y}" for x, y in zip(a, b, strict=False) if x != y]
+    spent = account(read_events(read_log(faulty / FILE)))
+    if not 0 <= spent["goodput"] <= 1 or spent["total"] > 1e6:
+        found.append(f"an account of time that cannot be: {spent}")
+    return found
+
+
+def finish(run: Subject) -> None:
+    """Starts a run until it is complete."""
+    for _ in range(20):
+        if not run.is_running():
+            run.start()
+        if run.wait() == {0}:
+            return
+    raise UnexpectedError(f"the run is never complete:\n{run.heard()[-2000:]}")
+
+
+def strike(run: Subject, kind: str, chance: random.Random, steps: int, every: int) -> dict[str, Any]:
+    """One fault, from its moment until the run stands where it stood: what to say of it."""
+    if not run.is_running():
+        run.start()
+    moment = run.step() + chance.randint(1, max(2, 2 * every))
+    run.until(lambda: run.step() >= min(moment, steps - 1))
+    record = {"kind": kind, "step": run.step()}
+    began = time.monotonic()
+    try:
+        record["what"] = FAULTS[kind](run, chance) if run.is_running() else "the run was complete before"
+        record["ok"] = True
+        if not run.is_running():
+            if run.processes:
+                run.wait()
+            run.start()
+            run.until(lambda: run.step() >= record["step"] and "; step " in run.heard())
+            if not run.is_running() and run.wait() != {0}:
+                raise UnexpectedError(f"it does not go on:\n{run.heard()[-2000:]}")
+    except UnexpectedError as error:
+        record |= {"what": str(error), "ok": False}
+        run.kill()
+    starts = [event["step"] for event in read_events(read_log(run.workdir / FILE)) if event["event"] == "start"]
+    return {**record, "resumed_from": starts[-1] if starts else 0, "seconds": round(time.monotonic() - began, 2)}
+
+
+def main() -> None:
+    if _CONFIG.value is None or _WORKDIR.value is None:
+        raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
+    check(_CONFIG.value)
+    if unknown := set(_KINDS.value) - FAULTS.keys():
+        raise UserError(f"--kinds={min(unknown)}: unknown; known: {', '.join(FAULTS)}")
+    kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
+    workdir = Path(_WORKDIR.value)
+    cli.check_output("workdir", workdir, directory=True)
+    workdir.mkdir(parents=True, exist_ok=True)
+    given = [argument for argument in sys.argv[1:] if argument.startswith("--config")]
+    given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
+    straight = Subject(given, workdir / "straight", _HOSTS.value)
+    faulty = Subject(given, workdir / "faulty", _HOSTS.value)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs end with it
+    try:
+        drill(straight, faulty, kinds)
+    finally:
+        straight.kill()
+        faulty.kill()
+
+
+def drill(straight: Subject, faulty: Subject, kinds: list[str]) -> None:
+    """Runs both, prints what struck and what came of it, and exits with 1 where anything was lost."""
+    config = _CONFIG.value
+    finish(straight)
+    chance = random.Random(_SEED.value)
+    order = [kind for _ in range(-(-_COUNT.value // len(kinds))) for kind in chance.sample(kinds, len(kinds))]
+    shutil.rmtree(faulty.workdir, ignore_errors=True)
+    all_ok, rounds = True, 0
+    for number, kind in enumerate(order[: _COUNT.value], start=1):
+        record = strike(faulty, kind, chance, config.steps, config.checkpoint.every)
+        all_ok &= record["ok"]
+        print(json.dumps({"fault": number, **record}), flush=True)
+        is_last = number == _COUNT.value
+        if is_last or config.steps in saved_steps(faulty.workdir):
+            finish(faulty)
+            found = differences(straight.workdir, faulty.workdir, config.steps)
+            rounds += 1
+            all_ok &= not found
+            print(json.dumps({"run": rounds, "equal": not found, "differences": found[:5]}), flush=True)
+            if not is_last:
+                shutil.rmtree(faulty.workdir)
+    if not all_ok:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    cli.run(main, lambda: explained(_CONFIG.value), names)

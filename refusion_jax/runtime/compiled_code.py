@@ -1,0 +1,70 @@
+"""Compiled programs kept on disk: native code that is run as it is found, so only where nobody else can put it."""
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+import jax
+from absl import logging
+from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
+
+from refusion_jax.runtime.storage import absolute, is_remote
+
+
+def keep_compiled(directory: epath.Path, whose: str) -> None:
+    """Has programs read from a cache that outlives this machine, or written to it; the user's own cache goes first.
+
+    JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
+
+    Args:
+      directory: of the cache.
+      whose: "own": used only where nobody but this user and root can write; "shared": used in any case; "off".
+    """
+    if whose == "off" or jax.config.jax_compilation_cache_dir:
+        return
+    directory = absolute(directory)
+    if whose == "own" and (danger := find_danger(directory)):
+        if jax.process_index() == 0:
+            logging.warning("compiled programs are not kept: %s (--config.compilation_cache=shared trusts it)", danger)
+        return
+    if not is_remote(directory):
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    compilation_cache.reset_cache()  # it may have been found missing before
+
+
+def find_danger(directory: epath.Path) -> str | None:
+    """Why somebody else could put code there, or None."""
+    if is_remote(directory):
+        return f"who can write to {directory} is not known"
+    real = Path(os.path.realpath(directory))
+    for path in [path for path in (real, *real.parents) if path.exists()]:
+        about = path.stat()
+        if about.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to another user"
+        is_sticky = path != real and about.st_mode & stat.S_ISVTX  # others add, but do not replace
+        if _others_can_write(about) and not is_sticky:
+            return f"others can write to {path}"
+    for path in real.iterdir() if real.is_dir() else ():
+        about = path.lstat()
+        if about.st_uid != os.geteuid() or _others_can_write(about):
+            return f"{path} may be by somebody else"
+    return None
+
+
+def _others_can_write(about: os.stat_result) -> bool:
+    if about.st_mode & stat.S_IWOTH:
+        return True
+    return bool(about.st_mode & stat.S_IWGRP) and not _is_alone_in(about.st_gid)
+
+
+def _is_alone_in(group: int) -> bool:
+    """Whether a group is this user's private one."""
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        return user.pw_gid == group and not set(grp.getgrgid(group).gr_mem) - {user.pw_name}
+    except KeyError:
+        return False

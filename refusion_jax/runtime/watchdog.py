@@ -1,0 +1,39 @@
+"""A watchdog: ends a process that hangs, with the stacks of all its threads, so that a launcher can start it again."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+from refusion_jax.runtime.preemption import EXIT_CODE
+
+
+class Watchdog:
+    """Wants to hear a sign of life within some minutes of the last; 0: never."""
+
+    def __init__(self, minutes: float):
+        self._seconds, self._heard, self._step = minutes * 60, time.monotonic(), 0
+        self._closed = threading.Event()
+        if minutes:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def alive(self, step: int) -> None:
+        """The sign of life, behind a step."""
+        self._heard, self._step = time.monotonic(), step
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(self._seconds / 10, 10.0)):
+            if time.monotonic() - self._heard > self._seconds:
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                print(
+                    f"nothing has happened for {self._seconds / 60:g} minutes behind step {self._step} (above: what "
+                    f"all threads were at): leaving with exit code {EXIT_CODE}; start the same command again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(EXIT_CODE)

@@ -1,0 +1,328 @@
+"""Faults for a training run, done to real processes and real files: what `drill` throws at a run.
+
+Each fault waits for its moment, strikes, and returns what is to be said of it; it raises UnexpectedError where the
+run did not behave as it must. Whether the outcome is right is judged at the end, by comparing with the fault-free run.
+"""
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from refusion_jax.runtime import checksums
+from refusion_jax.runtime.preemption import EXIT_CODE
+from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.metrics import read_metrics
+
+_TEMPORARY = "*.orbax-checkpoint-tmp*"
+_POLL_SECONDS = 0.002
+_PATIENCE_SECONDS = 600.0
+
+# Runs the command named by the first argument with a wall clock that jumps back and forth by months.
+_JUMPING_CLOCK = """
+import runpy, sys, time
+right, began = time.time, time.monotonic()
+time.time = lambda: right() + (0.0, -1e7, 3e7)[int(time.monotonic() - began) % 3]
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+class UnexpectedError(Exception):
+    """A run that did not do what it promises."""
+
+
+class Subject:
+    """A run under test: its directory, the flags of its command, and its processes while it runs."""
+
+    def __init__(self, flags: list[str], workdir: Path, hosts: int = 1):
+        self.flags, self.workdir, self.hosts = flags, workdir, hosts
+        self.processes: list[subprocess.Popen] = []
+        self.jumps = False  # whether the next start has a jumping clock
+        self._log = workdir.with_name(f"{workdir.name}.log")
+        self._heard_from = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.workdir / "checkpoints"
+
+    def start(self) -> None:
+        """Starts all its processes."""
+        self._heard_from = self._log.stat().st_size if self._log.exists() else 0
+        self.processes = [self.launch(index) for index in range(self.hosts)]
+        self.jumps = False
+
+    def launch(self, index: int = 0, *more_flags: str) -> subprocess.Popen:
+        """Starts one process of the run."""
+        module = ["-c", _JUMPING_CLOCK, "refusion_jax.train"] if self.jumps else ["-m", "refusion_jax.train"]
+        env = dict(os.environ)
+        if self.hosts > 1:
+            if index == 0:
+                with socket.create_server(("", 0)) as server:
+                    self._port = server.getsockname()[1]
+            env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{self._port}", "JAX_NUM_PROCESSES": str(self.hosts)}
+            env |= {"JAX_PROCESS_ID": str(index)}
+        line = [sys.executable, *module, *self.flags, *more_flags, f"--workdir={self.workdir}"]
+        process = subprocess.Popen(
+            line, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        return process
+
+    def _listen(self, process: subprocess.Popen) -> None:
+        with self._log.open("ab", buffering=0) as log, process.stdout:
+            while said := process.stdout.read1():
+                log.write(said)
+
+    def heard(self) -> str:
+        """What its processes have said since the last start."""
+        return self._log.read_bytes()[self._heard_from :].decode(errors="replace")
+
+    def step(self) -> int:
+        """The step it has reached."""
+        records = read_metrics(self.workdir)
+        return records[-1]["step"] if records else 0
+
+    def is_running(self) -> bool:
+        """Whether all its processes run."""
+        return bool(self.processes) and all(process.poll() is None for process in self.processes)
+
+    def until(self, happened: Callable[[], Any]) -> bool:
+        """Waits for something; False where the run ends before."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not happened():
+            if not self.is_running():
+                return bool(happened())
+            if time.monotonic() > deadline:
+                raise UnexpectedError(f"nothing happens any more:\n{self.heard()[-2000:]}")
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all its processes."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def wait(self) -> set[int]:
+        """Waits for its processes: their exit codes."""
+        codes = {process.wait(_PATIENCE_SECONDS) for process in self.processes}
+        self.processes = []
+        return codes
+
+    def kill(self) -> None:
+        """Ends all its processes without notice."""
+        self.send(signal.SIGKILL)
+        self.wait()
+
+    def whole(self) -> list[int]:
+        """Steps of its checkpoints whose checksums match."""
+        return [step for step in saved_steps(self.workdir) if not checksums.find_damage(self.checkpoints / str(step))]
+
+    def newest(self) -> Path | None:
+        """Its newest checkpoint."""
+        steps = saved_steps(self.workdir)
+        return self.checkpoints / str(steps[-1]) if steps else None
+
+
+def kill(run: Subject, chance: random.Random) -> str:
+    """SIGKILL at a random moment."""
+    time.sleep(chance.random() * 0.05)
+    run.kill()
+    return "killed"
+
+
+def term(run: Subject, chance: random.Random) -> str:
+    """A signal that asks to save and go: TERM, INT, HUP or QUIT."""
+    number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+    run.send(number) if run.hosts == 1 else run.processes[chance.randrange(run.hosts)].send_signal(number)
+    codes = run.wait()
+    if not codes <= {EXIT_CODE, 0}:
+        raise UnexpectedError(f"{number.name}: exit codes {codes}:\n{run.heard()[-2000:]}")
+    return number.name
+
+
+def kill_in_save(run: Subject, chance: random.Random) -> str:
+    """SIGKILL while a checkpoint is being written; a whole one must be there then, if there was one before."""
+    whole = run.whole()
+    damaged = set(saved_steps(run.workdir)) - set(whole)  # by faults before; the run has not passed them yet
+    if run.until(lambda: list(run.checkpoints.glob(_TEMPORARY))):
+        time.sleep(chance.random() * 0.03)
+    run.kill()
+    if torn := set(saved_steps(run.workdir)) - set(run.whole()) - damaged:
+        raise UnexpectedError(
+            f"a torn checkpoint has its name: {checksums.find_damage(run.checkpoints / str(min(torn)))}"
+        )
+    if whole and not run.whole():
+        raise UnexpectedError("no whole checkpoint is left")
+    return f"newest whole checkpoint: {max(run.whole(), default='none yet')}"
+
+
+def kill_host(run: Subject, chance: random.Random) -> str:
+    """SIGKILL of one process of several; the others must name it and leave."""
+    victim = chance.randrange(run.hosts)
+    run.processes[victim].kill()
+    codes = run.wait()
+    if f"process {victim} was lost" not in run.heard():
+        raise UnexpectedError(f"process {victim} was killed, and nobody names it: {codes}\n{run.heard()[-2000:]}")
+    return f"process {victim}"
+
+
+def full_disk(run: Subject, chance: random.Random) -> str:
+    """Files can grow no more for a while (by a limit on the process); the run goes on, or stops with one line."""
+    infinity = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    for process in run.processes:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    run.until(lambda: "could not be written" in run.heard())
+    time.sleep(chance.random() * 0.2)
+    for process in run.processes:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, infinity)
+    if "Traceback" in run.heard():
+        raise UnexpectedError(f"a traceback:\n{run.heard()[-4000:]}")
+    if "could not be written" not in run.heard():
+        return "the run ended before a save"
+    return "the run went on" if run.is_running() else "the run stopped"
+
+
+def _damage(run: Subject, chance: random.Random, strike: Callable[[Path], str]) -> str:
+    """Stops the run, damages a file of its newest checkpoint, and sees whether the next start notices."""
+    run.until(lambda: len(saved_steps(run.workdir)) > 1)
+    run.kill()
+    newest = run.newest()
+    if newest is None:
+        return "nothing was saved yet"
+    files = [newest / name for name in checksums.listed(newest)] + list(newest.glob(f"{checksums.PREFIX}*"))
+    path = chance.choice(sorted(path for path in files if path.stat().st_size))
+    content = path.read_bytes()
+    what = f"{strike(path)} {path.relative_to(run.checkpoints)}"
+    run.start()
+    run.until(lambda: f"checkpoint {newest.name} cannot be read" in run.heard())
+    said = next((line for line in run.heard().splitlines() if f"checkpoint {newest.name} cannot be read" in line), "")
+    if "checksum" not in said:
+        raise UnexpectedError(f"{what}: not noticed:\n{run.heard()[-2000:]}")
+    run.until(lambda: "; step " in run.heard())
+    if not run.is_running() and "none of the checkpoints" in run.heard():  # it was the only one: bring it back
+        run.wait()
+        path.write_bytes(content)
+        return f"{what}: noticed; no other was there"
+    return f"{what}: noticed"
+
+
+def bit_flip(run: Subject, chance: random.Random) -> str:
+    """One bit of the newest checkpoint flips."""
+
+    def strike(path: Path) -> str:
+        content = bytearray(path.read_bytes())
+        bit = chance.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        return f"bit {bit} of"
+
+    return _damage(run, chance, strike)
+
+
+def truncation(run: Subject, chance: random.Random) -> str:
+    """A file of the newest checkpoint loses its end."""
+
+    def strike(path: Path) -> str:
+        length = chance.randrange(path.stat().st_size)
+        os.truncate(path, length)
+        return f"all but {length} bytes of"
+
+    return _damage(run, chance, strike)
+
+
+def deletion(run: Subject, chance: random.Random) -> str:
+    """A file of the newest checkpoint disappears; not its list of checksums, without which it is as an older one."""
+
+    def strike(path: Path) -> str:
+        if path.name.startswith(checksums.PREFIX):
+            os.truncate(path, 0)
+            return "all of"
+        path.unlink()
+        return "deleted"
+
+    return _damage(run, chance, strike)
+
+
+def slow_storage(run: Subject, chance: random.Random) -> str:
+    """The run stands still for a while in the middle of a save, as with a network disk that does not answer."""
+    run.until(lambda: list(run.checkpoints.glob(_TEMPORARY)))
+    run.send(signal.SIGSTOP)
+    seconds = 0.5 + chance.random()
+    time.sleep(seconds)
+    run.send(signal.SIGCONT)
+    return f"stood still for {seconds:.1f} s"
+
+
+def failing_storage(run: Subject, chance: random.Random) -> str:
+    """The directory of checkpoints is away for a while, and comes back."""
+    away = run.workdir / ".away"
+    run.until(run.checkpoints.exists)
+    run.checkpoints.rename(away)
+    run.until(lambda: "could not be written" in run.heard())
+    if run.checkpoints.exists():  # written just before
+        shutil.copytree(run.checkpoints, away, dirs_exist_ok=True)
+        shutil.rmtree(run.checkpoints)
+    away.rename(run.checkpoints)
+    if "Traceback" in run.heard():
+        raise UnexpectedError(f"a traceback:\n{run.heard()[-4000:]}")
+    return "the run went on" if run.is_running() else "the run stopped"
+
+
+def clock_jump(run: Subject, chance: random.Random) -> str:
+    """The wall clock jumps by months, back and forth, through the next session."""
+    run.kill()
+    run.jumps = True
+    return "for one session"
+
+
+def second_start(run: Subject, chance: random.Random) -> str:
+    """The same command is started a second time while it runs."""
+    if run.hosts > 1:
+        return "only with one host"
+    second = run.launch()
+    code = second.wait(_PATIENCE_SECONDS)
+    is_complete = code == 0 and "training is complete" in run.heard()
+    if run.is_running() and not is_complete and (code != 2 or "is in use by process" not in run.heard()):
+        raise UnexpectedError(f"a second start ended with {code}:\n{run.heard()[-2000:]}")
+    return "refused" if code == 2 else "the first had ended"
+
+
+def changed_data(run: Subject, chance: random.Random) -> str:
+    """The run is started with other data (another seed, from which all data of this drill follows)."""
+    run.kill()
+    run.hosts, hosts = 1, run.hosts
+    code = run.launch(0, "--config.seed=987654").wait(_PATIENCE_SECONDS)
+    run.hosts = hosts
+    if code != 2 and run.newest() is not None:
+        raise UnexpectedError(f"other data was not refused (exit code {code}):\n{run.heard()[-2000:]}")
+    return "refused"
+
+
+FAULTS = {
+    "kill": kill,
+    "term": term,
+    "kill_in_save": kill_in_save,
+    "kill_host": kill_host,
+    "full_disk": full_disk,
+    "bit_flip": bit_flip,
+    "truncation": truncation,
+    "deletion": deletion,
+    "slow_storage": slow_storage,
+    "failing_storage": failing_storage,
+    "clock_jump": clock_jump,
+    "second_start": second_start,
+    "changed_data": changed_data,
+}

@@ -1,0 +1,43 @@
+"""The drill, as users run it: real processes, seeded faults, an outcome equal to the bit."""
+
+import json
+
+import pytest
+from conftest import TINY_RUN, run
+
+FLAGS = [*TINY_RUN, "--config.steps=200", "--config.checkpoint.every=20"]
+
+
+def drill(tmp_path, *flags: str) -> list[dict]:
+    out, _ = run("drill", *FLAGS, f"--workdir={tmp_path / 'drill'}", *flags)
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_a_few_faults_leave_the_outcome_equal(tmp_path):
+    """Those that need no other start; the others are below, and in test_train.py and test_preemption.py."""
+    lines = drill(tmp_path, "--faults=2", "--kinds=full_disk,bit_flip", "--seed=3")
+    assert [line.get("fault") for line in lines if "fault" in line] == [1, 2]
+    assert all(line["ok"] for line in lines if "fault" in line)
+    assert lines[-1]["equal"] is True
+
+
+@pytest.mark.slow
+def test_twelve_faults_of_all_kinds_leave_the_outcome_equal(tmp_path):
+    lines = drill(tmp_path, "--faults=12")
+    faults = [line for line in lines if "fault" in line]
+    assert len({fault["kind"] for fault in faults}) == 12
+    assert all(fault["ok"] for fault in faults)
+    assert all(line["equal"] for line in lines if "equal" in line)
+
+
+@pytest.mark.slow
+def test_several_hosts_lose_one_again_and_again(tmp_path):
+    lines = drill(tmp_path, "--faults=4", "--hosts=2", "--kinds=kill_host,term")
+    assert all(line["ok"] for line in lines if "fault" in line)
+    assert all(line["equal"] for line in lines if "equal" in line)
+
+
+def test_a_kind_that_does_not_exist_is_refused(tmp_path):
+    _, err = run("drill", *FLAGS, f"--workdir={tmp_path / 'drill'}", "--kinds=flood", code=2)
+    assert "--kinds=flood: unknown; known: kill, term," in err
+    assert not (tmp_path / "drill").exists()

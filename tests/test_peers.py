@@ -1,0 +1,92 @@
+"""The roll call, among threads of this process; and a watchdog."""
+
+import concurrent.futures
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from refusion_jax import UserError
+from refusion_jax.runtime.peers import roll_call
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def call(count, there, seconds):
+    address = f"localhost:{free_port()}"
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(roll_call, address, count, index, seconds) for index in there]
+        return [future.exception() or future.result() for future in futures], address
+
+
+def test_all_that_come_go_on_and_leave_the_port_to_jax():
+    found, address = call(3, (0, 1, 2), 20)
+    assert [type(peers).__name__ for peers in found] == ["Peers"] * 3
+    with socket.create_server(("", int(address.rpartition(":")[2]))):
+        pass
+    for peers in found:
+        peers.leave()
+
+
+def test_who_does_not_come_is_named_by_everybody():
+    found, _ = call(4, (0, 2), 1)
+    assert [str(error) for error in found] == [
+        "process 1, 3 of this run did not come within 1 s (--peer_seconds waits longer)"
+    ] * 2
+
+
+def test_a_first_process_that_does_not_come_is_named():
+    (error,), address = call(2, (1,), 0.5)
+    assert str(error) == f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not come within 0.5 s"
+
+
+def test_a_port_in_use_is_refused_at_once():
+    with socket.create_server(("", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"{address}: port .* cannot be used: Address already in use"):
+            roll_call(address, 2, 0, 20)
+
+
+SURVIVOR = """
+import os, sys, time
+from refusion_jax.runtime.peers import roll_call
+peers = roll_call(sys.argv[1], 3, int(sys.argv[2]), 60)
+print("there", flush=True)
+if sys.argv[2] == "1":
+    sys.stdin.readline()
+    if sys.argv[3] == "end":
+        peers.leave(2)
+    os._exit(9)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [("die", 75, "process 1 was lost; start the same command again"), ("end", 2, "process 1 ended with an error")],
+)
+def test_one_that_dies_or_fails_is_named_by_all_others_which_leave(how, code, said):
+    address = f"localhost:{free_port()}"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    line = [sys.executable, "-c", SURVIVOR, address]
+    three = [subprocess.Popen([*line, str(index), how], **pipes) for index in range(3)]
+    for process in three:
+        assert process.stdout.readline() == "there\n"
+    three[1].communicate("go\n")
+    for index in (0, 2):
+        _, err = three[index].communicate(timeout=30)
+        assert three[index].returncode == code, err
+        assert said in err
+
+
+def test_a_process_that_hangs_shows_its_stacks_and_leaves_to_be_started_again():
+    program = "import time; from refusion_jax.runtime.watchdog import Watchdog; dog = Watchdog(0.005); dog.alive(7)\n"
+    program += "def stuck():\n    time.sleep(60)\nstuck()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75
+    assert "in stuck" in done.stderr
+    assert "nothing has happened for 0.005 minutes behind step 7" in done.stderr

@@ -1,0 +1,95 @@
+"""Steps that do not count: left out, rolled back, and given up in the end."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY_RUN, run
+from etils import epath
+from test_checkpoints import make_state
+
+from refusion_jax import UserError
+from refusion_jax.training import recovery, train_step
+from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.metrics import read_metrics
+from refusion_jax.training.recovery import Health, LeftOut, leave_out
+
+
+def test_rows_left_out_move_all_behind_them_up_and_none_comes_twice(tmp_path):
+    left_out = LeftOut(epath.Path(tmp_path))
+    assert [left_out.batch_of(step) for step in range(4)] == [0, 1, 2, 3]
+    for window in ((10, 14), (10, 12), (5, 8)):
+        left_out.add(*window)
+    again = LeftOut(epath.Path(tmp_path))  # a run that was killed reads the same
+    drawn = [again.batch_of(step) for step in range(30)]
+    assert drawn[:5] == [0, 1, 2, 3, 4]
+    assert drawn[5] == 5 + 3
+    assert drawn[10] == 10 + 3 + 4 + 2
+    assert len(set(drawn)) == 30
+    assert drawn == sorted(drawn)
+    assert again.rollbacks_to(10) == 2
+
+
+@pytest.mark.parametrize("junk", [b"\xff", b"{}", b"[1]", b'[["a", 2]]'])
+def test_a_list_of_rows_that_cannot_be_read_is_never_passed_over(tmp_path, junk):
+    (tmp_path / recovery.FILE).write_bytes(junk)
+    with pytest.raises(UserError, match=r"left_out\.json cannot be read"):
+        LeftOut(epath.Path(tmp_path))
+
+
+def test_what_does_not_help_is_given_up_with_a_diagnosis(tmp_path):
+    left_out = LeftOut(epath.Path(tmp_path))
+    for last in (12, 13):
+        leave_out(left_out, 10, last, "step 12 does not count", most=2)
+    with pytest.raises(UserError, match="training diverged: step 9 .* 2 roll-backs to step 10"):
+        leave_out(left_out, 10, 11, "step 9 does not count", most=2)
+
+
+def metrics(in_a_row, loss=jnp.nan):
+    return {"in_a_row": jnp.int32(in_a_row), "loss": jnp.float32(loss), "grad_norm": jnp.float32(1)}
+
+
+def test_as_many_in_a_row_as_allowed_roll_back_at_the_same_step_however_they_are_looked_at(capsys):
+    for looked_at in ("late", "at once"):
+        health, found = Health(3), None
+        for step, in_a_row in enumerate([0, 1, 0, 1, 2, 3, 4], start=1):
+            found = found or health.saw(step, metrics(in_a_row))
+            if looked_at == "at once" and not found:
+                found = health.settle(step, make_state(0))
+        found = found or health.settle(step, make_state(0))
+        assert found.startswith("step 6 does not count (loss nan, gradient norm 1")
+        assert "3 in a row" in found
+    assert "step 2 does not count" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e25], ids=str)
+def test_a_state_that_must_not_be_saved_is_named(value):
+    state = make_state(0)
+    assert Health(3).settle(5, state) is None
+    state.params["embed_tokens" if "embed_tokens" in state.params else next(iter(state.params))] = jax.tree.map(
+        lambda x: x.at[(0,) * x.ndim].set(value), state.params[next(iter(state.params))]
+    )
+    assert "step 5 left ['weight']" in Health(3).settle(5, state)
+
+
+def test_the_guard_counts_what_does_not_count():
+    guard = train_step.Guard(jnp.float32(2.0), jnp.int32(50), jnp.int32(4), jnp.int32(0))
+    for is_good, loss, spike_free in ((True, 2.5, True), (False, jnp.nan, False)):
+        after = train_step._watch(guard, jnp.asarray(is_good), jnp.float32(loss))
+        assert (int(after.skipped) == 4) == spike_free
+        assert (int(after.in_a_row) == 0) == spike_free
+        assert np.isfinite(after.loss_mean)
+
+
+def test_a_spike_is_left_out_and_several_roll_back_past_their_rows(tmp_path):
+    """A limit below the mean makes every step behind the first 20 a spike, whatever the rows."""
+    flags = [*TINY_RUN, f"--workdir={tmp_path}", "--config.guard.spike=0.01", "--config.guard.skips=3"]
+    out, err = run("train", *flags, "--config.guard.rollbacks=1", code=2)
+    assert "step 21 does not count (loss " in out
+    assert "rolling back" in out
+    assert "1 roll-backs to step 20" in err
+    assert saved_steps(tmp_path) == [10, 20]
+    assert LeftOut(epath.Path(tmp_path)).windows == [(20, 23)]
+    out, _ = run("train", *TINY_RUN, f"--workdir={tmp_path}")  # without the limit it goes on, past those rows
+    assert "step 20 of 60" in out
+    assert read_metrics(tmp_path)[-1]["step"] == 60
