@@ -55,15 +55,14 @@ def judge(
 
     infills = ((is_verify & ~is_exact) | is_check) & ~jnp.any(committed, axis=(1, 2))
     saw_less = (phase == CHECK) & jnp.any(committed, axis=(1, 2)) & (jnp.sum(chosen, axis=1) > 1)
-    recomputes = saw_less & settings.recompute
+    recomputes = saw_less & settings.recompute  # all are accepted: fed once more, and committed then
     committed = committed & ~recomputes[:, None, None]
     was_guessed = jnp.all(~chosen | (runs == here.size) | (plan.guessed & (plan.cut == runs)), axis=1)
     is_drafted = is_propose | (infills & was_guessed)
     is_new = is_drafted[:, None, None] & (jnp.arange(drafts.shape[2])[None, None] >= runs[:, :, None])
     guess = likely_failure(reading.guesses_probability, runs, here.size, settings)
-    otherwise = jnp.where(
-        phase == DONE, phase, jnp.where(recomputes, RECOMPUTE, PLAN)
-    )  # of phase's own dtype: a weak one would compile again
+    # Of phase's own dtype: a weak one would compile again.
+    otherwise = jnp.where(phase == DONE, phase, jnp.where(recomputes, RECOMPUTE, PLAN))
     after = dataclasses.replace(
         work,
         phase=jnp.where(is_drafted, CHECK, jnp.where(infills, PROPOSE, otherwise)),
