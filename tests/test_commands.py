@@ -117,6 +117,7 @@ BAD = {
     "impossible share": ([*GENERATE, "--prompt=x", "--decode.top_p=0"], "--decode.top_p=0.0: must be above 0"),
     "unknown benchmark": (["bench", "speed"], "bench 'speed': unknown; known: "),
     "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),
+    "infilling by nothing": (["bench", "infill"], "--checkpoint=: name a training run's directory"),
     "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
@@ -154,7 +155,9 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
     assert contents(files, trained_run) == before
 
 
-@pytest.mark.parametrize(("name", "flag"), [("decode", "batch_sizes"), ("train", "lengths"), ("data", "mebibytes")])
+@pytest.mark.parametrize(
+    ("name", "flag"), [("decode", "batch_sizes"), ("train", "lengths"), ("data", "mebibytes"), ("infill", "slot_sizes")]
+)
 def test_a_benchmark_explains_itself(name, flag):
     out, _ = run("bench", name, "--help")
     assert f"  --{flag}\n      " in out

@@ -22,7 +22,8 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.refusion.decoder import PlanAndInfill
-from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, VERIFY
+from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, RECOMPUTE, VERIFY
+from refusion_jax.systems.refusion.reference import plan_and_infill
 
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
 
@@ -39,7 +40,7 @@ def phases_of(model, requests: list[Request], decoder: PlanAndInfill) -> list[tu
     state = batching._admit(graphdef, params, state, newcomers, decoder)
     state, phases_seen = run_and_look(graphdef, params, state, decoder)
     seen, record = np.asarray(phases_seen), jax.device_get((state.record, state.forwards, state.rounds))
-    names = {PLAN: "plan", VERIFY: "verify", PROPOSE: "propose", CHECK: "check"}
+    names = {PLAN: "plan", VERIFY: "verify", PROPOSE: "propose", CHECK: "check", RECOMPUTE: "recompute"}
     of_row = [[names[phases[row]] for phases in seen if phases[row] != DONE] for row in range(B)]
     return [
         (of_row[row], read_answer(request, *jax.tree.map(lambda x, row=row: x[row], record), decoder.ids.eos_id))
@@ -69,16 +70,20 @@ def strategies(slot_size: int):
     chance = st.floats(0.02, 0.98)
     sizes = st.integers(1, 3).flatmap(lambda s: st.tuples(st.integers(1, 6 // s), st.just(s)))  # slots a block, blocks
     settings = st.builds(
-        lambda size, slot, token, planning, infilling: DecodeSettings(
+        lambda size, slot, token, infill, blend, recompute, planning, infilling: DecodeSettings(
             max_new_tokens=size[0] * size[1] * slot_size,
             slot_size=slot_size,
             serial_blocks=size[1],
             slot_threshold=slot,
             token_threshold=token,
+            infill=infill,
+            infill_blend=blend,
+            recompute=recompute,
             overlap_planning=planning,
             overlap_infilling=infilling,
         ),
-        *(sizes, chance, chance, st.booleans(), st.booleans()),
+        *(sizes, chance, chance, st.sampled_from(["threshold", "threshold", "exact"]), st.just(0.0) | chance),
+        *(st.booleans(), st.booleans(), st.booleans()),
     )
     return st.builds(
         lambda prompt, template, settings: Request([BOS, *prompt], template, settings),
@@ -98,7 +103,7 @@ def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
     sizes = {"slots": 40, "block_slots": 40, "widths": (8, 32, 64), "cache_length": 128}
     decoder = dataclasses.replace(decoder_for(requests, model.config), **sizes)
     for request, (phases, answer) in zip(requests, phases_of(model, requests, decoder), strict=True):
-        expected = reference_decoder.refusion(model, request)
+        expected = plan_and_infill(model, request)
         if expected["margin"] < 1e-5:
             continue  # float32 noise may decide it
         got = {name: getattr(answer, name) for name in ("tokens", "commit_order", "rounds")}

@@ -57,6 +57,7 @@ def request(case: dict, planning: bool, infilling: bool, batch_size: int = 1) ->
         slot_threshold=case["slot_threshold"],
         token_threshold=case["token_threshold"],
         temperature=case["temperature"],
+        infill="threshold",
         batch_size=batch_size,
         overlap_planning=planning,
         overlap_infilling=infilling,

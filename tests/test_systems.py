@@ -23,7 +23,13 @@ T = 24
 
 # What a decoder is tried with beside the settings of conftest: its own ways to go on and to end.
 VARIANTS = {
-    "refusion": [{"slot": 0.2, "token": 0.7}, {"slot": 0.7, "token": 0.02, "blocks": 2}],
+    "refusion": [
+        {"slot": 0.2, "token": 0.7},
+        {"slot": 0.7, "token": 0.02, "blocks": 2},
+        {"slot": 0.2, "token": 0.7, "recompute": True},
+        {"slot": 0.3, "infill": "exact"},
+        {"slot": 0.5, "infill": "exact", "infill_blend": 0.5, "blocks": 2},
+    ],
     "llada": [{"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
 }
 

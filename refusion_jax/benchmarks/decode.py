@@ -154,7 +154,7 @@ def read_way(way: str, shared: dict[str, Any]) -> Settings:
         if name not in all_settings():
             raise UserError(f"--way={way!r}: {name!r} is no setting; known: {', '.join(all_settings())}")
         try:
-            changes[name] = json.loads(text)
+            changes[name] = text if isinstance(all_settings()[name].default, str) else json.loads(text)
         except ValueError as error:
             raise UserError(f"--way={way!r}: {text!r} is no number, true or false") from error
     return DecodeSettings(**shared | {"method": method} | changes)

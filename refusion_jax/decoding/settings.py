@@ -92,11 +92,18 @@ class RowSettings:
 
     @classmethod
     def of(cls, rows: Sequence[Settings]) -> Self:
-        """These settings of each row, as numpy arrays."""
+        """These settings of each row, as numpy arrays; of one with choices, which of them it is."""
         dtypes = {float: np.float32, int: np.int32, bool: np.bool_}
         kinds = {field.name: field.type for field in dataclasses.fields(rows[0])}
-        names = (field.name for field in dataclasses.fields(cls))
-        return cls(*(np.array([getattr(row, name) for row in rows], dtypes[kinds[name]]) for name in names))
+        choices = {name: own.choices for name, own in declared(type(rows[0])).items() if own.choices}
+
+        def of(name):
+            values = [getattr(row, name) for row in rows]
+            if name in choices:
+                return np.array([choices[name].index(value) for value in values], np.int32)
+            return np.array(values, dtypes[kinds[name]])
+
+        return cls(*(of(field.name) for field in dataclasses.fields(cls)))
 
 
 @dataclasses.dataclass(frozen=True)

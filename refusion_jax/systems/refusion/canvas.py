@@ -13,6 +13,9 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.requests import Request
 from refusion_jax.runtime.settings import setting
 
+INFILLS = "threshold", "exact"
+THRESHOLD, EXACT = range(len(INFILLS))
+
 
 @dataclasses.dataclass(frozen=True)
 class SlotSettings(shared.Settings):
@@ -33,6 +36,19 @@ class SlotSettings(shared.Settings):
     token_threshold: float = setting(
         0.9, "Drafted tokens are accepted to which their predecessor gives more than this", at_least=0, at_most=1
     )
+    infill: str = setting(
+        "threshold", "How drafts become text: 'threshold', the authors' way, accepts those above token_threshold and "
+        "drafts the others anew; 'exact' takes the model's own next token wherever a draft is another",
+        choices=INFILLS,
+    )  # fmt: skip
+    infill_blend: float = setting(
+        0.0, "With infill=exact and no temperature: the share that the plan's own probability of its draft has in the "
+        "choice between draft and next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
+    )  # fmt: skip
+    recompute: bool = setting(
+        False, "With infill=threshold: compute keys and values of slots that were infilled without seeing each other "
+        "again, in text order, which the authors never do",
+    )  # fmt: skip
     overlap_planning: bool = setting(
         True, "Plan the next slots in the forward that checks these: the same text, sooner"
     )
@@ -73,6 +89,9 @@ class RowSettings(shared.RowSettings):
 
     slot_threshold: jax.Array  # [B] float32
     token_threshold: jax.Array  # [B] float32
+    infill: jax.Array  # [B] int32, THRESHOLD or EXACT
+    infill_blend: jax.Array  # [B] float32
+    recompute: jax.Array  # [B] bool
     overlap_planning: jax.Array  # [B] bool
     overlap_infilling: jax.Array  # [B] bool
 
@@ -121,4 +140,5 @@ def tokens_a_forward(request: Request) -> int:
     """Tokens of its widest forward: a block; where overlapped, the next block as well, or a slot and its guesses."""
     s, per_block = request.settings, slots_a_block(request)
     blocks = 2 if s.overlap_planning and len(slots_of(request)[0]) > per_block else 1
-    return s.slot_size * max(per_block * blocks, 2 if s.overlap_infilling else 1)
+    guesses = s.overlap_infilling and s.infill == "threshold"
+    return s.slot_size * max(per_block * blocks, 2 if guesses else 1)

@@ -1,15 +1,19 @@
-"""Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): one forward, four phases.
+"""Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): one forward, five phases.
 
 Each row of a batch is in a phase of its own, which decides what it feeds and what it makes of the logits, so no row
 ever waits for another. Parts in brackets are fed ahead of time (`overlap_planning`, `overlap_infilling`): if all
 drafts are committed the next plan is there already, and if drafts fail where guessed so is the next draft. What they
 see is just what they would have seen in a forward of their own, so the text is the same and only forwards are saved.
 
-    phase     drafts                  plan                 guesses
-    plan                              remaining slots                           chooses the confident slots
-    verify    chosen slots            (slots after them)   (a lone slot's rest)   commits the accepted whole slots
-    propose   their accepted runs                          the rest of each      drafts the rest anew
-    check     chosen slots, alone     (slots after them)   (the rest of each)    commits once all are accepted
+    phase      drafts                  plan                 guesses
+    plan                               remaining slots                             chooses the confident slots
+    verify     chosen slots            (slots after them)   (a lone slot's rest)   commits the accepted whole slots
+    propose    their accepted runs                          the rest of each       drafts the rest anew
+    check      chosen slots, alone     (slots after them)   (the rest of each)     commits once all are accepted
+    recompute  chosen slots            (slots after them)                          commits them all (`recompute`)
+
+With `infill=exact` a row knows plan and verify alone: it verifies until all chosen slots are committed, each time with
+the model's own next tokens where its drafts were others (`phases.repair`).
 
 Axes: B rows, M slots of a block, K slot size, W width of a forward.
 """
@@ -29,6 +33,7 @@ from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.sharding import shard_count_here
 from refusion_jax.systems.refusion.canvas import (
+    EXACT,
     Canvas,
     RowSettings,
     SlotSettings,
@@ -42,9 +47,11 @@ from refusion_jax.systems.refusion.phases import (
     DONE,
     PLAN,
     PROPOSE,
+    RECOMPUTE,
     VERIFY,
     Reading,
     Work,
+    blend,
     follow,
     judge,
     select,
@@ -134,14 +141,14 @@ class PlanAndInfill:
         canvas = layout.canvas
         B, M, K = canvas.size.shape[0], self.block_slots, self.slot_size
         zeros = jnp.zeros((B,), jnp.int32)
-        slots = jnp.zeros((B, M), jnp.int32)
+        slots, drafts = jnp.zeros((B, M), jnp.int32), jnp.zeros((B, M, K), jnp.int32)
         return State(
             cache=kv.prefill(model, layout.given, self.chunk),
             record=Record.empty(B, self.slots * K + self.width),
             canvas=canvas,
             keys=keys,
             settings=layout.settings,
-            work=Work(zeros + PLAN, slots > 0, jnp.zeros((B, M, K), jnp.int32), slots, slots),
+            work=Work(zeros + PLAN, slots > 0, drafts, drafts, drafts * 0.0, slots, slots),
             block=zeros,
             remaining=block_of(canvas, zeros, M).size > 0,
             ended=zeros > 0,
@@ -158,7 +165,8 @@ def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
     """One forward, and what each row makes of it."""
     here = block_of(s.canvas, s.block, decoder.block_slots)
     plan = plan_feed(s, here, decoder)
-    feed = pack_feed(plan, here, s.work.drafts, decoder.width, decoder.ids.mask_id)
+    weighed = select(s.settings.infill == EXACT, s.work.planned, s.work.drafts)
+    feed = pack_feed(plan, here, s.work.drafts, weighed, decoder.width, decoder.ids.mask_id)
     reading, cache = forward(model, s, feed, decoder)
 
     work, committed = judge(s.work, here, plan, reading, s.settings, decoder.ids.eos_id)
@@ -180,21 +188,22 @@ def plan_feed(s: State, here: Block, decoder: PlanAndInfill) -> FeedPlan:
     """What each row feeds: what its phase needs, and ahead of time what is likely to come next."""
     work = s.work
     phase = work.phase[:, None]
-    plans, verifies, proposes, checks = (phase == p for p in (PLAN, VERIFY, PROPOSE, CHECK))
-    chosen = work.chosen & (verifies | proposes | checks)
+    plans, verifies, proposes, checks, recomputes = (phase == p for p in (PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE))
+    chosen = work.chosen & (verifies | proposes | checks | recomputes)
     drafted = jnp.where(chosen, jnp.where(proposes, work.accepted, here.size), 0)
 
     rest = s.remaining & ~chosen
     is_last = ~jnp.any(rest, axis=1)  # of its block: if all is accepted, the next block is planned
     following = block_of(s.canvas, s.block + 1, decoder.block_slots)
     plan_block = select(is_last, following, here)
-    ahead = s.settings.overlap_planning[:, None] & (verifies | checks)
+    ahead = s.settings.overlap_planning[:, None] & (verifies | checks | recomputes)
     ahead_here, ahead_there = ahead & rest, ahead & (following.size > 0) & ~s.ended[:, None]
     planned = jnp.where(plans, s.remaining, jnp.where(is_last[:, None], ahead_there, ahead_here))
 
     # Guesses take what room the rest leaves. Only a slot that is verified without others sees what it would see alone.
     is_lone = jnp.sum(chosen, axis=1, keepdims=True) == 1
-    length = jnp.where(chosen & (checks | (verifies & is_lone)), here.size - work.guess, 0)
+    is_exact = (s.settings.infill == EXACT)[:, None]
+    length = jnp.where(chosen & (checks | (verifies & is_lone & ~is_exact)), here.size - work.guess, 0)
     needed = jnp.sum(drafted, axis=1) + jnp.sum(jnp.where(planned, plan_block.size, 0), axis=1)
     room = s.canvas.widest - needed
     fits = (length > 0) & (jnp.cumsum(length, axis=1) <= room[:, None])
@@ -211,10 +220,14 @@ def plan_feed(s: State, here: Block, decoder: PlanAndInfill) -> FeedPlan:
 def forward(model: Transformer, s: State, feed: PackedFeed, decoder: PlanAndInfill) -> tuple[Reading, kv.Cache]:
     """Runs the feed through the model, in the least shape that holds every row's."""
     B, shards = len(feed.length), shard_count_here("batch")
-    keys, settings = jax.tree.map(
+    fold_in = jax.vmap(jax.random.fold_in)
+    keys, planned_keys, settings = jax.tree.map(
         lambda x: jnp.broadcast_to(x[:, None], feed.tokens.shape),
-        (jax.vmap(jax.random.fold_in)(s.keys, s.rounds), s.settings),
+        (fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings),
     )
+    # A draft's next token is drawn with the noise that the plan drew it with: so they are most likely the same.
+    keys, places = jnp.where(feed.is_draft, planned_keys, keys), feed.positions + feed.is_draft
+    drawn = feed.is_plan | (feed.is_draft & (settings.infill == EXACT))
 
     def in_shape(width: int, size: int):
         W = decoder.width
@@ -228,23 +241,29 @@ def forward(model: Transformer, s: State, feed: PackedFeed, decoder: PlanAndInfi
             visible = feed.visible[:, :width, :width]
             logits, new = model.extend(tokens, positions, s.cache.entries, s.cache.length, visible, ragged)
             real, choosable = mask_logits(logits, pack(feed.may_end), decoder.ids)
-            own = jax.tree.map(pack, (feed.is_plan, keys, feed.positions, settings))
+            own = jax.tree.map(pack, (drawn, keys, places, settings))
             chosen = sample(choosable, *own)
-            weighed = jnp.where(pack(feed.is_draft), pack(jnp.roll(feed.tokens, -1, axis=1)), chosen)
+            weighed = jnp.where(pack(feed.is_draft), pack(feed.weighed), chosen)
+            chances = probability(real, weighed), probability(real, chosen)
             widen = lambda x, axis: jnp.pad(x, [(0, (W - width) * (i == axis)) for i in range(x.ndim)])  # noqa: E731
-            chosen, chance = (widen(ragged.spread(x), 1) for x in (chosen, probability(real, weighed)))
-            return chosen, chance, jax.tree.map(lambda x: widen(x, 2), new)
+            chosen, *chances = (widen(ragged.spread(x), 1) for x in (chosen, *chances))
+            return chosen, *chances, jax.tree.map(lambda x: widen(x, 2), new)
 
         return run
 
     shapes = shapes_of(B // shards, decoder.widths)
     total = jnp.max(jnp.sum(feed.length.reshape(shards, -1), axis=1))
     holds = jnp.array([(jnp.max(feed.length) <= width) & (total <= size) for width, size in shapes])
-    chosen, chance, new = jax.lax.switch(jnp.argmax(holds), [in_shape(*shape) for shape in shapes])
-    _, plan, guesses = feed.to_grid(chosen, s.work.drafts)
-    drafts_chance, plan_chance, guesses_chance = feed.to_grid(chance, s.work.drafts)
-    trusted = jnp.roll(drafts_chance, 1, axis=2) > s.settings.token_threshold[:, None, None]
-    return Reading(trusted, plan, plan_chance, guesses, guesses_chance), kv.write(s.cache, new)
+    chosen, chance, chosen_chance, new = jax.lax.switch(jnp.argmax(holds), [in_shape(*shape) for shape in shapes])
+    chosen, chance, chosen_chance = (feed.to_grid(x, s.work.drafts) for x in (chosen, chance, chosen_chance))
+    (following, plan, guesses), (draft_chance, plan_chance, guesses_chance) = chosen, chance
+    draft_chance, following, following_chance = (
+        jnp.roll(x, 1, axis=2) for x in (draft_chance, following, chosen_chance[0])
+    )
+    own = jax.tree.map(lambda x: x[:, None, None], s.settings)
+    wanted = blend(s.work, draft_chance, following, following_chance, own)
+    trusted = jnp.where(own.infill == EXACT, s.work.drafts == wanted, draft_chance > own.token_threshold)
+    return Reading(trusted, wanted, plan, plan_chance, guesses, guesses_chance), kv.write(s.cache, new)
 
 
 def settle(s: State, drafts: jax.Array, committed: jax.Array, feed: PackedFeed, decoder: PlanAndInfill) -> State:

@@ -51,6 +51,7 @@ class PackedFeed:
     positions: jax.Array  # [B, W] int32, in the text
     visible: jax.Array  # [B, W, W] bool
     may_end: jax.Array  # [B, W] bool, an EOS may be written there
+    weighed: jax.Array  # [B, W] int32, at drafts: the token whose probability is asked for, of those behind this one
     is_draft: jax.Array  # [B, W] bool
     is_plan: jax.Array  # [B, W] bool
     length: jax.Array  # [B] int32
@@ -75,13 +76,16 @@ def block_of(canvas: Canvas, index: jax.Array, block_slots: int) -> Block:
     return Block(start, jnp.where(exists, size, 0), may_end)
 
 
-def pack_feed(plan: FeedPlan, here: Block, drafts: jax.Array, width: int, mask_id: int) -> PackedFeed:
+def pack_feed(
+    plan: FeedPlan, here: Block, drafts: jax.Array, weighed: jax.Array, width: int, mask_id: int
+) -> PackedFeed:
     """Moves the parts of the plan together.
 
     Args:
       plan: at most W tokens a row.
       here: the block that drafts and guesses belong to.
       drafts: [B, M, K] int32.
+      weighed: [B, M, K] int32, tokens of the same places whose probability is asked for.
       width: W.
       mask_id: the mask token.
     """
@@ -112,6 +116,7 @@ def pack_feed(plan: FeedPlan, here: Block, drafts: jax.Array, width: int, mask_i
         positions=pick(begin + offset, there.start[:, :, None] + offset, begin + offset),
         visible=visibility(source, plan, M, K),
         may_end=pick(end, there.may_end[:, :, None], end),
+        weighed=pick(jnp.roll(weighed, -1, axis=2), mask, mask),
         is_draft=source < M * K,
         is_plan=source // (M * K) == 1,
         length=seen[:, -1],

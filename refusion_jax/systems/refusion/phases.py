@@ -10,10 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.systems.refusion.canvas import RowSettings
+from refusion_jax.systems.refusion.canvas import EXACT, RowSettings
 from refusion_jax.systems.refusion.feeding import Block, FeedPlan
 
-DONE, PLAN, VERIFY, PROPOSE, CHECK = range(5)
+DONE, PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE = range(6)
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +24,8 @@ class Work:
     phase: jax.Array  # [B] int32
     chosen: jax.Array  # [B, M] bool, the slots being verified or infilled
     drafts: jax.Array  # [B, M, K] int32
+    planned: jax.Array  # [B, M, K] int32, the drafts as the plan made them
+    planned_probability: jax.Array  # [B, M, K] float32, which the plan gave them
     accepted: jax.Array  # [B, M] int32, length of each chosen slot's accepted run
     guess: jax.Array  # [B, M] int32, where its draft will most likely fail; its size where it cannot
 
@@ -32,7 +34,8 @@ class Work:
 class Reading:
     """What the logits of one forward say about each part of the feed, on the grid."""
 
-    trusted: jax.Array  # [B, M, K] bool, drafts above the threshold by the token before them; not the first of a slot
+    trusted: jax.Array  # [B, M, K] bool, drafts that the token before them accepts; means nothing at a slot's first
+    wanted: jax.Array  # [B, M, K] int32, with exact infilling: what the token before them would have there instead
     plan: jax.Array  # [B, M, K] int32
     plan_probability: jax.Array  # [B, M, K] float32
     guesses: jax.Array  # [B, M, K] int32
@@ -44,24 +47,84 @@ def judge(
 ) -> tuple[Work, jax.Array]:
     """What each row does next, a ready plan aside, and which of its drafts [B, M, K] it commits."""
     phase, drafts = work.phase, work.drafts
-    is_verify, is_propose, is_check = (phase == p for p in (VERIFY, PROPOSE, CHECK))
+    is_verify, is_propose, is_exact = phase == VERIFY, phase == PROPOSE, settings.infill == EXACT
+    is_check = (phase == CHECK) | (phase == RECOMPUTE)
     verified, checked = verify(work, here, reading, eos_id), check(work, here, reading, eos_id)
     nothing = work.chosen, work.accepted, jnp.zeros(drafts.shape, bool)
     chosen, runs, committed = select(is_verify, verified, select(is_check, checked, nothing))
 
-    infills = (is_verify | is_check) & ~jnp.any(committed, axis=(1, 2))
+    infills = ((is_verify & ~is_exact) | is_check) & ~jnp.any(committed, axis=(1, 2))
+    saw_less = (phase == CHECK) & jnp.any(committed, axis=(1, 2)) & (jnp.sum(chosen, axis=1) > 1)
+    recomputes = saw_less & settings.recompute  # all are accepted: fed once more, and committed then
+    committed = committed & ~recomputes[:, None, None]
     was_guessed = jnp.all(~chosen | (runs == here.size) | (plan.guessed & (plan.cut == runs)), axis=1)
     is_drafted = is_propose | (infills & was_guessed)
     is_new = is_drafted[:, None, None] & (jnp.arange(drafts.shape[2])[None, None] >= runs[:, :, None])
     guess = likely_failure(reading.guesses_probability, runs, here.size, settings)
-    otherwise = jnp.where(phase == DONE, phase, PLAN)  # of phase's own dtype: a weak one would compile again
-    return Work(
+    # Of phase's own dtype: a weak one would compile again.
+    otherwise = jnp.where(phase == DONE, phase, jnp.where(recomputes, RECOMPUTE, PLAN))
+    after = dataclasses.replace(
+        work,
         phase=jnp.where(is_drafted, CHECK, jnp.where(infills, PROPOSE, otherwise)),
         chosen=chosen,
         drafts=jnp.where(is_new, reading.guesses, drafts),
         accepted=runs,
         guess=select(is_drafted, guess, work.guess),
-    ), committed
+    )
+    return select(is_exact & is_verify, repair(work, reading, runs, committed, eos_id), after), committed
+
+
+def blend(
+    work: Work, planned: jax.Array, following: jax.Array, following_probability: jax.Array, settings: RowSettings
+) -> jax.Array:
+    """Exact infilling: the token that is wanted at each place, the next token's or the plan's.
+
+    Two conditionals tell of the same token: the one given the tokens before it, and the plan's, given mask tokens. With
+    a share `infill_blend` of the second, the plan's draft is compared to the next token (of which the plan's
+    probability is taken to be 0, so that no distribution need be kept). The choice depends on nothing but the tokens
+    before it and the plan, so the text is the same however many forwards it took.
+
+    Args:
+      work: planned, planned_probability.
+      planned: [B, M, K] float32, probability of the plan's draft, given the tokens before it.
+      following: [B, M, K] int32, the choice given the tokens before it.
+      following_probability: [B, M, K] float32.
+      settings: temperature, infill_blend [B, 1, 1].
+
+    Returns:
+      [B, M, K] int32.
+    """
+    share = settings.infill_blend
+    keeps = (1 - share) * (following_probability - planned) < share * work.planned_probability
+    return jnp.where(keeps & (settings.temperature == 0), work.planned, following)
+
+
+def repair(work: Work, reading: Reading, runs: jax.Array, committed: jax.Array, eos_id: int) -> Work:
+    """Exact infilling: what rows do after a forward that commits these drafts [B, M, K] of the chosen slots.
+
+    Whatever lies behind a committed EOS is dropped. Of the slots that are left, a draft that its predecessor would not
+    have is replaced by what it would have (Jacobi iteration, arXiv 2305.10427): behind the first of them that is
+    another draft, at the first it is final, since everything before it is. So one token more at least is known to be
+    final after each forward, whatever rounding does to the next.
+
+    Args:
+      work: before the forward.
+      reading: of the forward.
+      runs: [B, M] int32, accepted tokens of each slot, the slots before it aside.
+      committed: by this forward.
+      eos_id: the end of text.
+    """
+    slot = jnp.arange(runs.shape[1])[None]
+    offset = jnp.arange(work.drafts.shape[2])[None, None]
+    ended = jnp.any(committed & (work.drafts == eos_id), axis=(1, 2))
+    left = work.chosen & ~jnp.any(committed, axis=2) & ~ended[:, None]
+    return dataclasses.replace(
+        work,
+        phase=jnp.where(jnp.any(left, axis=1), VERIFY, PLAN).astype(work.phase.dtype),
+        chosen=left,
+        drafts=jnp.where(reading.trusted | (offset <= work.accepted[:, :, None]), work.drafts, reading.wanted),
+        accepted=jnp.where(slot == first(left)[:, None], runs, 0),
+    )
 
 
 def follow(candidates: jax.Array, block: Block, reading: Reading, settings: RowSettings) -> Work:
@@ -73,7 +136,8 @@ def follow(candidates: jax.Array, block: Block, reading: Reading, settings: RowS
     chosen = jnp.where(jnp.any(confident, axis=1, keepdims=True), confident, single)
     none = jnp.zeros(candidates.shape, jnp.int32)
     guess = likely_failure(reading.plan_probability, none, block.size, settings)
-    return Work(jnp.full(chosen.shape[:1], VERIFY, jnp.int32), chosen, reading.plan, none, guess)
+    phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
+    return Work(phase, chosen, reading.plan, reading.plan, reading.plan_probability, none, guess)
 
 
 def likely_failure(chance: jax.Array, runs: jax.Array, size: jax.Array, settings: RowSettings) -> jax.Array:
@@ -103,12 +167,13 @@ def verify(work: Work, here: Block, reading: Reading, eos_id: int) -> tuple[jax.
     """(chosen slots, their own accepted runs [B, M], the drafts [B, M, K] to commit).
 
     Committed is what the accepted prefix of the concatenation covers: up to its first EOS, or else its whole slots. A
-    slot's first token is accepted always. An EOS behind the accepted prefix is ignored.
+    slot's first token is accepted always, and so is the one behind the run that exact infilling knows to be final. An
+    EOS behind the accepted prefix is ignored.
     """
     B, M, K = work.drafts.shape
     offset = jnp.arange(K)[None, None]
     is_fed = work.chosen[:, :, None] & (offset < here.size[:, :, None])
-    accepted = reading.trusted | (offset == 0)
+    accepted = reading.trusted | (offset <= work.accepted[:, :, None])
     prefix = first((is_fed & ~accepted).reshape(B, M * K))[:, None, None]  # in places of the grid, empty ones too
     eos = first((is_fed & (work.drafts == eos_id)).reshape(B, M * K))[:, None, None]
     place = jnp.arange(M * K).reshape(1, M, K)

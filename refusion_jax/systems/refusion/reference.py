@@ -64,9 +64,10 @@ def sees(i: int, alone: list | None) -> list[int]:
 
 
 def plan_and_infill(model: Transformer, request: Request) -> dict:
-    """The decoder `refusion`: plan, verify, infill (arXiv 2512.13586, section 3.3)."""
+    """The decoder `refusion`: plan, then infill what was chosen (arXiv 2512.13586, section 3.3)."""
     text, s, rounds = Text(model, request), request.settings, 0
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
+    infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
     per_block = -(-len(text.slots) // s.serial_blocks)
     for first in range(0, len(text.slots), per_block):
         slots = text.slots[first : first + per_block]
@@ -80,47 +81,96 @@ def plan_and_infill(model: Transformer, request: Request) -> dict:
             if not chosen:
                 chosen = [slots[int(np.argmax(sure))]]
                 text.plain.margin = min(text.plain.margin, *np.diff(sorted(sure)[-2:]), 1.0)
-
-            def accepted(p, slot, before, draft=draft):
-                """How many leading tokens of a slot are accepted, if the first `before + 1` are anyway."""
-                trusted = (
-                    i <= before or above(p[place - 1][draft[place]], s.token_threshold) for i, place in enumerate(slot)
-                )
-                return next((i for i, ok in enumerate(trusted) if not ok), len(slot))
-
-            # Verify: the drafts of the chosen slots together; commit the whole slots that the accepted prefix covers.
-            places = [place for slot in chosen for place in slot]
-            p = text.probabilities("verify", [(draft[place], place) for place in places])
-            runs = {slot: accepted(p, slot, 0) for slot in chosen}
-            whole = next((i for i, slot in enumerate(chosen) if runs[slot] < len(slot)), len(chosen))
-            prefix = sum(map(len, chosen[:whole]))
-            partial = prefix + (runs[chosen[whole]] if whole < len(chosen) else 0)
-            ends = [i for i in range(partial) if draft[places[i]] == eos]
-            count = ends[0] + 1 if ends else prefix
-            text.commit([(draft[place], place) for place in places[:count]])
-
-            # Infill: none was covered. Each slot alone: draft the rest anew, check, until all of them are accepted.
-            while not count:
-                alone = [slot for slot in chosen for _ in slot]
-                fed = [(draft[at] if i < runs[slot] else mask, at) for slot in chosen for i, at in enumerate(slot)]
-                proposed = text.probabilities("propose", fed, alone)
-                draft.update(text.best({at: row for at, row in proposed.items() if (mask, at) in fed}))
-                p = text.probabilities("check", [(draft[at], at) for slot in chosen for at in slot], alone)
-                runs = {slot: accepted(p, slot, runs[slot]) for slot in chosen}
-                with_end = [slot for slot in chosen if eos in [draft[at] for at in slot[: runs[slot]]]]
-                if with_end:
-                    chosen = [slot for slot in chosen if slot[0] <= with_end[0][0]]
-                    runs[with_end[0]] = len(with_end[0])
-                if all(runs[slot] == len(slot) for slot in chosen):
-                    fed = [(draft[at], at) for slot in chosen for at in slot]
-                    count = next((i + 1 for i, (token, _) in enumerate(fed) if token == eos), len(fed))
-                    text.commit(fed[:count], [slot for slot in chosen for _ in slot])
+            infill(text, chosen, draft, {place: p[place][token] for place, token in draft.items()})
 
             end = min((at for token, at in text.commits if token == eos), default=math.inf)
             slots = [slot for slot in slots if slot[0] not in text.places and slot[0] < end]
         if eos in dict(text.commits):
             break
     return text.plain.result(text.commits, rounds)
+
+
+def infill_exactly(text: Text, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
+    """Exact infilling: commits all chosen slots, just as if they were written one token after the other.
+
+    The slots, one behind the other, are one sequence. Its drafts are fed at once, and where one is not what the token
+    before it wants, it is replaced: the first of these by a token that is final, since all before it is.
+
+    Args:
+      text: what is committed.
+      chosen: slots in text order.
+      draft: place -> the plan's token; a slot's first token is final.
+      chance: place -> its probability by the plan.
+    """
+    blend, eos, now = text.plain.request.settings.infill_blend, text.plain.ids.eos_id, dict(draft)
+    while chosen:
+        places = [place for slot in chosen for place in slot]
+        p = text.probabilities("verify", [(now[place], place) for place in places])
+
+        def wanted(place, p=p):
+            """The next token, or the plan's where the two conditionals of it, blended, have it more probable."""
+            following = text.plain.best(p[place - 1], place)
+            plan = (1 - blend) * p[place - 1][draft[place]] + blend * chance[place]
+            is_better = following != draft[place] and text.plain.above(plan, (1 - blend) * p[place - 1][following])
+            return draft[place] if is_better else following
+
+        right = {place: wanted(place) for slot in chosen for place in slot[1:]}
+        final = next((i for i, place in enumerate(places) if now[place] != right.get(place, now[place])), len(places))
+        ends = [i for i, place in enumerate(places[:final]) if now[place] == eos]
+        whole = [slot for slot in chosen if places.index(slot[-1]) < final]
+        count = ends[0] + 1 if ends else sum(map(len, whole))
+        text.commit([(now[place], place) for place in places[:count]])
+        chosen = [] if ends else chosen[len(whole) :]
+        now |= right
+
+
+def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
+    """The authors' infilling: commits the chosen slots whose drafts are accepted, or if there are none, all of them.
+
+    Args:
+      text: what is committed.
+      chosen: slots in text order.
+      draft: place -> the plan's token.
+      chance: of no use here.
+    """
+    s, mask, eos, above = text.plain.request.settings, text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
+
+    def accepted(p, slot, before):
+        """How many leading tokens of a slot are accepted, if the first `before + 1` are anyway."""
+        trusted = (i <= before or above(p[place - 1][draft[place]], s.token_threshold) for i, place in enumerate(slot))
+        return next((i for i, ok in enumerate(trusted) if not ok), len(slot))
+
+    # Verify: the drafts of the chosen slots together; commit the whole slots that the accepted prefix covers.
+    places = [place for slot in chosen for place in slot]
+    p = text.probabilities("verify", [(draft[place], place) for place in places])
+    runs = {slot: accepted(p, slot, 0) for slot in chosen}
+    whole = next((i for i, slot in enumerate(chosen) if runs[slot] < len(slot)), len(chosen))
+    prefix = sum(map(len, chosen[:whole]))
+    partial = prefix + (runs[chosen[whole]] if whole < len(chosen) else 0)
+    ends = [i for i in range(partial) if draft[places[i]] == eos]
+    count = ends[0] + 1 if ends else prefix
+    text.commit([(draft[place], place) for place in places[:count]])
+
+    # Infill: none was covered. Each slot alone: draft the rest anew, check, until all of them are accepted.
+    while not count:
+        alone = [slot for slot in chosen for _ in slot]
+        fed = [(draft[at] if i < runs[slot] else mask, at) for slot in chosen for i, at in enumerate(slot)]
+        proposed = text.probabilities("propose", fed, alone)
+        draft.update(text.best({at: row for at, row in proposed.items() if (mask, at) in fed}))
+        p = text.probabilities("check", [(draft[at], at) for slot in chosen for at in slot], alone)
+        runs = {slot: accepted(p, slot, runs[slot]) for slot in chosen}
+        with_end = [slot for slot in chosen if eos in [draft[at] for at in slot[: runs[slot]]]]
+        if with_end:
+            chosen = [slot for slot in chosen if slot[0] <= with_end[0][0]]
+            runs[with_end[0]] = len(with_end[0])
+        if all(runs[slot] == len(slot) for slot in chosen):
+            fed = [(draft[at], at) for slot in chosen for at in slot]
+            count = next((i + 1 for i, (token, _) in enumerate(fed) if token == eos), len(fed))
+            alone = [slot for slot in chosen for _ in slot]
+            if s.recompute and len(chosen) > 1:  # one forward more, in which they see each other
+                text.probabilities("recompute", fed)
+                alone = None
+            text.commit(fed[:count], alone)
 
 
 def one_by_one(model: Transformer, request: Request) -> dict:

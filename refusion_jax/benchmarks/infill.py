@@ -1,0 +1,88 @@
+"""Ways of infilling side by side: how many held-out problems come out right, and in how many forwards.
+
+  python -m refusion_jax.bench infill --checkpoint=runs/quickstart
+  python -m refusion_jax.bench infill --checkpoint=runs/quickstart/checkpoints/900 --slot_sizes=8 \
+      --way='refusion infill=exact slot_threshold=0.5' --way='refusion token_threshold=0.5'
+
+The checkpoint is a run of ours on the built-in problems (configs/quickstart.py), or one step of it. Each --way is the
+name of a decoder, and settings of its own behind it; by default one token a forward, the authors' infilling and exact
+infilling, these with several thresholds. An answer is right if the whole worked answer is. All ways of one decoder and
+slot size are one queue, so that one compilation serves them; `tokens_per_forward` counts the forwards that each answer
+took part in.
+"""
+
+import collections
+import json
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.benchmarks.decode import read_way
+from refusion_jax.data import tasks
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.api import stream
+from refusion_jax.training.pretrained import load_model, load_tokenizer
+
+_MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
+_SLOT_THRESHOLDS = (0.9, 0.6, 0.3)
+_WAYS = (
+    "sequential",
+    *(f"refusion slot_threshold={s} token_threshold={t}" for s in _SLOT_THRESHOLDS for t in (0.9, 0.3, 0)),
+    *(f"refusion infill=exact slot_threshold={s} infill_blend={b}" for s in _SLOT_THRESHOLDS for b in (0, 0.3, 0.5)),
+)
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    flags.DEFINE_string("checkpoint", None, "A run on the built-in problems, or one step of it", flag_values=own)
+    flags.DEFINE_list("slot_sizes", ["4", "8"], "Tokens a slot, each measured", flag_values=own)
+    flags.DEFINE_integer("problems", 300, "How many held-out problems to decode", lower_bound=1, flag_values=own)
+    flags.DEFINE_integer("batch_size", 64, "Prompts decoded at once", lower_bound=1, flag_values=own)
+    flags.DEFINE_multi_string("way", list(_WAYS), "A decoder and settings of its own", flag_values=own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Prints one JSON object a slot size and way, then a table."""
+    if not own.checkpoint:
+        raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
+    if not all(size.isdigit() and int(size) for size in own.slot_sizes):
+        raise UserError(f"--slot_sizes={','.join(own.slot_sizes)}: must be numbers of tokens, as in 4,8")
+    table = Table("slot size", "way", "exact match", "tokens/forward")
+    for size in map(int, own.slot_sizes):
+        for record in measure(own.checkpoint, own.way, size, own.problems, own.batch_size):
+            print(json.dumps(record), flush=True)
+            table.add_row(str(size), record["way"], f"{record['accuracy']:.1%}", f"{record['tokens_per_forward']:.2f}")
+    Console().print(table)
+
+
+def measure(checkpoint: str, ways: list[str], slot_size: int, count: int, batch_size: int) -> list[dict]:
+    """Exact match and tokens a forward of each way, with slots of one size."""
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    problems = list(tasks.problems("test", count, seed=0))
+    prompts = tokenizer.encode_prompts([problem.query for problem in problems])
+    shared = {"max_new_tokens": _MAX_NEW_TOKENS, "slot_size": slot_size, "batch_size": batch_size}
+    settings = {way: read_way(way, shared) for way in ways}
+    right, tokens, forwards = (collections.Counter() for _ in range(3))
+    for method in dict.fromkeys(own.method for own in settings.values()):
+        own_ways = [way for way in ways if settings[way].method == method]
+        jobs = [(way, i) for way in own_ways for i in range(count)]
+        requests = [Request(prompts[i], settings=settings[way], noise=i) for way, i in jobs]
+        for job, answer in stream(model, prepare(requests, requests[0].settings, model.config)):
+            way, i = jobs[job]
+            right[way] += tasks.is_correct(problems[i], tokenizer.decode(answer.tokens))
+            tokens[way] += len(answer.commit_order)
+            forwards[way] += answer.forwards
+    return [
+        {
+            "benchmark": "infill",
+            "checkpoint": checkpoint,
+            "slot_size": slot_size,
+            "way": way,
+            "problems": count,
+            "accuracy": right[way] / count,
+            "tokens_per_forward": tokens[way] / forwards[way],
+        }
+        for way in ways
+    ]

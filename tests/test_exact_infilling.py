@@ -1,0 +1,135 @@
+"""Exact infilling writes what one token after the other would: greedy it is the best, drawn it is distributed so."""
+
+import itertools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BOS, EOS, MASK, PAD, PROMPTS, causal, forward, settings, sharp_models, tiny_model
+
+from refusion_jax import DecodeSettings, decode
+from refusion_jax.decoding.requests import Request, prepare
+
+RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
+LENGTH = 64  # every plain forward is padded to this: one compilation
+
+
+def random_requests(rng: np.random.Generator, count: int, slot_size: int) -> list[Request]:
+    """Prompts and templates, with settings of their own."""
+
+    def ids(most):
+        return rng.integers(5, 30, rng.integers(1, most + 1)).tolist()
+
+    requests = []
+    for _ in range(count):
+        blocks = int(rng.integers(1, 4))
+        s = DecodeSettings(
+            max_new_tokens=blocks * int(rng.integers(1, 9 // blocks)) * slot_size,
+            slot_size=slot_size,
+            serial_blocks=blocks,
+            slot_threshold=rng.uniform(0, 0.9),
+            infill="exact",
+            overlap_planning=bool(rng.integers(2)),
+        )
+        gaps = [int(rng.integers(1, 10)), ids(3), int(rng.integers(1, 10))]
+        requests.append(Request([BOS, *ids(6)], tuple(gaps) if rng.integers(3) == 0 else (), s))
+    return requests
+
+
+@pytest.mark.parametrize("slot_size", [2, 4, 5])
+def test_every_token_but_a_slots_first_is_the_best_behind_the_one_before_it(slot_size):
+    """In one plain causal forward over what was given and then committed, in this order.
+
+    So for every random request; among them are answers that end, those that go on before an end that is there already,
+    and those that were written in fewer forwards than they have tokens.
+    """
+    rng = np.random.default_rng(slot_size)
+    ended = went_on = quick = 0
+    for model in sharp_models():
+        requests = random_requests(rng, RANDOM_CASES // 15, slot_size)
+        requests = prepare(requests, requests[0].settings, model.config)
+        out = decode(model, requests, requests[0].settings)
+        tokens, places = np.zeros((2, len(requests), LENGTH), np.int32)
+        for i, request in enumerate(requests):
+            given, at = request.given
+            n, m = len(given), len(out.commit_order[i])
+            tokens[i, : n + m], places[i, : n + m] = given + out.commit_tokens[i], at + out.commit_order[i]
+        logits = np.array(forward(model, jnp.asarray(tokens), jnp.asarray(places), causal(jnp.ones_like(tokens))))
+        logits[:, :, [MASK, PAD, 30, 31]] = -np.inf  # the last two are padding rows of the vocabulary
+        for i, request in enumerate(requests):
+            n, m = len(request.given[0]), len(out.commit_order[i])
+            firsts = {at for start, length, _ in request.gaps for at in range(start, start + length, slot_size)}
+            for j in range(n, n + m):
+                if places[i, j] not in firsts:
+                    assert places[i, j - 1] == places[i, j] - 1
+                    row = logits[i, j - 1]
+                    if places[i, j] < max(request.given[1]):
+                        row[EOS] = -np.inf
+                    assert row[tokens[i, j]] >= row.max() - 1e-4, (request, j)
+            assert out.forwards[i] <= out.rounds[i] + m  # each forward makes a token final, or a plan
+            ended += EOS in out.commit_tokens[i]
+            went_on += EOS in out.commit_tokens[i][:-1]
+            quick += out.forwards[i] < m
+    assert min(ended, went_on, quick) > 10, (ended, went_on, quick)
+
+
+def test_blending_takes_the_plans_draft_the_more_the_more_it_weighs():
+    model = sharp_models()[1]
+    plain = settings(slot=0.3, infill="exact")
+    always = settings(slot=0.3, infill="exact", infill_blend=1.0)
+    drafts = decode(model, PROMPTS, settings(slot=0.3, token=0.0))  # every draft is accepted
+    assert decode(model, PROMPTS, always) == drafts
+    assert decode(model, PROMPTS, plain).tokens != drafts.tokens
+
+
+def test_drawn_answers_are_distributed_as_one_token_after_the_other():
+    """Two slots of three, chosen at once, of two tokens each place may have: a chi-square test of all 64 answers."""
+    model, prompt, count = tiny_model(3), [BOS, 9, 13, 21], 4096
+    s = DecodeSettings(
+        max_new_tokens=6, slot_size=3, slot_threshold=0.0, infill="exact", temperature=1.0, top_k=2, eos_id=0,
+        batch_size=512,
+    )  # fmt: skip
+    drawn = decode(model, [prompt] * count, s)
+    assert np.mean(drawn.forwards) < 5.5, "nearly one token a forward: drafts are of no use"
+
+    def two_best(sequences, at):
+        """(ids, probabilities) [n, 2] at one place of each sequence."""
+        rows = jnp.array([row + [PAD] * (10 - len(row)) for row in sequences])
+        places = jnp.broadcast_to(jnp.arange(10), rows.shape)
+        logits = forward(model, rows, places, causal(jnp.ones_like(rows)))[:, at]
+        values, ids = jax.lax.top_k(logits.at[:, jnp.array([MASK, PAD, 30, 31])].set(-jnp.inf), 2)
+        return np.asarray(ids), np.asarray(jax.nn.softmax(values))
+
+    first = {at: two_best([prompt + [MASK] * 6], at) for at in (4, 7)}  # by the plan, whatever else is drawn
+    chance = {(): 1.0}
+    for at in range(4, 10):
+        ids, p = first[at] if at in first else two_best([prompt + list(known) for known in chance], at - 1)
+        ids, p = (np.broadcast_to(x, (len(chance), 2)) for x in (ids, p))
+        chance = {
+            (*known, int(ids[i, j])): so_far * p[i, j]
+            for i, (known, so_far) in enumerate(chance.items())
+            for j in range(2)
+        }
+    seen = dict.fromkeys(chance, 0)
+    for tokens in drawn.tokens:
+        seen[tuple(tokens)] += 1
+    expected = np.array(list(chance.values())) * count
+    statistic = np.sum((np.array(list(seen.values())) - expected) ** 2 / expected)
+    # 63 degrees of freedom: mean 63, standard deviation 11.2; by chance above 120 in one of 50,000 seeds
+    assert expected.min() > 5
+    assert statistic < 120
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_neither_overlapping_nor_the_batch_changes_an_answer(temperature):
+    model = sharp_models()[0]
+    runs = [
+        decode(model, PROMPTS, settings(infill="exact", infill_blend=0.3, temperature=temperature, blocks=2,
+                                        overlap_planning=overlap, batch_size=size))
+        for overlap, size in itertools.product((True, False), (2, 64))
+    ]  # fmt: skip
+    for name in ("tokens", "commit_order", "rounds"):
+        assert all(getattr(out, name) == getattr(runs[0], name) for out in runs)
+    assert sum(runs[0].forwards) < sum(runs[-1].forwards)
