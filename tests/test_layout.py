@@ -61,17 +61,19 @@ def test_files_say_what_they_are_for(path):
     assert not text or ast.get_docstring(ast.parse(text)), "no docstring"
 
 
+# Generated code is run, when the user says so, by one module: in a process that is shut in.
+STARTS_PROCESSES = "evaluation.sandbox"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_data_is_never_run_as_code(path):
     """No pickle, no eval, no shell."""
+    refused = {"pickle", "subprocess", "shelve", "marshal"} - (
+        {"subprocess"} if name(path) == STARTS_PROCESSES else set()
+    )
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & {
-                "pickle",
-                "subprocess",
-                "shelve",
-                "marshal",
-            }
+            assert not {alias.name.split(".")[0] for alias in node.names} & refused
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("eval", "exec", "compile", "__import__")
 
