@@ -6,6 +6,8 @@ gone when it ends. Where the kernel does not allow that it is refused, unless th
 only the limits hold.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
@@ -15,7 +17,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from refusion_jax.runtime.errors import UserError
 
 _GRACE = 30  # seconds for the jail itself, on a busy machine
 _LOG = 2000  # characters of stderr that are kept
+_ALLOWED = contextvars.ContextVar("allowed", default="")  # "shut in" or "unsafe" inside of `allow`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,28 @@ def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = F
     """`run` of each, as many at a time as there are processors."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(functools.partial(run, limits=limits, unsafe=unsafe), programs))
+
+
+@contextlib.contextmanager
+def allow(unsafe: bool = False) -> Iterator[None]:
+    """Lets tasks run generated code for the length of a block.
+
+    Raises:
+      UserError: at once, where the kernel cannot shut it in.
+    """
+    run("pass", unsafe=unsafe)
+    token = _ALLOWED.set("unsafe" if unsafe else "shut in")
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def run_allowed(programs: Sequence[str]) -> list[Outcome]:
+    """`run_all` as `allow` says; UserError outside of it."""
+    if not (how := _ALLOWED.get()):
+        raise UserError("generated code is run only with --allow_code_execution")
+    return run_all(programs, unsafe=how == "unsafe")
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
