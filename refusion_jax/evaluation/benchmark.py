@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lm_eval
 import lm_eval.api.task
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
 
 from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel
@@ -40,6 +42,7 @@ def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
       UserError: where a task is unknown, its data cannot be had, or it may not be run like that.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     paths = [PINNED, *([plan.include_path] if plan.include_path else [])]
     manager = TaskManager(include_path=paths, include_defaults=False)
     if not all(name in manager.all_tasks for name in plan.tasks):
@@ -56,10 +59,11 @@ def _load(manager: TaskManager, name: str, task_data: Path | None) -> list[lm_ev
         hint = f"did you mean {' or '.join(close)}?" if close else "--include_path=DIR names a directory of task files"
         raise UserError(f"--tasks={name}: no such task; {hint}")
     file, spec = task_data and (task_data / f"{name}.jsonl").absolute(), name
-    if file and file.exists():
-        local = {"dataset_path": "json", "dataset_name": None, "custom_dataset": None}
-        spec = {"task": name, **local, "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
     try:
+        if file and file.exists():
+            local = {"dataset_path": "json", "dataset_name": None, "custom_dataset": None}
+            local |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+            spec = load_yaml(manager.task_index[name].yaml_path) | local
         return list(manager.load([spec])["tasks"].values())
     except Exception as error:  # noqa: BLE001  datasets, the hub and task files raise whatever they like
         reason = " ".join(str(error).split())[:300]
