@@ -34,6 +34,7 @@ from refusion_jax.runtime.storage import LogDirectory
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training import events
 from refusion_jax.training.checkpoints import Checkpoints, saved_steps
+from refusion_jax.training.heldout import HeldOut, find_held_out, place
 from refusion_jax.training.metrics import MetricsWriter, check_finite
 from refusion_jax.training.pretrained import check_fits, load_params
 from refusion_jax.training.program import abstract_rows, train_program
@@ -78,6 +79,9 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
     # 3. The program: the jitted step, and where every array of the state lives.
     shape = model_config(config, tokenizer)
     program = train_program(config, shape, mesh)
+    held_out = None
+    if held_out_sets := find_held_out(config, tokenizer):
+        held_out = HeldOut(config, place(config, held_out_sets, mesh), program.graphdef, program.objective)
     target, shardings = program.target, program.shardings
 
     # 4. The weights to start from, if not random ones.
@@ -156,8 +160,13 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path) -> bool:
             if pending:
                 metrics.write(*pending)
                 pending = None
-            if step % config.log_every == 0 or step == config.steps:
-                pending = step, step_metrics | epochs(rows, step * config.batch_size)
+            evaluated = {}
+            if held_out and (held_out.is_due(step) or step == config.steps):
+                clock.flush()
+                with log.timed("evaluate", step=step):
+                    evaluated = jax.block_until_ready(held_out(state.params))
+            if step % config.log_every == 0 or step == config.steps or evaluated:
+                pending = step, step_metrics | epochs(rows, step * config.batch_size) | evaluated
             is_last = preemption.reached(step) or step == config.steps
             if step % config.checkpoint.every == 0 or is_last:
                 clock.flush()

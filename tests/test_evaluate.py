@@ -201,7 +201,7 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             benchmark.load_tasks(plan)
-    with pytest.raises(UserError, match="--decode.max_new_tokens=64: the model reads 64 tokens"):
+    with pytest.raises(UserError, match="--decode.max_new_tokens=60: the model reads 64 tokens"):
         evaluate(loaded, tmp_path / "long", "sums", directory, max_new_tokens=60)
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", f"--output={tmp_path}/out"]
     for more, message in (

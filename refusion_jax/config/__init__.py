@@ -45,7 +45,7 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective
 
 
 # May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
-RESUMABLE = ("accumulation", "remat", "log_every", "profile_steps", "mesh", "checkpoint", "steps")
+RESUMABLE = ("accumulation", "remat", "log_every", "profile_steps", "mesh", "checkpoint", "steps", "eval")
 
 
 def check(c: ml_collections.ConfigDict) -> None:

@@ -73,7 +73,9 @@ class MetricsWriter:
         step_before, tokens_before, before = self._last
         self._last = step, tokens, now
         record = (
-            {"step": step} | {f"loss_{term}": None for term in loss_terms()} | {k: float(v) for k, v in metrics.items()}
+            {"step": step}
+            | {f"loss_{term}": None for term in loss_terms()}
+            | {k: _finite(v) for k, v in metrics.items()}
         )
         flops = self._flops_per_step * (step - step_before) / (now - before)
         record |= {
@@ -91,6 +93,8 @@ class MetricsWriter:
             if name != "step" and value is not None:
                 self._board.add_scalar(name, value, record["step"])
         note = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        if record.get("eval_loss") is not None:
+            note += f"  held-out loss {record['eval_loss']:.4f}"
         if self._bar:
             self._bar.update(self._task, completed=record["step"], note=note)
         else:
@@ -127,3 +131,7 @@ def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
         if up_to is None or record["step"] <= up_to:
             records.append(record)
     return records
+
+
+def _finite(value: np.ndarray) -> float | None:
+    return float(value) if np.isfinite(value) else None

@@ -17,6 +17,7 @@ from refusion_jax.model.packed_attention import backend_for
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.xla_options import compiler_options
+from refusion_jax.systems.interface import Objective
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings
 
@@ -29,6 +30,8 @@ class Program:
     target: TrainState  # jax.ShapeDtypeStruct of every array, with its sharding
     optimizer: optax.GradientTransformation
     fresh_state: Callable[[], TrainState]
+    graphdef: nnx.GraphDef  # of the transformer
+    objective: Objective
 
     @property
     def shardings(self) -> TrainState:
@@ -66,6 +69,8 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
         target=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings),
         optimizer=optimizer,
         fresh_state=fresh_state,
+        graphdef=graphdef,
+        objective=objective,
     )
 
 
