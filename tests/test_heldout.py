@@ -8,15 +8,17 @@ import pytest
 from conftest import TINY_RUN, config_with, run, tiny_config
 from flax import nnx
 
-from refusion_jax import UserError
+from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.data.packing import PackedRows
+from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.systems.interface import is_labelled, make_objective, weigh
 from refusion_jax.training.heldout import HeldOut, find_held_out, place
 from refusion_jax.training.metrics import read_metrics
+from refusion_jax.training.workdir import read_config
 
 SIZES = {"row_length": 32, "batch_size": 8, "slots.sizes": (2, 4), "eval.every": 1}
 
@@ -54,18 +56,14 @@ def by_hand(rows: PackedRows, objective: str = "refusion") -> dict[str, float]:
 
 
 @pytest.mark.parametrize("objective", ["refusion", "ar"])
-def test_the_loss_of_a_set_is_that_of_one_batch_of_all_its_rows(objective):
+def test_the_loss_of_a_set_is_that_of_one_batch_of_all_its_rows_on_any_devices(objective):
     rows = some_rows(21)  # the last part holds 5 of 8
     expected = by_hand(rows, objective)
-    for changes in ({}, {"batch_size": 16}, {"accumulation": 4}):
-        got = evaluate([rows], objective=objective, **changes)
+    one, eight = evaluate([rows], objective=objective), evaluate([rows], 8, objective=objective, batch_size=16)
+    for got in (one, eight):
         for name, value in expected.items():
             assert got[f"eval_loss_{name}"] == pytest.approx(value, abs=1e-6, rel=1e-6)
         assert got["eval_loss"] == pytest.approx(sum(expected.values()), abs=1e-6, rel=1e-6)
-
-
-def test_eight_devices_compute_what_one_does():
-    one, eight = evaluate([some_rows(21)]), evaluate([some_rows(21)], devices=8)
     assert one.keys() == eight.keys()
     for name, value in one.items():
         assert eight[name] == pytest.approx(value, abs=1e-6, rel=1e-6)
@@ -92,28 +90,27 @@ def test_noise_is_that_of_the_row_alone():
 def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
     lines = [{"query": f"Add {i} and 3.", "response": f"{i + 3} it is, and more of it."} for i in range(30)]
     (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = [*TINY_RUN, "--config.steps=12", "--config.checkpoint.every=6"]
+    flags = [*TINY_RUN, "--config.steps=12", "--config.checkpoint.every=6", "--config.schedule=constant"]
     evaluating = [f"--config.eval.path={tmp_path}/held_out.jsonl", "--config.eval.every=4"]
     run("train", *flags, f"--workdir={tmp_path}/plain")
-    out, _ = run("train", *flags, *evaluating, f"--workdir={tmp_path}/one")
+    out, _ = run("train", *flags, *evaluating, f"--workdir={tmp_path}/parts", "--config.steps=6")
     assert "held-out loss" in out
-    plain, one = (read_metrics(tmp_path / name) for name in ("plain", "one"))
-    assert [record["loss"] for record in plain] == [record["loss"] for record in one]
-    evaluated = [record for record in one if "eval_loss" in record]
-    assert [record["step"] for record in evaluated] == [4, 8, 12]
+    run("train", *flags, *evaluating, f"--workdir={tmp_path}/parts", devices=4)
+    plain, parts = (read_metrics(tmp_path / name) for name in ("plain", "parts"))
+    assert [record["loss"] for record in plain][:6] == [record["loss"] for record in parts][:6]
+    assert [record["loss"] for record in plain] == pytest.approx([record["loss"] for record in parts], abs=1e-4)
+    evaluated = [record for record in parts if "eval_loss" in record]
+    assert [record["step"] for record in evaluated] == [4, 6, 8, 12]
     assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
     assert {"eval_loss_ar", "eval_loss_mdm", "eval_loss_mdm_masked_100"} <= set(evaluated[0])
 
-    run("train", *flags, *evaluating, f"--workdir={tmp_path}/parts", "--config.steps=6", "--config.schedule=constant")
-    run("train", *flags, *evaluating, f"--workdir={tmp_path}/parts", "--config.schedule=constant", devices=4)
-    run("train", *flags, *evaluating, f"--workdir={tmp_path}/whole", "--config.schedule=constant")
-    parts, whole = (
-        {r["step"]: r["eval_loss"] for r in read_metrics(tmp_path / name) if "eval_loss" in r}
-        for name in ("parts", "whole")
-    )
-    assert parts[4] == whole[4]
-    assert parts[8] == pytest.approx(whole[8], abs=1e-5)  # trained on four devices
-    assert parts[12] == pytest.approx(whole[12], abs=1e-5)
+    config, model = read_config(tmp_path / "parts"), load_model(tmp_path / "parts")
+    mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
+    with jax.set_mesh(mesh):
+        rows = place(config, find_held_out(config, load_tokenizer(tmp_path / "parts")), mesh)
+        held_out = HeldOut(config, rows, graphdef, make_objective(config, model.config.mask_token_id))
+        for name, value in held_out(nnx.to_pure_dict(params)).items():
+            assert evaluated[-1][name] == pytest.approx(float(value), abs=1e-6, rel=1e-6)
 
 
 def test_data_that_cannot_be_evaluated_is_named(tmp_path):
