@@ -1,7 +1,9 @@
-"""Measures how good a trained model is: with tasks of lm-evaluation-harness, decoded by our decoders.
+"""Measures how good a trained model is: tasks of lm-evaluation-harness with our decoders, or the likelihood of data.
 
   python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=gsm8k,humaneval --output=results/mine
   python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=my_task --include_path=my_tasks --output=results/mine
+
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --data=prepared/mine/held_out --output=results/mine
 
 Tasks are those of lm_eval, your own task files in --include_path, and the seven benchmarks of the ReFusion paper with
 the authors' prompts and settings: gsm8k, math, humaneval, mbpp, mmlu_pro, arc_c and gpqa (their files are in
@@ -10,6 +12,10 @@ refusion_jax/evaluation/tasks). They download their data, or take DIR/TASK.jsonl
 DIR (the --output) will hold results.json (lm_eval's, with `decoding`: tokens_per_second, tokens_per_forward,
 mean_tokens, forwards, truncated_share), samples_TASK.jsonl (every prompt, answer and score) and journal/: run the same
 command again after it was killed, and no finished sample is decoded again.
+
+With --data, results.json holds `held_out`: the loss and its terms with the noise of training's own evaluations, and
+eval_bits_per_byte: the exact likelihood of all responses, given their prompts, for one order of slots or the mean over
+random ones, in bits per byte of their text.
 
 How to decode: what a flag --decode.NAME says, or else the request of the task (max_gen_toks, temperature), or else
 `decode` in the metadata of the task's file.
@@ -23,23 +29,31 @@ import jax
 from absl import flags
 from etils import epath
 
+from refusion_jax.data.fast_tokenizer import tokenizer_hash
+from refusion_jax.data.manifest import is_prepared
+from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.decoding.settings import METHODS, DecodeSettings
+from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.distributed import together
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import is_remote
+from refusion_jax.training import heldout
 from refusion_jax.training.checkpoints import find_step
 from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
-from refusion_jax.training.workdir import write_file
+from refusion_jax.training.workdir import read_config, write_file
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between")
+_PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: a directory that `prepare` wrote, to be scored")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory of the results: made, or continued")
 _INCLUDE = flags.DEFINE_string("include_path", None, "Directory of task files of your own (lm_eval's YAML)")
 _TASK_DATA = flags.DEFINE_string("task_data", None, "Directory with TASK.jsonl, in place of what TASK downloads")
-_LIMIT = flags.DEFINE_integer("limit", None, "Only the first so many problems of each task", lower_bound=1)
+_LIMIT = flags.DEFINE_integer(
+    "limit", None, "Only the first so many problems of each task, or rows of --data", lower_bound=1
+)
 _FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Worked examples before each problem", lower_bound=0)
 _CHAT = flags.DEFINE_bool("chat", None, "Render prompts by the tokenizer's chat template; by default if it has one")
 _THINKING = flags.DEFINE_bool("thinking", False, "With a chat template: answers may begin with thinking (the authors')")
@@ -57,16 +71,59 @@ _SETTINGS = cli.define_settings(DecodeSettings, "decode", but="method")
 
 
 def main() -> None:
-    if not (_CHECKPOINT.value and _OUTPUT.value and _TASKS.value):
-        raise UserError("--checkpoint=DIR, --tasks=A,B and --output=DIR are needed; --help explains")
+    if not (_CHECKPOINT.value and _OUTPUT.value) or bool(_TASKS.value) == bool(_PREPARED.value):
+        raise UserError(
+            "--checkpoint=DIR, --output=DIR and one of --tasks=A,B and --data=DIR are needed; --help explains"
+        )
     output = Path(_OUTPUT.value)
     if is_remote(output):
         raise UserError(f"--output={output}: must be a local directory; copy it when it is done")
     cli.check_output("output", output, directory=True)
+    checkpoint = epath.Path(_CHECKPOINT.value)
+    if _PREPARED.value:
+        held_out = measure(checkpoint, _PREPARED.value)
+        write_file(output / "results.json", json.dumps({"held_out": held_out}, indent=2) + "\n")
+        print("\n".join(f"{name}  {value}" for name, value in held_out.items()))
+        return
     with together():
-        results = evaluate(epath.Path(_CHECKPOINT.value), output)
+        results = evaluate(checkpoint, output)
         if jax.process_index() == 0:
             write_results(output, results)
+
+
+def measure(checkpoint: epath.Path, data: str) -> dict:
+    """The held-out loss of prepared data, where the model was trained by us, and its bits per byte."""
+    if not is_prepared(data):
+        raise UserError(f"--data={data}: is no directory that `prepare` wrote")
+    method, tokenizer = choose_method(checkpoint, _METHOD.value), load_tokenizer(checkpoint)
+    rows = PreparedRows(data)
+    if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
+        raise UserError(
+            f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
+        )
+    model = load_model(checkpoint, _DTYPE.value, _mesh())
+    losses = {}
+    if not is_huggingface(checkpoint) and (config_file := find_step(checkpoint)[0] / "config.json").exists():
+        config = read_config(config_file.parent)
+        config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
+        losses = heldout.evaluate_model(config, model, [rows])
+    slot_size = _SETTINGS["slot_size"].value
+    return losses | held_out_bits(
+        model,
+        tokenizer,
+        rows,
+        _LIMIT.value,
+        slot_size=slot_size,
+        order=_ORDER.value,
+        orders=_ORDERS.value,
+        method=method,
+    )
+
+
+def _mesh() -> jax.sharding.Mesh:
+    """Of this host's devices, as the flags split them."""
+    split = {"data": _DATA.value, "tensor": _TENSOR.value}
+    return make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.local_devices()[: _DATA.value * _TENSOR.value])
 
 
 def evaluate(checkpoint: epath.Path, output: Path) -> dict:
@@ -95,10 +152,8 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     asked = {name: flag.value for name, flag in _SETTINGS.items() if flag.present}
     DecodeSettings(method, **asked)
     tasks = benchmark.load_tasks(plan)
-    split = {"data": _DATA.value, "tensor": _TENSOR.value}
-    devices = jax.local_devices()[: _DATA.value * _TENSOR.value]
     lm = harness.EvaluatedModel(
-        load_model(checkpoint, _DTYPE.value, make_mesh(dict.fromkeys(MESH_AXES, 1) | split, devices)),
+        load_model(checkpoint, _DTYPE.value, _mesh()),
         tokenizer,
         journal.Journal(output / "journal", jax.process_index()),
         name=str(checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[1]),

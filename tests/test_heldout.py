@@ -11,12 +11,11 @@ from flax import nnx
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.data.packing import PackedRows
-from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.systems.interface import is_labelled, make_objective, weigh
-from refusion_jax.training.heldout import HeldOut, find_held_out, place
+from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, place
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.workdir import read_config
 
@@ -105,12 +104,9 @@ def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
     assert {"eval_loss_ar", "eval_loss_mdm", "eval_loss_mdm_masked_100"} <= set(evaluated[0])
 
     config, model = read_config(tmp_path / "parts"), load_model(tmp_path / "parts")
-    mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
-    with jax.set_mesh(mesh):
-        rows = place(config, find_held_out(config, load_tokenizer(tmp_path / "parts")), mesh)
-        held_out = HeldOut(config, rows, graphdef, make_objective(config, model.config.mask_token_id))
-        for name, value in held_out(nnx.to_pure_dict(params)).items():
-            assert evaluated[-1][name] == pytest.approx(float(value), abs=1e-6, rel=1e-6)
+    sets = find_held_out(config, load_tokenizer(tmp_path / "parts"))
+    for name, value in evaluate_model(config, model, sets).items():
+        assert evaluated[-1][name] == pytest.approx(value, abs=1e-6, rel=1e-6)
 
 
 def test_data_that_cannot_be_evaluated_is_named(tmp_path):

@@ -8,6 +8,7 @@ Axes: B rows of a forward, T tokens of a row, V vocabulary.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -15,6 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.packing import PackedRows
+from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.runtime.errors import UserError
@@ -96,6 +101,46 @@ def likelihoods(
         nats[number].append(value)
         greedy[number] &= is_greedy
     return [_averaged(values or [0.0], is_greedy) for values, is_greedy in zip(nats, greedy, strict=True)]
+
+
+def held_out_bits(
+    model: Transformer,
+    tokenizer: Tokenizer | FastTokenizer,
+    rows: PackedRows | PreparedRows,
+    limit: int | None = None,
+    **how: object,
+) -> dict[str, object]:
+    """Bits per byte of all responses, given their prompts, in the first `limit` rows of a data set.
+
+    Args:
+      model: from `load_model`.
+      tokenizer: that made the rows.
+      rows: the data set.
+      limit: rows; None: all.
+      how: slot_size, order, orders, seed and method of `likelihoods`.
+    """
+    prompts, responses = [], []
+    for index in range(min(len(rows), limit or len(rows))):
+        row = rows[index]
+        for segment in range(1, int(row["segment_ids"].max()) + 1):
+            here = row["segment_ids"] == segment
+            prompts.append(row["tokens"][here & ~row["is_response"]])
+            responses.append(row["tokens"][here & row["is_response"]])
+            if how.get("method") == "ar" and not len(prompts[-1]):  # nothing predicts the first token
+                prompts[-1], responses[-1] = responses[-1][:1], responses[-1][1:]
+    scored = likelihoods(model, prompts, responses, **how)
+    nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))
+    size = sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
+    error = sum(s.error**2 for s in scored) ** 0.5
+    return {
+        "eval_bits_per_byte": -nats / size / math.log(2),
+        "eval_bits_per_byte_error": error / size / math.log(2),
+        "eval_nats_per_token": -nats / tokens,
+        "documents": len(scored),
+        "tokens": tokens,
+        "bytes": size,
+        **how,
+    }
 
 
 def _averaged(values: list[float], is_greedy: bool) -> Likelihood:

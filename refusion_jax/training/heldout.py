@@ -24,10 +24,12 @@ from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.packing import PackedRows
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.distributed import check_same
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.systems.interface import Objective, is_labelled
+from refusion_jax.systems.interface import Objective, is_labelled, make_objective
 from refusion_jax.training.train_step import split_batch
 
 _SEED = 0  # the same for every run: they compare
@@ -93,6 +95,24 @@ def make_evaluation(
         return {"eval_loss": loss} | {f"eval_loss_{name}": value for name, value in (terms | means).items()}
 
     return evaluate
+
+
+def evaluate_model(
+    config: ml_collections.ConfigDict, model: Transformer, sets: list[PackedRows | PreparedRows]
+) -> dict[str, float | None]:
+    """The held-out loss of a trained model, as its run would log it; None for groups that no document is in.
+
+    Args:
+      config: of its run, with row_length and eval.rows those of the sets.
+      model: from `load_model`, on one device or a mesh.
+      sets: to evaluate on.
+    """
+    mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
+    with jax.set_mesh(mesh):
+        objective = make_objective(config, model.config.mask_token_id)
+        held_out = HeldOut(config, place(config, sets, mesh), graphdef, objective)
+        values = jax.device_get(held_out(nnx.to_pure_dict(params)))
+    return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
 
 
 def find_held_out(

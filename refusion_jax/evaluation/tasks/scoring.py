@@ -67,7 +67,7 @@ def shuffle_options(docs: datasets.Dataset) -> datasets.Dataset:
         options = [_clean(doc[f"Incorrect Answer {i}"]) for i in (1, 2, 3)] + [right]
         seed = hashlib.blake2b(doc["Question"].encode(), digest_size=8).digest()
         random.Random(seed).shuffle(options)
-        return {"options": options, "answer": f"({'ABCD'[options.index(right)]})"}
+        return {"choices": options, "answer": f"({'ABCD'[options.index(right)]})"}
 
     return docs.map(shuffled)
 
