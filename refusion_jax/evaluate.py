@@ -32,7 +32,6 @@ from etils import epath
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.decoding.settings import METHODS, DecodeSettings
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli
@@ -40,6 +39,7 @@ from refusion_jax.runtime.distributed import together
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import is_remote
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.training import heldout
 from refusion_jax.training.checkpoints import find_step
 from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
@@ -62,12 +62,13 @@ _UNSAFE = flags.DEFINE_bool(
     "unsafe", False, "Run it without namespaces, where the kernel has none: it can read and write whatever you can"
 )
 _ORDER = flags.DEFINE_enum("order", "left_to_right", ["left_to_right", "random"], "Of slots, for the likelihood")
-_ORDERS = flags.DEFINE_integer("orders", 1, "Random orders to average over", lower_bound=1)
+_DRAWS = flags.DEFINE_integer(
+    "draws", 0, "Random orders, or draws of a bound, to average over; 0: 1 order, 64 draws of a bound", lower_bound=0
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_METHOD = flags.DEFINE_enum("decode.method", None, METHODS, "How; by default what the model was trained for")
-_SETTINGS = cli.define_settings(DecodeSettings, "decode", but="method")
+_SETTINGS = cli.define_settings(all_settings(), "decode")
 
 
 def main() -> None:
@@ -95,7 +96,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     """The held-out loss of prepared data, where the model was trained by us, and its bits per byte."""
     if not is_prepared(data):
         raise UserError(f"--data={data}: is no directory that `prepare` wrote")
-    method, tokenizer = choose_method(checkpoint, _METHOD.value), load_tokenizer(checkpoint)
+    method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
     rows = PreparedRows(data)
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
         raise UserError(
@@ -107,17 +108,18 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         config = read_config(config_file.parent)
         config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
         losses = heldout.evaluate_model(config, model, [rows])
-    slot_size = _SETTINGS["slot_size"].value
-    return losses | held_out_bits(
-        model,
-        tokenizer,
-        rows,
-        _LIMIT.value,
-        slot_size=slot_size,
-        order=_ORDER.value,
-        orders=_ORDERS.value,
-        method=method,
-    )
+    return losses | held_out_bits(model, tokenizer, rows, _LIMIT.value, method=method, **_scoring())
+
+
+def _method(checkpoint: epath.Path) -> str:
+    """The decoder that the flags name, or that the model was trained for."""
+    return choose_method(checkpoint, cli.given(_SETTINGS).get("method"))
+
+
+def _scoring() -> dict:
+    """How the flags have the likelihood computed."""
+    asked = {name: value for name, value in cli.given(_SETTINGS).items() if name in ("slot_size", "seed")}
+    return asked | {"order": _ORDER.value, "draws": _DRAWS.value}
 
 
 def _mesh() -> jax.sharding.Mesh:
@@ -145,11 +147,12 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
         allow_code_execution=_EXECUTE.value or _UNSAFE.value,
         unsafe=_UNSAFE.value,
     )
-    method, tokenizer = choose_method(checkpoint, _METHOD.value), load_tokenizer(checkpoint)
+    method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
     has_template = getattr(tokenizer, "has_chat_template", False)
     if _CHAT.value and not has_template:
         raise UserError(f"--chat: the tokenizer of {checkpoint} has no chat template")
-    asked = {name: flag.value for name, flag in _SETTINGS.items() if flag.present}
+    asked = {name: value for name, value in cli.given(_SETTINGS).items() if name != "method"}
+    check_settings(method, asked)
     DecodeSettings(method, **asked)
     tasks = benchmark.load_tasks(plan)
     lm = harness.EvaluatedModel(
@@ -161,8 +164,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
         flags=asked,
         chat=has_template if _CHAT.value is None else _CHAT.value,
         thinking=_THINKING.value,
-        order=_ORDER.value,
-        orders=_ORDERS.value,
+        scoring=_scoring(),
     )
     results = benchmark.run_tasks(lm, plan, tasks)
     results["settings"]["command"] = sys.argv[1:]

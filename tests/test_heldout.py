@@ -9,12 +9,13 @@ from conftest import TINY_RUN, config_with, run, tiny_config
 from flax import nnx
 
 from refusion_jax import UserError, load_model, load_tokenizer
+from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.config import make_objective
 from refusion_jax.data.packing import PackedRows
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
-from refusion_jax.systems.interface import is_labelled, make_objective, weigh
 from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, place
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.workdir import read_config
@@ -48,9 +49,9 @@ def by_hand(rows: PackedRows, objective: str = "refusion") -> dict[str, float]:
     """All rows as one batch, in one forward."""
     config = config_with(**SIZES, objective=objective)
     batch_rows = Rows(rows.tokens, rows.segment_ids, rows.is_response)
-    batch = make_objective(config, 4).prepare(batch_rows, noise_keys(0, 0, len(rows)))
+    batch = make_objective(config, 4).corrupt(batch_rows, noise_keys(0, 0, len(rows)))
     model = Transformer(tiny_config(), nnx.Rngs(0))
-    ce = model.cross_entropy(batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch))
+    ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
     return {name: float(value) for name, value in weigh(ce, batch).items()}
 
 
@@ -71,10 +72,10 @@ def test_the_loss_of_a_set_is_that_of_one_batch_of_all_its_rows_on_any_devices(o
 def test_documents_are_told_apart_by_slot_size_and_mask_ratio():
     got = evaluate([some_rows(40)])
     groups = {name.removeprefix("eval_loss_mdm_") for name in got if name.startswith("eval_loss_mdm_")}
-    assert groups == {"slots_2", "slots_4", "masked_25", "masked_50", "masked_75", "masked_100"}
+    assert groups == {"slot_size_2", "slot_size_4", *(f"mask_ratio_{25 * i}" for i in range(1, 5))}
     low, high = (min(got[f"eval_loss_mdm_{g}"] for g in groups), max(got[f"eval_loss_mdm_{g}"] for g in groups))
     assert 2.5 < low < high < 5  # around log 30, each a mean
-    assert "eval_loss_ar_slots_4" in got
+    assert "eval_loss_ar_slot_size_4" in got
 
 
 def test_noise_is_that_of_the_row_alone():
@@ -101,7 +102,7 @@ def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
     evaluated = [record for record in parts if "eval_loss" in record]
     assert [record["step"] for record in evaluated] == [4, 6, 8, 12]
     assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
-    assert {"eval_loss_ar", "eval_loss_mdm", "eval_loss_mdm_masked_100"} <= set(evaluated[0])
+    assert {"eval_loss_ar", "eval_loss_mdm", "eval_loss_mdm_mask_ratio_100"} <= set(evaluated[0])
 
     config, model = read_config(tmp_path / "parts"), load_model(tmp_path / "parts")
     sets = find_held_out(config, load_tokenizer(tmp_path / "parts"))

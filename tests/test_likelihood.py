@@ -15,6 +15,7 @@ from flax import nnx
 from refusion_jax import UserError, load_model, log_likelihood
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.transformer import KeyValues
+from refusion_jax.systems.likelihood import Text
 from refusion_jax.systems.refusion.likelihood import slot_feed
 
 LENGTH = 64
@@ -87,7 +88,7 @@ def test_packed_is_one_by_one():
     rng = np.random.default_rng(1)
     prompts = [rng.integers(5, 30, size=rng.integers(0, 40)).tolist() for _ in range(30)]
     texts = [rng.integers(5, 30, size=rng.integers(0, 60)).tolist() for _ in range(30)]
-    for options in ({"slot_size": 4}, {"slot_size": 8, "order": "random", "orders": 3}):
+    for options in ({"slot_size": 4}, {"slot_size": 8, "order": "random", "draws": 3}):
         together = likelihoods(model, prompts, texts, **options)
         for number in range(0, 30, 4):
             one = likelihoods(model, prompts[number : number + 1], texts[number : number + 1], **options, keys=[number])
@@ -119,7 +120,7 @@ def test_random_orders_are_a_function_of_seed_and_text():
     assert log_likelihood(model, prompts, texts, **options) == [first, second, third]
     assert log_likelihood(model, [[7]], [text], **options, keys=[2]) == pytest.approx([third])
     assert log_likelihood(model, [[7]], [text], **options, seed=1)[0] != first
-    mean = likelihoods(model, [[7]], [text], **options, orders=20)[0]
+    mean = likelihoods(model, [[7]], [text], **options, draws=20)[0]
     assert mean.error > 0
     assert abs(mean.nats - np.mean([first, second, third])) < 20 * mean.error
 
@@ -137,11 +138,22 @@ def test_the_greedy_continuation_is_known_as_such():
 
 
 def test_the_feed_of_the_docstring():
-    feed = slot_feed(np.array([9]), np.array([1, 2, 3, 4]), 2, np.array([1, 0]), 99, "text")
+    feed = slot_feed(Text(np.array([9]), np.array([1, 2, 3, 4]), 2, [1, 0], 99, (0,), "text"))
     assert feed.tokens.tolist() == [9, 3, 4, 1, 2, 99, 99]
     assert feed.positions.tolist() == [0, 3, 4, 1, 2, 1, 3]
     assert feed.rank.tolist() == [0, 2, 4, 6, 8, 5, 1]
     assert (feed.labels * (feed.weights > 0)).tolist() == [0, 4, 0, 2, 0, 1, 3]
+
+
+def test_of_masked_diffusion_it_is_a_bound_with_its_error():
+    """The bound of a text of one token is exact: it is always the one that is masked."""
+    model = tiny_model(vocab_size=8, num_tokens=5)
+    one = likelihoods(model, [[3]] * 5, [[token] for token in range(5)], method="llada", draws=3)
+    assert all(scored.is_bound and scored.error < 1e-6 for scored in one)
+    assert abs(sum(np.exp(scored.nats) for scored in one) - 1) < 1e-5
+    few, many = (likelihoods(model, [[3]], [[1, 4, 0, 2]], method="llada", draws=n)[0] for n in (20, 500))
+    assert 0 < many.error < few.error
+    assert abs(few.nats - many.nats) < 4 * few.error
 
 
 @pytest.mark.parametrize(

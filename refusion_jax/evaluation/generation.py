@@ -8,36 +8,34 @@ from typing import Any
 
 import jax
 
-from refusion_jax.decoding.queue import Answer, stream
+from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import scope
+from refusion_jax.systems.api import DecodeSettings, stream
 
 _SHORTEST_PROMPT = 16  # tokens of a prompt that must stay, where the model reads too few for all of it
 
 
-def settle(values: dict[str, Any], method: str, room: int) -> DecodeSettings:
-    """Settings whose answers are at least max_new_tokens long: rounded up to what the method can write.
+def settle(values: dict[str, Any], method: str, room: int) -> Settings:
+    """Settings whose answers are at least max_new_tokens long: rounded up to what the decoder can write.
 
     Raises:
       UserError: where a setting is unknown or impossible, or answers do not fit into `room` tokens.
     """
-    known = {field.name for field in dataclasses.fields(DecodeSettings)}
-    if unknown := set(values) - known:
-        raise UserError(f"--decode.{min(unknown)}: is no setting; known: {', '.join(sorted(known))}")
     plain = DecodeSettings(method, **values | {"max_new_tokens": 0})
-    unit = plain.slot_size * (plain.serial_blocks if method == "refusion" else 1)
-    new_tokens = -(-values["max_new_tokens"] // unit) * unit
+    new_tokens = -(-values["max_new_tokens"] // plain.multiple) * plain.multiple
     if new_tokens + _SHORTEST_PROMPT > room:
         raise UserError(
             f"--decode.max_new_tokens={new_tokens}: the model reads {room} tokens, and a prompt must fit before the "
-            f"answer; give at most {max((room - _SHORTEST_PROMPT) // unit * unit, 0)}"
+            f"answer; give at most {max((room - _SHORTEST_PROMPT) // plain.multiple * plain.multiple, 0)}"
         )
     return dataclasses.replace(plain, max_new_tokens=new_tokens)
 
 
-def shorten(prompt: Sequence[int], settings: DecodeSettings, room: int) -> Sequence[int]:
+def shorten(prompt: Sequence[int], settings: Settings, room: int) -> Sequence[int]:
     """The end of a prompt that leaves room for the answer."""
     return prompt[-(room - settings.new_tokens) :]
 
@@ -52,11 +50,13 @@ def generate(model: Transformer, requests: Sequence[Request]) -> Iterator[tuple[
     """
     of_sizes = collections.defaultdict(list)
     for number, request in enumerate(requests):
-        of_sizes[request.settings.method, request.settings.slot_size].append(number)
+        settings = request.settings
+        compiled_in = sorted((name, getattr(settings, name)) for name in scope(type(settings), "compiled"))
+        of_sizes[tuple(compiled_in)].append(number)
     for numbers in of_sizes.values():
         some = prepare([requests[number] for number in numbers], requests[numbers[0]].settings, model.config)
         began, compiled = time.monotonic(), _compiling.seconds
-        for at, answer in stream(model, some, some[0].settings.batch_size):
+        for at, answer in stream(model, some):
             now, compiled_now = time.monotonic(), _compiling.seconds
             yield numbers[at], answer, max(now - began - (compiled_now - compiled), 0.0)
             began, compiled = time.monotonic(), _compiling.seconds

@@ -23,7 +23,7 @@ from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
-from refusion_jax.decoding.settings import DecodeSettings
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.evaluation import hosts
 from refusion_jax.evaluation.generation import generate, settle, shorten
 from refusion_jax.evaluation.journal import Journal, key_of
@@ -41,7 +41,7 @@ class Asked:
 
     key: str
     prompt: Sequence[int]
-    settings: DecodeSettings
+    settings: Settings
     until: tuple[str, ...]
     limit: int  # tokens of the answer that count
     is_cut: bool  # the beginning of the prompt was left out
@@ -61,8 +61,7 @@ class EvaluatedModel(TemplateLM):
         flags: dict[str, Any],
         chat: bool = False,
         thinking: bool = False,
-        order: str = "left_to_right",
-        orders: int = 1,
+        scoring: dict[str, Any] | None = None,
     ):
         """Wraps them.
 
@@ -75,12 +74,12 @@ class EvaluatedModel(TemplateLM):
           flags: settings of decoding that were asked for; they go before those of tasks and requests.
           chat: prompts are rendered by the tokenizer's chat template.
           thinking: and answers may begin with thinking.
-          order, orders: of the slots, for the likelihood.
+          scoring: slot_size, order, draws and seed of `likelihoods`, where they are not its defaults.
         """
         super().__init__()
         self.model, self.journal, self.name, self._method, self._flags = model, journal, name, method, flags
         self._tokenizer, self.chat, self.thinking = tokenizer, chat, thinking
-        self._order = {"order": order, "orders": orders}
+        self._scoring = scoring or {}
         self._room = model.config.max_position_embeddings
         self._identity = [name, fingerprint(model)]
         self.task_settings: dict[str, dict[str, Any]] = {}  # by task; from the metadata of its file
@@ -127,7 +126,7 @@ class EvaluatedModel(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What the results name the model by."""
-        return {"checkpoint": self.name, "fingerprint": self._identity[1], "order": self._order}
+        return {"checkpoint": self.name, "fingerprint": self._identity[1], "scoring": self._scoring}
 
     # Generation.
 
@@ -227,8 +226,7 @@ class EvaluatedModel(TemplateLM):
 
     def _score(self, texts: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """(nats, is greedy) of (context, continuation); of a context that is too long its end is read."""
-        slot_size = self._flags.get("slot_size", DecodeSettings.slot_size)
-        how = {"slot_size": slot_size, "method": self._method, **self._order}
+        how = {"method": self._method, **self._scoring}
         texts = [(context[-max(self._room - len(text), 1) :], text) for context, text in texts]
         if longest := max((len(text) for _, text in texts), default=0) > self._room - 1:
             raise UserError(f"a continuation of {longest} tokens cannot be scored: the model reads {self._room}")

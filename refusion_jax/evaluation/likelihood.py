@@ -16,27 +16,32 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from refusion_jax.batch.visibility import Visibility
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.packing import PackedRows
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import mesh_of
-from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.systems.likelihood import Feed, next_token_feed
-from refusion_jax.systems.refusion.likelihood import slot_feed
+from refusion_jax.systems.likelihood import Feed, Text
+from refusion_jax.systems.registry import default_system, system_of
 
 _SHORTEST = 256  # tokens of a row, at least: short texts are packed
-_LOGITS = 2**26  # of a forward, at most: 256 MiB
+_TOKENS = 2**14  # of a forward, at most
+_LOGITS = 2**26  # at a time, about: 256 MiB
+_BLOCK = 64  # tokens of a row that logits are made for at a time, at least
+_BOUND_DRAWS = 64  # of a bound, unless asked for
 
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
     """Of one continuation."""
 
-    nats: float  # log p(continuation | prompt); where several orders were drawn, the mean over them
-    error: float  # standard error of that mean; 0 for one order
+    nats: float  # log p(continuation | prompt); of several draws the mean
+    error: float  # standard error of that mean; 0 for one draw
     is_greedy: bool  # every token was the most probable one
+    is_bound: bool  # nats are at most log p, up to the error
 
 
 def log_likelihood(
@@ -49,12 +54,14 @@ def log_likelihood(
 ) -> list[float]:
     """log p(continuation | prompt) in nats, one float each: exact, for the given order of slots.
 
+    Of masked diffusion models it is not known; there it is a bound from below, by Monte Carlo.
+
     Args:
       model: from `load_model`.
-      prompts, continuations: token ids; a prompt may be empty where the model writes slots.
-      slot_size: tokens a slot; left-to-right models have none.
+      prompts, continuations: token ids; a prompt may be empty where the model does not write left to right.
+      slot_size: tokens a slot, for models that have slots.
       order: "left_to_right", "random" (drawn anew for each text), or a list of slots by their number in the text.
-      more: `orders`, `seed` and `method` of `likelihoods`.
+      more: `draws`, `seed` and `method` of `likelihoods`.
 
     Raises:
       UserError: where a text holds an id the model does not have, or is longer than the model reads, or an order does
@@ -70,37 +77,39 @@ def likelihoods(
     slot_size: int = 8,
     order: str | Sequence[int] = "left_to_right",
     *,
-    orders: int = 1,
+    draws: int = 0,
     seed: int = 0,
-    method: str = "refusion",
+    method: str = "",
     keys: Sequence[int] | None = None,
 ) -> list[Likelihood]:
-    """`log_likelihood` with its error over random orders, and whether the continuation is the greedy one.
+    """`log_likelihood` with its error over draws, and whether the continuation is the greedy one.
 
     Args:
       model, prompts, continuations, slot_size, order: of `log_likelihood`.
-      orders: how many random orders of each text are averaged.
-      seed: of the random orders.
-      method: of decoding, as in DecodeSettings; "ar" scores left to right, token by token.
-      keys: a number for each text, on which its random orders depend; by default 0, 1, ...
+      draws: random orders, or draws of a bound, that are averaged; 0: 1 order, 64 draws of a bound.
+      seed: of the draws.
+      method: a decoder of the model's system, as in DecodeSettings; by default the default system's.
+      keys: a number for each text, on which its draws depend; by default 0, 1, ...
     """
-    texts = _checked(model, prompts, continuations, slot_size, order, orders)
+    system = system_of(method) if method else default_system()
+    if system.feed is None:
+        raise UserError(f"the likelihood of {system.name} models is not known")
+    texts = _checked(model, prompts, continuations, slot_size, order, draws)
     keys = range(len(texts)) if keys is None else keys
-    draws = orders if order == "random" and method != "ar" else 1
+    draws = (draws or _BOUND_DRAWS) if system.is_bound else (draws or 1) if order == "random" else 1
     feeds = []
     for number, (prompt, continuation) in enumerate(texts):
         for draw in range(draws if len(continuation) else 0):
-            if method == "ar":
-                feeds.append((number, next_token_feed(prompt, continuation, f"text {number}")))
-                continue
-            slots = _order(order, -(-len(continuation) // slot_size), (seed, keys[number], draw))
-            mask = model.config.mask_token_id
-            feeds.append((number, slot_feed(prompt, continuation, slot_size, slots, mask, f"text {number}")))
+            drawn = (seed, keys[number], draw)
+            text = Text(prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}")
+            feeds.append((number, system.feed(text)))
     nats, greedy = [[] for _ in texts], [True] * len(texts)
     for (number, _), (value, is_greedy) in zip(feeds, score(model, [feed for _, feed in feeds]), strict=True):
         nats[number].append(value)
         greedy[number] &= is_greedy
-    return [_averaged(values or [0.0], is_greedy) for values, is_greedy in zip(nats, greedy, strict=True)]
+    return [
+        _averaged(values or [0.0], all_best, system.is_bound) for values, all_best in zip(nats, greedy, strict=True)
+    ]
 
 
 def held_out_bits(
@@ -117,7 +126,7 @@ def held_out_bits(
       tokenizer: that made the rows.
       rows: the data set.
       limit: rows; None: all.
-      how: slot_size, order, orders, seed and method of `likelihoods`.
+      how: slot_size, order, draws, seed and method of `likelihoods`.
     """
     prompts, responses = [], []
     for index in range(min(len(rows), limit or len(rows))):
@@ -134,6 +143,7 @@ def held_out_bits(
     error = sum(s.error**2 for s in scored) ** 0.5
     return {
         "eval_bits_per_byte": -nats / size / math.log(2),
+        "is_bound": scored[0].is_bound,
         "eval_bits_per_byte_error": error / size / math.log(2),
         "eval_nats_per_token": -nats / tokens,
         "documents": len(scored),
@@ -143,17 +153,17 @@ def held_out_bits(
     }
 
 
-def _averaged(values: list[float], is_greedy: bool) -> Likelihood:
+def _averaged(values: list[float], is_greedy: bool, is_bound: bool) -> Likelihood:
     error = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return Likelihood(float(np.mean(values)), error, is_greedy)
+    return Likelihood(float(np.mean(values)), error, is_greedy, is_bound)
 
 
-def _checked(model, prompts, continuations, slot_size, order, orders) -> list[tuple[np.ndarray, np.ndarray]]:
+def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:
     if isinstance(order, str) and order not in ("left_to_right", "random"):
         raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
-    for name, value in (("slot_size", slot_size), ("orders", orders)):
-        if value < 1:
-            raise UserError(f"{name}={value}: must be at least 1")
+    for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0)):
+        if value < least:
+            raise UserError(f"{name}={value}: must be at least {least}")
     c, texts = model.config, []
     for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         ids = np.array([*prompt, *continuation], np.int32)
@@ -167,19 +177,13 @@ def _checked(model, prompts, continuations, slot_size, order, orders) -> list[tu
     return texts
 
 
-def _order(order: str | Sequence[int], slots: int, draw: tuple[int, ...]) -> np.ndarray:
-    if order == "random":
-        return np.random.default_rng(draw).permutation(slots)
-    return np.arange(slots) if order == "left_to_right" else np.asarray(order, np.int64)
-
-
 def score(model: Transformer, feeds: Sequence[Feed]) -> list[tuple[float, bool]]:
     """(sum of weight * log p(label), whether every label is the most probable token) of each feed."""
     if not feeds:
         return []
     longest = max(map(len, feeds))
     T = max(_SHORTEST, 1 << (longest - 1).bit_length())
-    B = max(1, min(_LOGITS // (T * model.config.vocab_size), -(-sum(map(len, feeds)) // T)))
+    B = max(1, min(_TOKENS // T, -(-sum(map(len, feeds)) // T)))
     B = 1 << (B.bit_length() - 1)
     graphdef, params = nnx.split(model)
     results: list = [None] * len(feeds)
@@ -238,15 +242,19 @@ def _lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> di
 def _log_probabilities(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """([B, T] float32 log p(label), [B, T] bool whether it is the most probable token)."""
     model = nnx.merge(graphdef, params)
-    c, (B, _) = model.config, a["tokens"].shape
-    none = jnp.zeros((c.num_hidden_layers, B, 0, c.num_key_value_heads, c.head_dim), model.dtype)
-    query, key = ({name: x[(..., None) if q else (slice(None), None)] for name, x in a.items()} for q in (True, False))
-    visible = (
-        (query["segment"] == key["segment"])
-        & (key["rank"] <= query["rank"])
-        & ((key["group"] == 0) | (key["group"] == query["group"]))
-    )
-    logits, _ = model.extend(a["tokens"], a["positions"], KeyValues(none, none), jnp.zeros(B, jnp.int32), visible)
-    logits = jnp.where(jnp.arange(c.vocab_size)[None, None] < c.num_tokens, logits, -jnp.inf)
-    own = jnp.take_along_axis(logits, a["labels"][..., None], axis=-1)[..., 0]
-    return own - jax.nn.logsumexp(logits, axis=-1), own >= jnp.max(logits, axis=-1)
+    c, (B, T) = model.config, a["tokens"].shape
+    x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))
+    blocks = min(T // _BLOCK, 1 << max(B * T * c.vocab_size // _LOGITS, 1).bit_length() - 1)  # divides T
+
+    def block(block):
+        x, labels = block
+        logits = model.logits(x)
+        logits = jnp.where(jnp.arange(c.vocab_size)[None, None] < c.num_tokens, logits, -jnp.inf)
+        own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return own - jax.nn.logsumexp(logits, axis=-1), own >= jnp.max(logits, axis=-1)
+
+    def split(x):
+        return x.reshape(B, blocks, T // blocks, *x.shape[2:]).swapaxes(0, 1)
+
+    results = jax.lax.map(block, (split(x), split(a["labels"])))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, T), results)

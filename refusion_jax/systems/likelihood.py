@@ -1,24 +1,21 @@
-"""What a system gives to be scored by: for each text, the tokens of one forward and what they predict.
-
-A token sees another one of its text iff rank(other) <= rank(own), and group(other) is 0 or its own.
+"""What a system gives to be scored by: for each text, the tokens of one forward, who sees whom, and what they predict.
 
 Axis: N tokens of a feed.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
-
-from refusion_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """The tokens of one forward that scores a text: sum of weight * log p(label)."""
+    """The tokens of one forward that scores a text: log p is the sum of weight * log p(label)."""
 
     tokens: np.ndarray  # [N] int32
     positions: np.ndarray  # [N] int32, in the text
-    rank: np.ndarray  # [N] int32
+    rank: np.ndarray  # [N] int32, as in batch/visibility.py; the text is a segment of its own
     group: np.ndarray  # [N] int32
     labels: np.ndarray  # [N] int32
     weights: np.ndarray  # [N] float32; 0 where there is no label
@@ -27,17 +24,14 @@ class Feed:
         return len(self.tokens)
 
 
-def next_token_feed(prompt: np.ndarray, continuation: np.ndarray, name: str) -> Feed:
-    """Left to right: each token of the continuation is predicted from the one before it.
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """What is to be scored, and how."""
 
-    Raises:
-      UserError: where there is no token before the first.
-    """
-    if not len(prompt):
-        raise UserError(f"{name}: a left-to-right model needs at least one token of prompt before what it scores")
-    tokens = np.concatenate([prompt, continuation[:-1]])
-    index = np.arange(len(tokens), dtype=np.int32)
-    is_labelled = index >= len(prompt) - 1
-    labels = np.zeros_like(tokens)
-    labels[is_labelled] = continuation
-    return Feed(tokens, index, index, np.zeros_like(index), labels, is_labelled.astype(np.float32))
+    prompt: np.ndarray  # [P] int32, may be empty
+    continuation: np.ndarray  # [R] int32, at least one
+    slot_size: int  # for systems that have slots, and this order of theirs
+    order: str | Sequence[int]  # "left_to_right" | "random" | slots by their number in the text
+    mask_id: int
+    draw: tuple[int, ...]  # all random draws are a function of this
+    name: str  # for messages

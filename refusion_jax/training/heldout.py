@@ -17,7 +17,9 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
+from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import read_rows
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.manifest import is_prepared
@@ -29,9 +31,10 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.distributed import check_same
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.systems.interface import Objective, is_labelled, make_objective
+from refusion_jax.systems.interface import Objective
 from refusion_jax.training.train_step import split_batch
 
+_MOST = 16  # values of a fact that are told apart
 _SEED = 0  # the same for every run: they compare
 
 
@@ -39,7 +42,7 @@ class HeldOut:
     """The rows of a run's held-out set on its devices, and the jitted evaluation."""
 
     def __init__(self, config: ml_collections.ConfigDict, rows: Rows, graphdef: nnx.GraphDef, objective: Objective):
-        """Compiles nothing yet.
+        """Compiles the corruption alone.
 
         Args:
           config: the run's.
@@ -50,7 +53,10 @@ class HeldOut:
         self._every, self._rows = config.eval.every, rows
         parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
         everywhere = sharding.sharding(rows.tokens.sharding.mesh)
-        self._evaluate = jax.jit(make_evaluation(graphdef, objective, parts), out_shardings=everywhere)
+        values = jax.jit(lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).facts), out_shardings=everywhere)
+        sizes = {name: sorted(set(x.tolist())) for name, x in jax.device_get(values(rows)).items()}
+        evaluation = make_evaluation(graphdef, objective, parts, sizes)
+        self._evaluate = jax.jit(evaluation, out_shardings=everywhere)
 
     def is_due(self, step: int) -> bool:
         """Whether this step is followed by an evaluation."""
@@ -61,8 +67,36 @@ class HeldOut:
         return self._evaluate(params, self._rows)
 
 
+def _keys(rows: Rows) -> jax.Array:
+    """[N] PRNG keys: the noise of each row."""
+    return noise_keys(_SEED, jnp.int32(0), rows.tokens.shape[0])
+
+
+def _distinct(facts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The values, at most _MOST, of each fact that counts something."""
+    counts = {name: x for name, x in facts.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    return {name: jnp.unique(x, size=_MOST, fill_value=x[0, 0]) for name, x in counts.items()}
+
+
+def tell_apart(facts: dict[str, jax.Array], values: dict[str, list[int]]) -> dict[str, jax.Array]:
+    """Groups of tokens, [N, T] bool, by the facts of a batch: each value of a count, each quarter of a share.
+
+    Args:
+      facts: of the batch, [N, T] each: int32 counts, or float32 shares from 0 to 1.
+      values: that each count takes.
+    """
+    groups = {}
+    for name, x in facts.items():
+        if name in values:
+            groups |= {f"{name}_{value}": x == value for value in values[name]}
+        else:
+            quarter = jnp.clip(jnp.ceil(4 * x), 1, 4)
+            groups |= {f"{name}_{25 * i}": quarter == i for i in range(1, 5)}
+    return groups
+
+
 def make_evaluation(
-    graphdef: nnx.GraphDef, objective: Objective, parts: int
+    graphdef: nnx.GraphDef, objective: Objective, parts: int, sizes: dict[str, list[int]]
 ) -> Callable[[dict, Rows], dict[str, jax.Array]]:
     """Builds the evaluation: (weights, rows [N, T]) -> scalars.
 
@@ -70,16 +104,17 @@ def make_evaluation(
       graphdef: of the transformer.
       objective: whose loss it is.
       parts: forwards; divides N.
+      sizes: values of the facts that count something, which are told apart.
     """
 
     def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
-        keys = noise_keys(_SEED, jnp.int32(0), rows.tokens.shape[0])
-        batch, groups = objective.prepare(rows, keys), objective.groups(rows, keys)
+        batch = objective.corrupt(rows, _keys(rows))
+        groups = tell_apart(batch.facts, sizes)
 
         def part(_, some):
             batch, groups = some
             model = nnx.merge(graphdef, params)
-            ce = model.cross_entropy(batch.inputs, batch.positions, batch.segment_ids, batch.labels, is_labelled(batch))
+            ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
             sums = {}
             for name, weight in batch.weights.items():
                 sums[name] = jnp.sum(weight * ce), jnp.sum(weight)

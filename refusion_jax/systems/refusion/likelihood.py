@@ -17,31 +17,26 @@ Axes: P tokens of the prompt, R of the continuation, N slots.
 import numpy as np
 
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.systems.likelihood import Feed
+from refusion_jax.systems.likelihood import Feed, Text
 
 
-def slot_feed(
-    prompt: np.ndarray, continuation: np.ndarray, slot_size: int, order: np.ndarray, mask_id: int, name: str
-) -> Feed:
-    """The feed of a text.
-
-    Args:
-      prompt: [P] int32, may be empty.
-      continuation: [R] int32, cut into slots from its first token; the last may be short.
-      slot_size: tokens a slot.
-      order: [N] the slots, by their number in the text, in the order in which they are written.
-      mask_id: of the mask token.
-      name: of the text, for messages.
+def slot_feed(text: Text) -> Feed:
+    """The feed of a text, whose slots are cut from the first token of its continuation; the last may be short.
 
     Raises:
       UserError: where the order does not name every slot once.
     """
+    prompt, continuation, slot_size = text.prompt, text.continuation, text.slot_size
     P, R = len(prompt), len(continuation)
     first = np.arange(0, R, slot_size)
+    if text.order == "random":
+        order = np.random.default_rng(text.draw).permutation(len(first))
+    else:
+        order = np.arange(len(first)) if text.order == "left_to_right" else np.asarray(text.order, np.int64)
     if not np.array_equal(np.sort(order), np.arange(len(first))):
         raise UserError(
-            f"{name}: order={list(order)[:20]} must name each of its {len(first)} slots of slot_size={slot_size} once, "
-            f"counted from 0"
+            f"{text.name}: order={list(order)[:20]} must name each of its {len(first)} slots of slot_size={slot_size} "
+            f"once, counted from 0"
         )
     place = np.argsort(order)  # [N] when each slot is written
     index = np.arange(R)
@@ -54,7 +49,7 @@ def slot_feed(
         *(
             np.concatenate(parts).astype(np.int32)
             for parts in (
-                (prompt, continuation[written], np.full(len(first), mask_id)),
+                (prompt, continuation[written], np.full(len(first), text.mask_id)),
                 (np.arange(P), P + written, P + first),
                 (2 * clean, 2 * (P + at) - 1),
                 (np.zeros_like(clean), 1 + place),
