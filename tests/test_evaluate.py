@@ -89,12 +89,14 @@ def tasks(tmp_path, monkeypatch):
     return write
 
 
-def evaluate(loaded, output: Path, name: str, tasks: Path, limit: int | None = None, **options) -> tuple[dict, list]:
+def evaluate(
+    loaded, output: Path, name: str, tasks: Path, limit: int | None = None, scoring=None, **options
+) -> tuple[dict, list]:
     """(results, samples) of a task, with a journal in `output`."""
     journal = Journal(output, 0)
     plan = benchmark.Plan([name], include_path=tasks, limit=limit)
     flags = {"batch_size": 8} | options
-    lm = EvaluatedModel(*loaded, journal, name="tiny", method="refusion", flags=flags)
+    lm = EvaluatedModel(*loaded, journal, name="tiny", method="refusion", flags=flags, scoring=scoring)
     try:
         results = benchmark.run_tasks(lm, plan, benchmark.load_tasks(plan))
     finally:
@@ -177,7 +179,7 @@ def test_samples_drawn_for_one_problem_differ_and_flags_go_first(loaded, tasks, 
 
 def test_choices_and_texts_are_scored_by_the_exact_likelihood(loaded, tasks, tmp_path):
     model, tokenizer = loaded
-    _, samples = evaluate(loaded, tmp_path / "choices", "choices", tasks(CHOOSE), limit=5, slot_size=4)
+    _, samples = evaluate(loaded, tmp_path / "choices", "choices", tasks(CHOOSE), limit=5, scoring={"slot_size": 4})
     for sample in samples:
         prompt = tokenizer.encode_prompts([sample["doc"]["question"]])[0]
         for (context, choice), ((nats, _),) in zip(sample["arguments"], sample["resps"], strict=True):
