@@ -11,9 +11,10 @@ _HOME = {
     "decode": "refusion_jax.systems.api",
     "load_model": "refusion_jax.training.pretrained",
     "load_tokenizer": "refusion_jax.training.pretrained",
+    "log_likelihood": "refusion_jax.evaluation.likelihood",
 }
 
-__all__ = ["DecodeSettings", "Decoded", "Request", "UserError", "decode", "load_model", "load_tokenizer"]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str):

@@ -28,17 +28,14 @@ from rich.progress import track
 
 from refusion_jax.decoding.prompts import encode_prompt, read_prompts, to_record
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli
-from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import declared
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
-from refusion_jax.training.checkpoints import find_step
-from refusion_jax.training.pretrained import find_tokenizer, load_model
-from refusion_jax.training.workdir import read_config
+from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_model
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
@@ -49,26 +46,6 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weig
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _SETTINGS = cli.define_settings(all_settings(), "decode")
-
-
-def choose_method(checkpoint: epath.Path, method: str | None) -> str:
-    """The decoder: the one asked for, else the first that serves what the model was trained for.
-
-    Raises:
-      SettingError: where the model was not trained for the decoder.
-    """
-    if is_huggingface(checkpoint) or not (run := find_step(checkpoint)[0] / "config.json").exists():
-        return method or decoders_for(default_system().name)[0]  # nobody says what it was trained for
-    objective = read_config(run.parent).objective
-    fitting = decoders_for(objective)
-    if method and method not in fitting:
-        raise SettingError(
-            "decode",
-            "method",
-            method,
-            f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}",
-        )
-    return method or fitting[0]
 
 
 def useless_flags() -> list[str]:

@@ -46,6 +46,7 @@ from refusion_jax.runtime.watchdog import Watchdog
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training import events, recovery
 from refusion_jax.training.checkpoints import Checkpoints, is_complete, saved_steps
+from refusion_jax.training.heldout import HeldOut, find_held_out, place
 from refusion_jax.training.metrics import MetricsWriter
 from refusion_jax.training.pretrained import check_fits, load_params
 from refusion_jax.training.program import Program, abstract_rows, train_program
@@ -72,6 +73,7 @@ class Run:
     rows: PackedRows | PreparedRows | MixedRows
     shape: ModelConfig
     program: Program
+    held_out: HeldOut | None
     preemption: Preemption
     initial_params: list  # the weights to start from, if not random ones: none or one, taken when they are used
     still_ours: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
@@ -111,7 +113,11 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
 
     # 3. The program: the jitted step, and where every array of the state lives.
     shape = model_config(config, tokenizer)
-    run = Run(config, workdir, mesh, tokenizer, rows, shape, train_program(config, shape, mesh), preemption, [])
+    program = train_program(config, shape, mesh)
+    held_out = None
+    if held_out_sets := find_held_out(config, tokenizer):
+        held_out = HeldOut(config, place(config, held_out_sets, mesh), program.graphdef, program.objective)
+    run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, preemption, [])
 
     # 4. The weights to start from, if not random ones.
     if config.init_from and not steps:
@@ -214,8 +220,13 @@ def session(run: Run, start_over: bool) -> str:
                 metrics.write(*pending)
                 pending = None
             rows_used = left_out.batch_of(step) * config.batch_size
-            if step % config.log_every == 0 or step == config.steps:
-                pending = step, step_metrics | epochs(rows, rows_used)
+            evaluated = {}
+            if run.held_out and (run.held_out.is_due(step) or step == config.steps):
+                clock.flush()
+                with log.timed("evaluate", step=step):
+                    evaluated = jax.block_until_ready(run.held_out(state.params))
+            if step % config.log_every == 0 or step == config.steps or evaluated:
+                pending = step, step_metrics | epochs(rows, rows_used) | evaluated
             is_last = run.preemption.reached(step) or step == config.steps
             trouble = health.saw(step, step_metrics)
             if step % config.checkpoint.every == 0 or is_last:

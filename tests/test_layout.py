@@ -61,6 +61,10 @@ def test_files_say_what_they_are_for(path):
     assert not text or ast.get_docstring(ast.parse(text)), "no docstring"
 
 
+# Generated code is run, when the user says so, in a process that is shut in; a drill starts runs and kills them.
+STARTS_PROCESSES = ("evaluation.sandbox", "training.faults")
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_data_is_never_run_as_code(path):
     """No pickle, no eval, no shell."""
@@ -68,7 +72,7 @@ def test_data_is_never_run_as_code(path):
         if isinstance(node, ast.Import):
             imported = {alias.name.split(".")[0] for alias in node.names}
             assert not imported & {"pickle", "shelve", "marshal"}
-            assert "subprocess" not in imported or name(path) == "training.faults"  # which starts and kills runs
+            assert "subprocess" not in imported or name(path) in STARTS_PROCESSES
         if isinstance(node, ast.keyword):
             assert node.arg != "shell"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -47,7 +47,7 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective
 # May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
 RESUMABLE = (
     *("accumulation", "remat", "log_every", "profile_steps", "mesh", "checkpoint", "steps"),
-    *("guard", "debug_nans", "compilation_cache"),
+    *("guard", "debug_nans", "compilation_cache", "eval"),
 )
 
 

@@ -113,6 +113,16 @@ _DATA = {
     "examples": _count(40_000, "how many problems to generate (path=tasks)", 2**31 - 1),
 }
 
+_EVAL = {
+    "path": Setting(
+        "", "held-out data, as data.path; empty: held_out of the prepared directories in data.path, if there is any"
+    ),
+    "every": _count(
+        1000, "steps between evaluations of the held-out loss; the last step is always evaluated", _MOST_STEPS
+    ),
+    "rows": Setting(256, "rows evaluated, at most; 0: all", at_least=0, at_most=2**31 - 1),
+}
+
 _CHECKPOINT = {
     "every": _count(1000, "steps between checkpoints; the last step is always saved", _MOST_STEPS),
     "keep": _count(3, "newest checkpoints kept", 10**6),
@@ -135,7 +145,8 @@ _GUARD = {
 def keys() -> dict[str, Setting]:
     """The keys of training and of all systems, by dotted name, in the order of --help."""
     objective = Setting(default_system().name, f"the system that is trained: {' | '.join(trainable())}")
-    sections = {"mesh": _MESH, "model": _MODEL, "data": _DATA, "checkpoint": _CHECKPOINT, "guard": _GUARD}
+    sections = {"mesh": _MESH, "model": _MODEL, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
+    sections |= {"guard": _GUARD}
     sections |= {system.section: system.keys for system in systems().values() if system.section}
     return (
         {"objective": objective}

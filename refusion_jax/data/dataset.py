@@ -93,6 +93,39 @@ def _open_prepared(
     return tokenizer, MixedRows(parts, names if len(set(names)) == len(names) else paths, weights)
 
 
+def read_rows(
+    config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer | FastTokenizer, key: str
+) -> PackedRows | PreparedRows:
+    """Rows of other data than the run's own, as the run's are: prepared ones are opened, others packed into memory.
+
+    Args:
+      config: the run's.
+      path: one prepared directory, or what data.path may name else.
+      tokenizer: the run's.
+      key: of the config, that the path comes from; for messages.
+
+    Raises:
+      UserError: where the data cannot be used.
+    """
+    if not is_prepared(path):
+        data = config.data.copy_and_resolve_references()
+        data.path = path
+        try:
+            examples = usable(read_examples(data, config.seed), data.on_error)
+        except UserError as error:
+            raise UserError(str(error).replace("--config.data.path", f"--config.{key}")) from error
+        return pack(tokenize(examples, tokenizer, config.row_length, data.on_error), config.row_length)
+    rows = PreparedRows(path, config.data.verify)
+    if rows.row_length != config.row_length:
+        raise UserError(
+            f"--config.{key}: {path} holds rows of {rows.row_length} tokens, not of --config.row_length="
+            f"{config.row_length}; prepare it with that"
+        )
+    if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
+        raise UserError(f"--config.{key}: {path} was made with another tokenizer than the run's; prepare it with that")
+    return rows
+
+
 def corpus(examples: list[Example]) -> Iterator[str]:
     """All text of the examples, for training a tokenizer."""
     for example in examples:

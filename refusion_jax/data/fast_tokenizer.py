@@ -106,11 +106,40 @@ class FastTokenizer:
         if text is None or self._template is None:
             return plain_prompt(text)
         turns = text if isinstance(text, tuple) else (("user", text),)
-        messages = [{"role": role, "content": content} for role, content in turns]
+        return self.render_chat([{"role": role, "content": content} for role, content in turns])
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it came with a chat template."""
+        return self._template is not None
+
+    def render_chat(self, messages: list[dict[str, str]], thinking: bool = False, answer_begun: bool = False) -> str:
+        """Turns of a conversation as the text that the model continues; to be encoded by `encode_chat`.
+
+        Args:
+          messages: {"role", "content"} each.
+          thinking: whether the answer may begin with thinking.
+          answer_begun: the last message is the beginning of the answer, else the answer begins behind all of them.
+
+        Raises:
+          UserError: where the template fails.
+        """
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
+            text = self._template.render(
+                messages=messages, add_generation_prompt=not answer_begun, enable_thinking=thinking
+            )
         except jinja2.TemplateError as error:
             raise UserError(f"{self._config_path}: the chat template fails: {error}") from error
+        if not answer_begun:
+            return text
+        begun = messages[-1]["content"]
+        at = text.rfind(begun.strip())
+        whole = text[at:].startswith(begun)  # else the template has cut space off its end
+        return text[:at] + (begun if whole else begun.rstrip())
+
+    def encode_chat(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of rendered conversations, whose special tokens are meant."""
+        return self._encode(texts, as_text=False)
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; special tokens leave no trace."""

@@ -25,6 +25,7 @@ from refusion_jax.decoding.settings import RowSettings, Settings, TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import System
+from refusion_jax.systems.likelihood import Feed, Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +158,24 @@ def reference(model: Transformer, request: Request) -> dict:
     return plain.result(commits, len(plain.phases))
 
 
+def feed(text: Text) -> Feed:
+    """By which forward a text is scored: each token of the continuation is predicted from the one before it.
+
+    Raises:
+      UserError: where there is no token before the first.
+    """
+    if not len(text.prompt):
+        raise UserError(f"{text.name}: a left-to-right model needs at least one token of prompt before what it scores")
+    tokens = np.concatenate([text.prompt, text.continuation])
+    index = np.arange(len(tokens) - 1, dtype=np.int32)
+    weights = (index >= len(text.prompt) - 1).astype(np.float32)
+    return Feed(tokens[:-1], index, index, np.zeros_like(index), tokens[1:], weights)
+
+
 SYSTEM = System(
     name="ar",
     objective=lambda mask_id: NextToken(),
     decoders={"ar": LeftToRight},
     references={"ar": reference},
+    feed=feed,
 )

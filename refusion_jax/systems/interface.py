@@ -20,6 +20,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting
+from refusion_jax.systems.likelihood import Feed, Text
 
 __all__ = ["Decoder", "Objective", "System", "train_flops_per_row"]
 
@@ -62,6 +63,8 @@ class System:
     keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
     check: Callable[[Any], None] = lambda section: None  # raises SettingError where values do not fit together
     decodes: tuple[str, ...] = ()  # names of the systems whose models its decoders serve, too
+    feed: Callable[[Text], Feed] | None = None  # by which forward a text is scored, if its likelihood is known
+    is_bound: bool = False  # the feed is drawn at random, and the mean over draws bounds log p from below
     is_default: bool = False  # what is trained unless the config says otherwise; one system alone
 
 

@@ -35,6 +35,7 @@ from refusion_jax.decoding.sampling import Record, mask_logits, probability, sam
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
+from refusion_jax.systems.likelihood import Feed, Text
 
 KEYS = {"eps": Setting(1e-3, "least probability of masking a token", above=0, below=1)}
 
@@ -241,6 +242,22 @@ def reference(model: Transformer, request: Request) -> dict:
     return plain.result(commits, len(plain.phases))
 
 
+def feed(text: Text) -> Feed:
+    """By which forward a text is scored: one draw of the bound (LLaDA, eq. 6 and its appendix).
+
+    l of the R tokens of the continuation are masked, l ~ U{1 .. R}; the mean over draws of R / l times the sum of their
+    log-probabilities is at most log p.
+    """
+    P, R = len(text.prompt), len(text.continuation)
+    random = np.random.default_rng(text.draw)
+    masked = P + random.permutation(R)[: random.integers(1, R + 1)]
+    labels = np.concatenate([text.prompt, text.continuation])
+    tokens, weights = labels.copy(), np.zeros(P + R, np.float32)
+    tokens[masked], weights[masked] = text.mask_id, R / len(masked)
+    everywhere = np.zeros(P + R, np.int32)
+    return Feed(tokens, np.arange(P + R, dtype=np.int32), everywhere, everywhere, labels, weights)
+
+
 SYSTEM = System(
     name="llada",
     objective=MaskedDiffusion,
@@ -248,4 +265,6 @@ SYSTEM = System(
     references={"llada": reference},
     section="llada",
     keys=KEYS,
+    feed=feed,
+    is_bound=True,
 )

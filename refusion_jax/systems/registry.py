@@ -92,6 +92,16 @@ def find_decoder(method: str) -> type[Decoder]:
     return known[method]
 
 
+def system_of(method: str) -> System:
+    """The system that has a decoder.
+
+    Raises:
+      SettingError: where there is no such decoder.
+    """
+    find_decoder(method)
+    return next(system for system in systems().values() if method in system.decoders)
+
+
 def decoders_for(objective: str) -> list[str]:
     """Names of the decoders that serve models trained by a system, its default first."""
     own = systems()[objective].decoders if objective in systems() else {}

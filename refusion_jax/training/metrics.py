@@ -102,6 +102,8 @@ class MetricsWriter:
         self._board.write(record)
         loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
         note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
+        if record.get("eval_loss") is not None:
+            note += f"  held-out loss {record['eval_loss']:.4f}"
         if self._bar:
             self._bar.update(self._task, completed=record["step"], note=note)
         else:

@@ -10,8 +10,9 @@ from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file,
 from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, shard_count, sharding
+from refusion_jax.systems.registry import decoders_for, default_system
 from refusion_jax.training import checkpoints, workdir
 
 
@@ -91,3 +92,24 @@ def find_tokenizer(path: epath.Path) -> Tokenizer | FastTokenizer | None:
         return None
     is_run = (directory / "model.json").exists() and (directory / "config.json").exists()
     return load_tokenizer_file(file, workdir.read_config(directory).data.mask_piece if is_run else MASK_PIECE)
+
+
+def choose_method(checkpoint: epath.Path, method: str | None) -> str:
+    """The decoder: the one asked for, else the first that serves what the model was trained for.
+
+    Raises:
+      SettingError: where the model was not trained for the decoder.
+    """
+    is_foreign = huggingface.is_huggingface(checkpoint)
+    if is_foreign or not (run := checkpoints.find_step(checkpoint)[0] / "config.json").exists():
+        return method or decoders_for(default_system().name)[0]  # nobody says what it was trained for
+    objective = workdir.read_config(run.parent).objective
+    fitting = decoders_for(objective)
+    if method and method not in fitting:
+        raise SettingError(
+            "decode",
+            "method",
+            method,
+            f"{checkpoint} was trained with objective={objective}, which decodes with {' or '.join(fitting)}",
+        )
+    return method or fitting[0]

@@ -17,6 +17,7 @@ from refusion_jax.model.packed_attention import backend_for
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.xla_options import compiler_options
+from refusion_jax.systems.interface import Objective
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings
 
@@ -27,9 +28,10 @@ class Program:
 
     step: Callable  # jitted: (TrainState, Rows) -> (TrainState, metrics); the state is donated
     target: TrainState  # jax.ShapeDtypeStruct of every array, with its sharding
-    graphdef: nnx.GraphDef  # of the transformer; the state carries its weights
     optimizer: optax.GradientTransformation
     fresh_state: Callable[[], TrainState]
+    graphdef: nnx.GraphDef  # of the transformer
+    objective: Objective
 
     @property
     def shardings(self) -> TrainState:
@@ -66,9 +68,10 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
             compiler_options=compiler_options(mesh),
         ),
         target=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings),
-        graphdef=graphdef,
         optimizer=optimizer,
         fresh_state=fresh_state,
+        graphdef=graphdef,
+        objective=objective,
     )
 
 

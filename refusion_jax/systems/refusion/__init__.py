@@ -2,6 +2,7 @@
 
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.refusion.decoder import PlanAndInfill
+from refusion_jax.systems.refusion.likelihood import slot_feed
 from refusion_jax.systems.refusion.objective import KEYS, SlotDiffusion, check
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.sequential import Sequential
@@ -14,5 +15,6 @@ SYSTEM = System(
     section="slots",
     keys=KEYS,
     check=check,
+    feed=slot_feed,
     is_default=True,
 )

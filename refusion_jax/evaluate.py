@@ -1,0 +1,199 @@
+"""Measures how good a trained model is: tasks of lm-evaluation-harness with our decoders, or the likelihood of data.
+
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=gsm8k,humaneval --output=results/mine
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=my_task --include_path=my_tasks --output=results/mine
+
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --data=prepared/mine/held_out --output=results/mine
+
+Tasks are those of lm_eval, your own task files in --include_path, and the seven benchmarks of the ReFusion paper with
+the authors' prompts and settings: gsm8k, math, humaneval, mbpp, mmlu_pro, arc_c and gpqa (their files are in
+refusion_jax/evaluation/tasks). They download their data, or take DIR/TASK.jsonl of --task_data=DIR.
+
+DIR (the --output) will hold results.json (lm_eval's, with `decoding`: tokens_per_second, tokens_per_forward,
+mean_tokens, forwards, truncated_share), samples_TASK.jsonl (every prompt, answer and score) and journal/: run the same
+command again after it was killed, and no finished sample is decoded again.
+
+With --data, results.json holds `held_out`: the loss and its terms with the noise of training's own evaluations, and
+eval_bits_per_byte: the exact likelihood of all responses, given their prompts, for one order of slots or the mean over
+random ones, in bits per byte of their text.
+
+How to decode: what a flag --decode.NAME says, or else the request of the task (max_gen_toks, temperature), or else
+`decode` in the metadata of the task's file.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+from absl import flags
+from etils import epath
+
+from refusion_jax.data.fast_tokenizer import tokenizer_hash
+from refusion_jax.data.manifest import is_prepared
+from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.evaluation.likelihood import held_out_bits
+from refusion_jax.model.huggingface import is_huggingface
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.distributed import together
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.storage import is_remote, write_file
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
+from refusion_jax.training import heldout
+from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
+from refusion_jax.training.workdir import read_config
+
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
+_TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between")
+_PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: a directory that `prepare` wrote, to be scored")
+_OUTPUT = flags.DEFINE_string("output", None, "Directory of the results: made, or continued")
+_INCLUDE = flags.DEFINE_string("include_path", None, "Directory of task files of your own (lm_eval's YAML)")
+_TASK_DATA = flags.DEFINE_string("task_data", None, "Directory with TASK.jsonl, in place of what TASK downloads")
+_LIMIT = flags.DEFINE_integer(
+    "limit", None, "Only the first so many problems of each task, or rows of --data", lower_bound=1
+)
+_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Worked examples before each problem", lower_bound=0)
+_CHAT = flags.DEFINE_bool("chat", None, "Render prompts by the tokenizer's chat template; by default if it has one")
+_THINKING = flags.DEFINE_bool("thinking", False, "With a chat template: answers may begin with thinking (the authors')")
+_EXECUTE = flags.DEFINE_bool("allow_code_execution", False, "Run code that the model writes, shut in")
+_UNSAFE = flags.DEFINE_bool(
+    "unsafe", False, "Run it without namespaces, where the kernel has none: it can read and write whatever you can"
+)
+_ORDER = flags.DEFINE_enum("order", "left_to_right", ["left_to_right", "random"], "Of slots, for the likelihood")
+_DRAWS = flags.DEFINE_integer(
+    "draws", 0, "Random orders, or draws of a bound, to average over; 0: 1 order, 64 draws of a bound", lower_bound=0
+)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
+_DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
+_TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
+_SETTINGS = cli.define_settings(all_settings(), "decode")
+
+
+def main() -> None:
+    if not (_CHECKPOINT.value and _OUTPUT.value) or bool(_TASKS.value) == bool(_PREPARED.value):
+        raise UserError(
+            "--checkpoint=DIR, --output=DIR and one of --tasks=A,B and --data=DIR are needed; --help explains"
+        )
+    output = Path(_OUTPUT.value)
+    if is_remote(output):
+        raise UserError(f"--output={output}: must be a local directory; copy it when it is done")
+    cli.check_output("output", output, directory=True)
+    checkpoint = epath.Path(_CHECKPOINT.value)
+    if _PREPARED.value:
+        held_out = measure(checkpoint, _PREPARED.value)
+        write_file(output / "results.json", json.dumps({"held_out": held_out}, indent=2) + "\n")
+        print("\n".join(f"{name}  {value}" for name, value in held_out.items()))
+        return
+    with together():
+        results = evaluate(checkpoint, output)
+        if jax.process_index() == 0:
+            write_results(output, results)
+
+
+def measure(checkpoint: epath.Path, data: str) -> dict:
+    """The held-out loss of prepared data, where the model was trained by us, and its bits per byte."""
+    if not is_prepared(data):
+        raise UserError(f"--data={data}: is no directory that `prepare` wrote")
+    method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
+    rows = PreparedRows(data)
+    if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
+        raise UserError(
+            f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
+        )
+    model = load_model(checkpoint, _DTYPE.value, _mesh())
+    losses = {}
+    if not is_huggingface(checkpoint) and (config_file := find_step(checkpoint)[0] / "config.json").exists():
+        config = read_config(config_file.parent)
+        config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
+        losses = heldout.evaluate_model(config, model, [rows])
+    return losses | held_out_bits(model, tokenizer, rows, _LIMIT.value, method=method, **_scoring())
+
+
+def _method(checkpoint: epath.Path) -> str:
+    """The decoder that the flags name, or that the model was trained for."""
+    return choose_method(checkpoint, cli.given(_SETTINGS).get("method"))
+
+
+def _scoring() -> dict:
+    """How the flags have the likelihood computed."""
+    asked = {name: value for name, value in cli.given(_SETTINGS).items() if name in ("slot_size", "seed")}
+    return asked | {"order": _ORDER.value, "draws": _DRAWS.value}
+
+
+def _mesh() -> jax.sharding.Mesh:
+    """Of this host's devices, as the flags split them."""
+    split = {"data": _DATA.value, "tensor": _TENSOR.value}
+    return make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.local_devices()[: _DATA.value * _TENSOR.value])
+
+
+def evaluate(checkpoint: epath.Path, output: Path) -> dict:
+    """Runs the tasks that the flags name."""
+    try:
+        from refusion_jax.evaluation import benchmark, harness, journal
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'refusion-jax[evaluate]'") from error
+    include, data = (value and Path(value) for value in (_INCLUDE.value, _TASK_DATA.value))
+    for name, path in (("include_path", include), ("task_data", data)):
+        if path and not path.is_dir():
+            raise UserError(f"--{name}={path} is no directory")
+    plan = benchmark.Plan(
+        tasks=_TASKS.value,
+        include_path=include,
+        task_data=data,
+        limit=_LIMIT.value,
+        num_fewshot=_FEWSHOT.value,
+        allow_code_execution=_EXECUTE.value or _UNSAFE.value,
+        unsafe=_UNSAFE.value,
+    )
+    method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
+    has_template = getattr(tokenizer, "has_chat_template", False)
+    if _CHAT.value and not has_template:
+        raise UserError(f"--chat: the tokenizer of {checkpoint} has no chat template")
+    asked = {name: value for name, value in cli.given(_SETTINGS).items() if name != "method"}
+    check_settings(method, asked)
+    DecodeSettings(method, **asked)
+    tasks = benchmark.load_tasks(plan)
+    lm = harness.EvaluatedModel(
+        load_model(checkpoint, _DTYPE.value, _mesh()),
+        tokenizer,
+        journal.Journal(output / "journal", jax.process_index()),
+        name=str(checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[1]),
+        method=method,
+        flags=asked,
+        chat=has_template if _CHAT.value is None else _CHAT.value,
+        thinking=_THINKING.value,
+        scoring=_scoring(),
+    )
+    results = benchmark.run_tasks(lm, plan, tasks)
+    results["settings"]["command"] = sys.argv[1:]
+    return results
+
+
+def write_results(output: Path, results: dict) -> None:
+    """results.json and samples_TASK.jsonl, and the scores on the terminal."""
+
+    def line(value: dict, indent: int | None = None) -> str:
+        return json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n"
+
+    for task, samples in results.pop("samples").items():
+        write_file(output / f"samples_{task}.jsonl", "".join(map(line, samples)))
+    write_file(output / "results.json", line(results, indent=2))
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float) and "stderr" not in name:
+                error = metrics.get(name.replace(",", "_stderr,"))
+                print(f"{task}  {name}  {value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""))
+    if rate := results["decoding"].get("tokens_per_second"):
+        d = results["decoding"]
+        print(
+            f"{d['samples']} samples, {d['resumed']} of them decoded before; {rate:,.0f} tokens/s, "
+            f"{d['tokens_per_forward']:.2f} tokens a forward, {d['mean_tokens']:.0f} tokens each, "
+            f"{d['truncated_share']:.1%} cut at their longest"
+        )
+    print(f"{output}/results.json")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,162 @@
+"""Runs tasks of lm_eval, its own, pinned ones and the user's, and sums up what decoding took."""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval
+import lm_eval.api.task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
+
+from refusion_jax.evaluation import sandbox
+from refusion_jax.evaluation.harness import EvaluatedModel
+from refusion_jax.runtime.errors import UserError
+
+PINNED = Path(__file__).parent / "tasks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to evaluate."""
+
+    tasks: Sequence[str]
+    include_path: Path | None = None  # task files of the user's; they go before pinned ones, and those before lm_eval's
+    task_data: Path | None = None  # TASK.jsonl in it takes the place of the task's download
+    limit: int | None = None  # of the problems of a task, the first so many
+    num_fewshot: int | None = None  # worked examples before each problem, where the task does not say none
+    allow_code_execution: bool = False
+    unsafe: bool = False  # run generated code without shutting it in
+
+
+def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
+    """The tasks, with their data.
+
+    Raises:
+      UserError: where a task is unknown, its data cannot be had, or it may not be run like that.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    paths = [PINNED, *([plan.include_path] if plan.include_path else [])]
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if not all(name in manager.all_tasks for name in plan.tasks):
+        manager = TaskManager(include_path=paths)  # seconds: lm_eval's are thousands of files
+    tasks = [task for name in plan.tasks for task in _load(manager, name, plan.task_data)]
+    for task in tasks:
+        _check(task, plan)
+    return tasks
+
+
+def _load(manager: TaskManager, name: str, task_data: Path | None) -> list[lm_eval.api.task.Task]:
+    if name not in manager.all_tasks:
+        close = difflib.get_close_matches(name, manager.all_tasks, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "--include_path=DIR names a directory of task files"
+        raise UserError(f"--tasks={name}: no such task; {hint}")
+    file, spec = task_data and (task_data / f"{name}.jsonl").absolute(), name
+    try:
+        if file and file.exists():
+            local = {"dataset_path": "json", "dataset_name": None, "custom_dataset": None}
+            local |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+            spec = load_yaml(manager.task_index[name].yaml_path) | local
+        return list(manager.load([spec])["tasks"].values())
+    except Exception as error:  # noqa: BLE001  datasets, the hub and task files raise whatever they like
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"--tasks={name}: it cannot be loaded: {type(error).__name__}: {reason}; if its data cannot be downloaded "
+            f"here, put it into DIR/{name}.jsonl and give --task_data=DIR"
+        ) from error
+
+
+def _check(task: lm_eval.api.task.Task, plan: Plan) -> None:
+    name, metadata = task.config.task, task.config.metadata or {}
+    if plan.num_fewshot and task.config.num_fewshot == 0:
+        raise UserError(f"--num_fewshot={plan.num_fewshot}: {name} is a task without examples; leave the flag out")
+    if not getattr(task, "UNSAFE_CODE", False):
+        return
+    if not plan.allow_code_execution:
+        raise UserError(f"--tasks={name} runs code that the model writes: give --allow_code_execution to let it")
+    if not (isinstance(metadata, dict) and metadata.get("sandboxed")) and not plan.unsafe:
+        raise UserError(
+            f"--tasks={name} runs generated code by itself, without shutting it in: take humaneval or mbpp, which do, "
+            f"or give --unsafe"
+        )
+
+
+def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]) -> dict[str, Any]:
+    """lm_eval's own results, `samples` among them, and `decoding`.
+
+    Raises:
+      UserError: where the model cannot be asked what a task asks.
+    """
+    for task in tasks:
+        metadata = task.config.metadata or {}
+        lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
+    executes = any(getattr(task, "UNSAFE_CODE", False) for task in tasks)
+    with sandbox.allow(plan.unsafe) if executes else contextlib.nullcontext():
+        results = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=list(tasks),
+            limit=plan.limit,
+            num_fewshot=plan.num_fewshot,
+            apply_chat_template=lm.chat,
+            confirm_run_unsafe_code=plan.allow_code_execution,
+            task_manager=TaskManager(include_path=[PINNED], include_defaults=False),
+            bootstrap_iters=1000,
+        )
+    asked = {name: _asked(lm, task) for name, task in ((task.config.task, task) for task in tasks)}
+    for name, samples in results["samples"].items():
+        for sample in samples:
+            sample["decoding"] = [
+                {key: value for key, value in record.items() if key not in ("key", "text")}
+                for record in asked[name].get(sample["doc_id"], [])
+            ]
+    results["decoding"] = summarize([r for of_doc in asked.values() for some in of_doc.values() for r in some], lm)
+    results["decoding"]["tasks"] = {
+        name: summarize([r for some in of_doc.values() for r in some], lm) for name, of_doc in asked.items() if of_doc
+    }
+    results["settings"] = {name: _settings_of(lm, task) for name, task in ((t.config.task, t) for t in tasks)}
+    packages = ("lm_eval", "datasets", "jax", "refusion-jax")
+    results["packages"] = {package: importlib.metadata.version(package) for package in packages}
+    return results
+
+
+def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[dict[str, Any]]]:
+    """The journal's records of a task's samples, by the number of the problem."""
+    records: dict[int, list[dict[str, Any]]] = {}
+    requests = [i for i in task.instances if i.request_type == "generate_until" for _ in range(i.repeats)]
+    for request, asked in zip(requests, lm.asked(requests), strict=True):
+        records.setdefault(request.doc_id, []).append(lm.journal.known[asked.key])
+    return records
+
+
+def _settings_of(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[str, Any]:
+    """How the first problem of a task was decoded."""
+    requests = [i for i in task.instances if i.request_type == "generate_until"][:1]
+    how = {"chat": lm.chat, "thinking": lm.thinking}
+    return how | (dataclasses.asdict(lm.asked(requests)[0].settings) if requests else {})
+
+
+def summarize(records: list[dict[str, Any]], lm: EvaluatedModel) -> dict[str, Any]:
+    """What decoding took and gave. Seconds are the longest host's, without compiling."""
+    if not records:
+        return {"samples": 0}
+    tokens, forwards = (sum(record[name] for record in records) for name in ("tokens", "forwards"))
+    hosts = {record["host"] for record in records}
+    seconds = max(sum(r["seconds"] for r in records if r["host"] == host) for host in hosts)
+    return {
+        "samples": len(records),
+        "resumed": sum(record["key"] in lm.known_before for record in records),
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "tokens_per_forward": tokens / forwards if forwards else None,
+        "mean_tokens": tokens / len(records),
+        "forwards": forwards,
+        "seconds": seconds,
+        "truncated_share": sum(record["finish_reason"] == "length" for record in records) / len(records),
+        "cut_prompts": sum(record["is_cut"] for record in records),
+    }

@@ -1,0 +1,79 @@
+"""From prompts to answers on the continuous-batching queue, with what each cost."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import scope
+from refusion_jax.systems.api import DecodeSettings, stream
+
+_SHORTEST_PROMPT = 16  # tokens of a prompt that must stay, where the model reads too few for all of it
+
+
+def settle(values: dict[str, Any], method: str, room: int) -> Settings:
+    """Settings whose answers are at least max_new_tokens long: rounded up to what the decoder can write.
+
+    Raises:
+      UserError: where a setting is unknown or impossible, or answers do not fit into `room` tokens.
+    """
+    plain = DecodeSettings(method, **values | {"max_new_tokens": 0})
+    new_tokens = -(-values["max_new_tokens"] // plain.multiple) * plain.multiple
+    if new_tokens + _SHORTEST_PROMPT > room:
+        raise UserError(
+            f"--decode.max_new_tokens={new_tokens}: the model reads {room} tokens, and a prompt must fit before the "
+            f"answer; give at most {max((room - _SHORTEST_PROMPT) // plain.multiple * plain.multiple, 0)}"
+        )
+    return dataclasses.replace(plain, max_new_tokens=new_tokens)
+
+
+def shorten(prompt: Sequence[int], settings: Settings, room: int) -> Sequence[int]:
+    """The end of a prompt that leaves room for the answer."""
+    return prompt[-(room - settings.new_tokens) :]
+
+
+def generate(model: Transformer, requests: Sequence[Request]) -> Iterator[tuple[int, Answer, float]]:
+    """Decodes requests, each with settings of its own, as they finish.
+
+    An answer depends on its own request only.
+
+    Yields:
+      (number of the request, its answer, seconds since the last one without those of compiling).
+    """
+    of_sizes = collections.defaultdict(list)
+    for number, request in enumerate(requests):
+        settings = request.settings
+        compiled_in = sorted((name, getattr(settings, name)) for name in scope(type(settings), "compiled"))
+        of_sizes[tuple(compiled_in)].append(number)
+    for numbers in of_sizes.values():
+        some = prepare([requests[number] for number in numbers], requests[numbers[0]].settings, model.config)
+        began, compiled = time.monotonic(), _compiling.seconds
+        for at, answer in stream(model, some):
+            now, compiled_now = time.monotonic(), _compiling.seconds
+            yield numbers[at], answer, max(now - began - (compiled_now - compiled), 0.0)
+            began, compiled = time.monotonic(), _compiling.seconds
+
+
+class _CompileClock:
+    """Counts the seconds that this process spends on tracing and compiling."""
+
+    _EVENTS = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
+
+    def __init__(self):
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+
+    def _count(self, event: str, seconds: float, **_: object) -> None:
+        if event.endswith(self._EVENTS):
+            self.seconds += seconds
+
+
+_compiling = _CompileClock()

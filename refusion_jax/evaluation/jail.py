@@ -1,0 +1,216 @@
+"""The inner side of the sandbox: a script that shuts itself in, and then becomes the program.
+
+`sandbox.run` starts it with a bare interpreter, a JSON object on stdin, and nothing in its environment. It needs
+nothing but the standard library, and imports no module of ours. Where it cannot shut itself in it says so, and nothing
+of the program has run.
+
+    this process     waits, and kills the rest when its time is up
+      process 1      of a process namespace of its own: when it ends, the kernel kills whatever is left in there
+        process 2    without privileges, under limits, in a root directory that holds a Python and an empty directory
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+
+_NOBODY = 65534
+_HOME = "/sandbox"  # the program's own directory inside
+_POLL = 0.005  # seconds
+
+# <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
+    *(0x00020000, 0x04000000, 0x08000000),
+    *(0x10000000, 0x20000000, 0x40000000),
+)
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_MNT_DETACH, _AT_RECURSIVE, _AT_FDCWD, _ATTR_RDONLY, _ATTR_NOSUID = 2, 0x8000, -100, 1, 2
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_CAPABILITIES_V3 = 0x20080522
+_MOUNT_SETATTR = 442  # on every architecture
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    """A function of the C library that returns -1 on failure; OSError then."""
+    if getattr(_libc, name)(*arguments) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = (text if text is None else text.encode() for text in (source, target, kind))
+    _call("mount", *texts, ctypes.c_ulong(flags), options and options.encode())
+
+
+def enter_namespaces() -> None:
+    """Processes, mounts, network and the rest of its own; the network holds no device, not even loopback.
+
+    Root may; anybody else needs a user namespace for it.
+    """
+    user, group = os.getuid(), os.getgid()
+    namespaces = _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
+    _call("unshare", namespaces if user == 0 else namespaces | _NEWUSER)
+    if user != 0:
+        for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{file}", "w") as out:
+                out.write(text)
+
+
+def build_root(read_only: list[str], disk: int) -> None:
+    """Makes a root directory in memory that holds some directories read-only, and moves in.
+
+    Args:
+      read_only: directories and files to be seen.
+      disk: bytes that may be written.
+    """
+    new = os.getcwd()
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", new, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk},nr_inodes=10000,mode=755")
+    for path in read_only:
+        inside = new + path
+        os.makedirs(inside if os.path.isdir(path) else os.path.dirname(inside), exist_ok=True)
+        if not os.path.isdir(path):
+            open(inside, "w").close()
+        _mount(path, inside, None, _MS_BIND | _MS_REC)
+        attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
+        _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, inside.encode(), _AT_RECURSIVE, attributes, 32)
+    for link in ("/bin", "/lib", "/lib64"):  # into /usr on most systems
+        if os.path.islink(link):
+            os.symlink(os.readlink(link), new + link)
+    os.mkdir(new + _HOME)
+    if platform.machine() not in _PIVOT_ROOT:
+        raise OSError(f"not tried on {platform.machine()}")
+    os.chdir(new)
+    _call("syscall", _PIVOT_ROOT[platform.machine()], b".", b".")  # the old root is now mounted over the new one
+    _call("umount2", b".", _MNT_DETACH)
+    os.chdir(_HOME)
+
+
+def become_nobody() -> None:
+    """Where it is root: a limit on processes does not hold for root."""
+    if os.getuid() == 0:
+        os.chown(".", _NOBODY, _NOBODY)
+        os.setgroups([])
+        os.setgid(_NOBODY)
+        os.setuid(_NOBODY)
+
+
+def drop_capabilities() -> None:
+    """Gives up what a new user namespace grants; nothing that is started gains any."""
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
+    _call("capset", header, none)
+
+
+def set_limits(job: dict) -> None:
+    """Of each process of the program; the number of processes is that of all of them."""
+    for what, most in (
+        (resource.RLIMIT_CPU, int(job["seconds"]) + 1),
+        (resource.RLIMIT_AS, job["memory"]),
+        (resource.RLIMIT_FSIZE, job["disk"]),
+        (resource.RLIMIT_NPROC, job["processes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+
+
+def become(job: dict, done: int) -> None:
+    """Becomes the program, whose stderr goes to a file; does not return.
+
+    Args:
+      job: what to run.
+      done: file descriptor that the program's last line writes to; the program's number 3.
+    """
+    with open("program.py", "w") as file:
+        file.write(job["program"])
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for descriptor, number in ((nothing, 0), (nothing, 1), (done, 3)):
+        os.dup2(descriptor, number)
+    set_limits(job)
+    os.execve(job["python"], [job["python"], "-I", "-S", "-B", "program.py"], {})
+
+
+def be_first(job: dict, done: int, log: int, refused: int) -> None:
+    """Process 1: builds the root, starts the program, and ends with its exit code."""
+    try:
+        os.setpgid(0, 0)
+        if job["isolated"]:
+            build_root(job["read_only"], job["disk"])
+        become_nobody()
+        drop_capabilities()
+        _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.dup2(log, 2)
+        program = os.fork()
+        if program == 0:
+            become(job, done)
+    except OSError as error:
+        os.write(refused, str(error.strerror or error).encode())
+        os._exit(1)
+    os.close(done)
+    os.close(refused)
+    while True:
+        ended, status = os.wait()
+        if ended == program:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def wait_for(process: int, seconds: float) -> int | None:
+    """Its exit code; None where its time is up, and then it and all that it started are dead."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(_POLL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return None
+
+
+def _pipe(number: int) -> tuple[int, int]:
+    """A pipe whose ends have high numbers: those from 0 to 3 are the program's."""
+    ends = os.pipe()
+    high = tuple(os.dup2(end, number + i, inheritable=False) for i, end in enumerate(ends))
+    for end in ends:
+        os.close(end)
+    return high
+
+
+def main() -> None:
+    """Reads the job from stdin, and says how it ended as one JSON object on stdout."""
+    job = json.loads(sys.stdin.read())
+    (done, finish), (refusal, refuse) = _pipe(500), _pipe(510)
+    log = os.open("stderr", os.O_RDWR | os.O_CREAT)
+    try:
+        if job["isolated"]:
+            enter_namespaces()
+    except OSError as error:
+        print(json.dumps({"refused": error.strerror or str(error)}))
+        return
+    first = os.fork()
+    if first == 0:
+        be_first(job, finish, log, refuse)
+    os.close(finish)
+    os.close(refuse)
+    code = wait_for(first, job["seconds"])
+    said = {}
+    for name, pipe in (("said", done), ("refused", refusal)):
+        os.set_blocking(pipe, False)
+        with contextlib.suppress(BlockingIOError):  # a process that outlived the program still holds it
+            said[name] = os.read(pipe, 1000).decode("utf-8", "replace")
+    print(json.dumps({"code": code, **said}))
+
+
+if __name__ == "__main__":
+    main()

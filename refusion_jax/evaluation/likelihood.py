@@ -1,0 +1,260 @@
+"""How probable texts are: the likelihood of each system, many texts a forward.
+
+A system says by which forward a text is scored (`systems.likelihood.Feed`); here feeds are packed into rows, run, and
+summed up again. A text's likelihood does not depend on the texts around it.
+
+Axes: B rows of a forward, T tokens of a row, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from refusion_jax.batch.visibility import Visibility
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.packing import PackedRows
+from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.likelihood import Feed, Text
+from refusion_jax.systems.registry import default_system, system_of
+
+_SHORTEST = 256  # tokens of a row, at least: short texts are packed
+_TOKENS = 2**14  # of a forward, at most
+_LOGITS = 2**26  # at a time, about: 256 MiB
+_BLOCK = 64  # tokens of a row that logits are made for at a time, at least
+_BOUND_DRAWS = 64  # of a bound, unless asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """Of one continuation."""
+
+    nats: float  # log p(continuation | prompt); of several draws the mean
+    error: float  # standard error of that mean; 0 for one draw
+    is_greedy: bool  # every token was the most probable one
+    is_bound: bool  # nats are at most log p, up to the error
+
+
+def log_likelihood(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    slot_size: int = 8,
+    order: str | Sequence[int] = "left_to_right",
+    **more: object,
+) -> list[float]:
+    """log p(continuation | prompt) in nats, one float each: exact, for the given order of slots.
+
+    Of masked diffusion models it is not known; there it is a bound from below, by Monte Carlo.
+
+    Args:
+      model: from `load_model`.
+      prompts, continuations: token ids; a prompt may be empty where the model does not write left to right.
+      slot_size: tokens a slot, for models that have slots.
+      order: "left_to_right", "random" (drawn anew for each text), or a list of slots by their number in the text.
+      more: `draws`, `seed` and `method` of `likelihoods`.
+
+    Raises:
+      UserError: where a text holds an id the model does not have, or is longer than the model reads, or an order does
+        not name every slot once.
+    """
+    return [scored.nats for scored in likelihoods(model, prompts, continuations, slot_size, order, **more)]
+
+
+def likelihoods(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    slot_size: int = 8,
+    order: str | Sequence[int] = "left_to_right",
+    *,
+    draws: int = 0,
+    seed: int = 0,
+    method: str = "",
+    keys: Sequence[int] | None = None,
+) -> list[Likelihood]:
+    """`log_likelihood` with its error over draws, and whether the continuation is the greedy one.
+
+    Args:
+      model, prompts, continuations, slot_size, order: of `log_likelihood`.
+      draws: random orders, or draws of a bound, that are averaged; 0: 1 order, 64 draws of a bound.
+      seed: of the draws.
+      method: a decoder of the model's system, as in DecodeSettings; by default the default system's.
+      keys: a number for each text, on which its draws depend; by default 0, 1, ...
+    """
+    system = system_of(method) if method else default_system()
+    if system.feed is None:
+        raise UserError(f"the likelihood of {system.name} models is not known")
+    texts = _checked(model, prompts, continuations, slot_size, order, draws)
+    keys = range(len(texts)) if keys is None else keys
+    draws = (draws or _BOUND_DRAWS) if system.is_bound else (draws or 1) if order == "random" else 1
+    feeds = []
+    for number, (prompt, continuation) in enumerate(texts):
+        for draw in range(draws if len(continuation) else 0):
+            drawn = (seed, keys[number], draw)
+            text = Text(prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}")
+            feeds.append((number, system.feed(text)))
+    nats, greedy = [[] for _ in texts], [True] * len(texts)
+    for (number, _), (value, is_greedy) in zip(feeds, score(model, [feed for _, feed in feeds]), strict=True):
+        nats[number].append(value)
+        greedy[number] &= is_greedy
+    return [
+        _averaged(values or [0.0], all_best, system.is_bound) for values, all_best in zip(nats, greedy, strict=True)
+    ]
+
+
+def held_out_bits(
+    model: Transformer,
+    tokenizer: Tokenizer | FastTokenizer,
+    rows: PackedRows | PreparedRows,
+    limit: int | None = None,
+    **how: object,
+) -> dict[str, object]:
+    """Bits per byte of all responses, given their prompts, in the first `limit` rows of a data set.
+
+    Args:
+      model: from `load_model`.
+      tokenizer: that made the rows.
+      rows: the data set.
+      limit: rows; None: all.
+      how: slot_size, order, draws, seed and method of `likelihoods`.
+    """
+    prompts, responses = [], []
+    for index in range(min(len(rows), limit or len(rows))):
+        row = rows[index]
+        for segment in range(1, int(row["segment_ids"].max()) + 1):
+            here = row["segment_ids"] == segment
+            prompts.append(row["tokens"][here & ~row["is_response"]])
+            responses.append(row["tokens"][here & row["is_response"]])
+            if how.get("method") == "ar" and not len(prompts[-1]):  # nothing predicts the first token
+                prompts[-1], responses[-1] = responses[-1][:1], responses[-1][1:]
+    scored = likelihoods(model, prompts, responses, **how)
+    nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))
+    size = sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
+    error = sum(s.error**2 for s in scored) ** 0.5
+    return {
+        "eval_bits_per_byte": -nats / size / math.log(2),
+        "is_bound": scored[0].is_bound,
+        "eval_bits_per_byte_error": error / size / math.log(2),
+        "eval_nats_per_token": -nats / tokens,
+        "documents": len(scored),
+        "tokens": tokens,
+        "bytes": size,
+        **how,
+    }
+
+
+def _averaged(values: list[float], is_greedy: bool, is_bound: bool) -> Likelihood:
+    error = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return Likelihood(float(np.mean(values)), error, is_greedy, is_bound)
+
+
+def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:
+    if isinstance(order, str) and order not in ("left_to_right", "random"):
+        raise UserError(f"order={order}: must be left_to_right, random, or a list of slots")
+    for name, value, least in (("slot_size", slot_size, 1), ("draws", draws, 0)):
+        if value < least:
+            raise UserError(f"{name}={value}: must be at least {least}")
+    c, texts = model.config, []
+    for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+        ids = np.array([*prompt, *continuation], np.int32)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < c.num_tokens:
+            raise UserError(f"text {number}: holds an id outside 0 to {c.num_tokens - 1}")
+        if len(ids) > c.max_position_embeddings:
+            raise UserError(
+                f"text {number}: has {len(ids)} tokens, and the model reads {c.max_position_embeddings}: shorten it"
+            )
+        texts.append((ids[: len(prompt)], ids[len(prompt) :]))
+    return texts
+
+
+def score(model: Transformer, feeds: Sequence[Feed]) -> list[tuple[float, bool]]:
+    """(sum of weight * log p(label), whether every label is the most probable token) of each feed."""
+    if not feeds:
+        return []
+    longest = max(map(len, feeds))
+    T = max(_SHORTEST, 1 << (longest - 1).bit_length())
+    B = max(1, min(_TOKENS // T, -(-sum(map(len, feeds)) // T)))
+    B = 1 << (B.bit_length() - 1)
+    graphdef, params = nnx.split(model)
+    results: list = [None] * len(feeds)
+    with jax.set_mesh(mesh_of(model)):
+        for rows in _batched(_packed([len(feed) for feed in feeds], T), B):
+            arrays = _lay_out(feeds, rows, B, T)
+            log_p, is_best = jax.device_get(_log_probabilities(graphdef, params, arrays))
+            for row, numbers in enumerate(rows):
+                at = 0
+                for number in numbers:
+                    feed, here = feeds[number], slice(at, at + len(feeds[number]))
+                    labelled = feed.weights > 0
+                    total = np.sum(np.where(labelled, log_p[row, here], 0.0) * feed.weights, dtype=np.float64)
+                    results[number] = float(total), bool(is_best[row, here][labelled].all())
+                    at += len(feed)
+    return results
+
+
+def _packed(lengths: Sequence[int], T: int) -> list[list[int]]:
+    """Rows of at most T tokens, as numbers of feeds: the longest first, each into the first row that has room."""
+    rows, room = [], np.zeros(len(lengths), np.int64)
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        row = int(np.argmax(room[: len(rows)] >= lengths[number])) if rows else 0
+        if not rows or room[row] < lengths[number]:
+            row = len(rows)
+            rows.append([])
+            room[row] = T
+        rows[row].append(number)
+        room[row] -= lengths[number]
+    return rows
+
+
+def _batched(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
+    for at in range(0, len(rows), size):
+        yield rows[at : at + size]
+
+
+def _lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
+    """[B, T] int32 each: tokens, positions, rank, group and labels of the feeds in rows, and their segments."""
+    arrays = {
+        name: np.zeros((B, T), np.int32) for name in ("tokens", "positions", "rank", "group", "labels", "segment")
+    }
+    for row, numbers in enumerate(rows):
+        at = 0
+        for segment, number in enumerate(numbers, 1):
+            feed = feeds[number]
+            here = slice(at, at + len(feed))
+            for name in ("tokens", "positions", "rank", "group", "labels"):
+                arrays[name][row, here] = getattr(feed, name)
+            arrays["segment"][row, here] = segment
+            at += len(feed)
+    return arrays
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probabilities(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """([B, T] float32 log p(label), [B, T] bool whether it is the most probable token)."""
+    model = nnx.merge(graphdef, params)
+    c, (B, T) = model.config, a["tokens"].shape
+    x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))
+    blocks = min(T // _BLOCK, 1 << max(B * T * c.vocab_size // _LOGITS, 1).bit_length() - 1)  # divides T
+
+    def block(block):
+        x, labels = block
+        logits = model.logits(x)
+        logits = jnp.where(jnp.arange(c.vocab_size)[None, None] < c.num_tokens, logits, -jnp.inf)
+        own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return own - jax.nn.logsumexp(logits, axis=-1), own >= jnp.max(logits, axis=-1)
+
+    def split(x):
+        return x.reshape(B, blocks, T // blocks, *x.shape[2:]).swapaxes(0, 1)
+
+    results = jax.lax.map(block, (split(x), split(a["labels"])))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(B, T), results)

@@ -1,0 +1,149 @@
+"""Runs generated programs shut in, and counts how many are right: pass@k.
+
+A program runs in a process of its own, from which it can reach neither the network nor other processes nor files
+(`jail.py`); processor time, memory, processes and files are limited, the environment is empty, and its directory is
+gone when it ends. Where the kernel does not allow that it is refused, unless the caller takes the risk (`unsafe`): then
+only the limits hold.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import json
+import math
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from refusion_jax.evaluation import jail
+from refusion_jax.runtime.errors import UserError
+
+_GRACE = 30  # seconds for the jail itself, on a busy machine
+_LOG = 2000  # characters of stderr that are kept
+_ALLOWED = contextvars.ContextVar("allowed", default="")  # "shut in" or "unsafe" inside of `allow`
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a program may use."""
+
+    seconds: float = 10.0  # from start to end, and of each process's processor time
+    memory: int = 1 << 30  # bytes of address space of each process
+    processes: int = 8  # and threads, at a time
+    disk: int = 64 << 20  # bytes that it may write
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    passed: bool  # it came to its last line, and exited with code 0
+    reason: str  # "passed", or what it died of
+
+
+def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcome:
+    """Runs a Python program with the standard library, shut in.
+
+    Args:
+      program: source code. It passes if it runs to its end: an early exit does not count.
+      limits: what it may use.
+      unsafe: without namespaces.
+
+    Raises:
+      UserError: where the kernel cannot shut it in.
+    """
+    token = secrets.token_hex(16)
+    python = Path(sys.executable).resolve()
+    job = {
+        "program": f"{program}\n\nimport os\nos.write(3, b'{token}')\n",
+        "python": str(python),
+        "read_only": _read_only(python),
+        "isolated": not unsafe,
+        **dataclasses.asdict(limits),
+    }
+    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory:
+        process = subprocess.run(
+            [str(python), "-I", "-S", "-B", jail.__file__],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            env={},
+            cwd=directory,
+            timeout=limits.seconds + _GRACE,
+            check=False,
+        )
+        log = Path(directory, "stderr")
+        tail = log.read_bytes()[-_LOG:].decode("utf-8", "replace").strip() if log.exists() else ""
+    ended = json.loads(process.stdout) if process.returncode == 0 else {"refused": process.stderr[-_LOG:]}
+    if ended.get("refused"):
+        raise UserError(_why_not(" ".join(ended["refused"].split()), unsafe))
+    if ended["code"] == 0 and ended.get("said") == token:
+        return Outcome(True, "passed")
+    if ended["code"] is None:
+        return Outcome(False, f"took longer than {limits.seconds:g} s")
+    last = tail.splitlines()[-1][-200:] if tail else "it ended before its last line"
+    return Outcome(False, f"exit code {ended['code']}: {last}")
+
+
+def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = False) -> list[Outcome]:
+    """`run` of each, as many at a time as there are processors."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(functools.partial(run, limits=limits, unsafe=unsafe), programs))
+
+
+@contextlib.contextmanager
+def allow(unsafe: bool = False) -> Iterator[None]:
+    """Lets tasks run generated code for the length of a block.
+
+    Raises:
+      UserError: at once, where the kernel cannot shut it in.
+    """
+    run("pass", unsafe=unsafe)
+    token = _ALLOWED.set("unsafe" if unsafe else "shut in")
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def run_allowed(programs: Sequence[str]) -> list[Outcome]:
+    """`run_all` as `allow` says; UserError outside of it."""
+    if not (how := _ALLOWED.get()):
+        raise UserError("generated code is run only with --allow_code_execution")
+    return run_all(programs, unsafe=how == "unsafe")
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that one of k samples is right, estimated without bias from more (Chen et al., arXiv 2107.03374).
+
+    Args:
+      samples: drawn for a problem, at least k.
+      right: how many of them pass.
+      k: how many one may try.
+    """
+    if not 0 < k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples of a problem, not {samples}")
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def _why_not(reason: str, unsafe: bool) -> str:
+    if unsafe:
+        return f"--unsafe: generated code cannot be run here: {reason}; as root it is run by the user nobody"
+    return (
+        f"--allow_code_execution: generated code cannot be shut in on this machine: {reason}; evaluate where the "
+        f"kernel allows user namespaces, or give --unsafe to run it with limits only"
+    )
+
+
+def _read_only(python: Path) -> list[str]:
+    """Directories that a bare Python needs; links among them are made anew inside."""
+    wanted = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
+    there = [path for path in wanted if os.path.exists(path) and not os.path.islink(path)]
+    own = sorted({str(Path(prefix).resolve()) for prefix in (sys.base_prefix, sys.base_exec_prefix, python.parent)})
+    return there + [path for path in own if not any(Path(path).is_relative_to(other) for other in there)]

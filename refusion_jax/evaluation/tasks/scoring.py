@@ -1,0 +1,108 @@
+"""What the pinned task files cannot say themselves: reading answers, and running them.
+
+The harness loads this file beside the task files that name its functions.
+"""
+
+import hashlib
+import random
+import re
+import warnings
+
+import datasets
+import math_verify
+
+from refusion_jax.evaluation import sandbox
+
+_SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra precalculus"
+
+
+def load_math(**_: object) -> dict[str, datasets.Dataset]:
+    """The test sets of MATH's seven subjects as one."""
+    parts = [datasets.load_dataset("EleutherAI/hendrycks_math", name, split="test") for name in _SUBJECTS.split()]
+    return {"test": datasets.concatenate_datasets(parts)}
+
+
+def score_math(doc: dict, results: list[str]) -> dict[str, float]:
+    """Whether an answer is that of the worked solution: as text, and in meaning."""
+    gold, answer = final_answer(doc["solution"]), final_answer(results[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the parser of LaTeX, about answers that are none
+        same = math_verify.verify(math_verify.parse(doc["solution"]), math_verify.parse(results[0]))
+    return {"exact_match": float(gold is not None and gold == answer), "math_verify": float(same)}
+
+
+def final_answer(text: str) -> str | None:
+    r"""The answer that a text names last, as plain as can be: in \boxed{}, or after "final answer is".
+
+    >>> final_answer(r"So it is $\boxed{\dfrac{1}{2}}$.")
+    '\\frac{1}{2}'
+    """
+    start, named = text.rfind("\\boxed{"), re.findall(r"final answer is:?\s*(.+?)(?:\. I hope|\.?\s*(?:\n|$))", text)
+    if start >= 0 and not named:
+        depth, at = 0, start + len("\\boxed")
+        while at < len(text):
+            depth += (text[at] == "{") - (text[at] == "}")
+            if depth == 0:
+                break
+            at += 1
+        named = [text[start + len("\\boxed{") : at]]
+    return _plain(named[-1]) if named else None
+
+
+def _plain(answer: str) -> str:
+    answer = re.sub(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}", r"\1", answer)
+    answer = (
+        answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\left", "").replace("\\right", "")
+    )
+    answer = re.sub(r"\\[!,;: ]|\\%|\^\{?\\circ\}?|\\\$|\$|\s", "", answer)
+    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
+    return answer.rstrip(".")
+
+
+def shuffle_options(docs: datasets.Dataset) -> datasets.Dataset:
+    """The four options of each question, in an order that is a function of the question, and the right one's letter."""
+
+    def shuffled(doc: dict) -> dict:
+        right = _clean(doc["Correct Answer"])
+        options = [_clean(doc[f"Incorrect Answer {i}"]) for i in (1, 2, 3)] + [right]
+        seed = hashlib.blake2b(doc["Question"].encode(), digest_size=8).digest()
+        random.Random(seed).shuffle(options)
+        return {"choices": options, "answer": f"({'ABCD'[options.index(right)]})"}
+
+    return docs.map(shuffled)
+
+
+def _clean(text: str | None) -> str:
+    return " ".join((text or "").replace(" [title]", ". ").split())
+
+
+def run_humaneval(resps: list[list[str]], docs: list[dict]) -> list[list[dict]]:
+    """Runs every answer, behind the beginning that was given, against the tests of its problem."""
+    return _run(resps, docs, lambda doc, code: f"{doc['prompt']}\n{code}\n{doc['test']}\ncheck({doc['entry_point']})")
+
+
+def run_mbpp(resps: list[list[str]], docs: list[dict]) -> list[list[dict]]:
+    """Runs every answer against the tests of its problem."""
+    setup = "test_setup_code"
+    return _run(resps, docs, lambda doc, code: "\n".join([doc.get(setup) or "", code, *doc["test_list"]]))
+
+
+def _run(resps, docs, program) -> list[list[dict]]:
+    programs = [[program(doc, code_of(text)) for text in texts] for texts, doc in zip(resps, docs, strict=True)]
+    outcomes = iter(sandbox.run_allowed([p for some in programs for p in some]))
+    verdicts = []
+    for some in programs:
+        ended = [(text, next(outcomes)) for text in some]
+        verdicts.append([{"passed": o.passed, "reason": o.reason, "program": text} for text, o in ended])
+    return verdicts
+
+
+def code_of(answer: str) -> str:
+    """The first block of Python in an answer; all of it up to the end of a block where none begins."""
+    return answer.split("```python\n", 1)[-1].split("```", 1)[0]
+
+
+def count_passed(doc: dict, results: list[list[dict]]) -> dict[str, float]:
+    """pass@1 of the answers to a problem."""
+    passed = [verdict["passed"] for verdict in results[0]]
+    return {"pass@1": sandbox.pass_at_k(len(passed), sum(passed), 1)}

@@ -1,0 +1,60 @@
+"""The exact likelihood of a text under a ReFusion model, for a given order of its slots.
+
+By the chain rule: a slot's first token is predicted by a mask token at its place, which sees exactly what was committed
+before the slot (each slot is planned alone, as if it were the only one left); each further token of the slot by the
+token before it, as in training. So one forward scores all slots. A prompt token `p` and the slots (ab)(cd) in the order
+(cd)(ab) are fed as
+
+    tokens       p  c  d  a  b  M  M
+    positions    0  3  4  1  2  1  3
+    rank         0  2  4  6  8  5  1     a mask stands between what was committed before its slot and the slot
+    group        0  0  0  0  0  2  1     and is seen by nobody but itself
+    labels       .  d  .  b  .  a  c
+
+Axes: P tokens of the prompt, R of the continuation, N slots.
+"""
+
+import numpy as np
+
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.likelihood import Feed, Text
+
+
+def slot_feed(text: Text) -> Feed:
+    """The feed of a text, whose slots are cut from the first token of its continuation; the last may be short.
+
+    Raises:
+      UserError: where the order does not name every slot once.
+    """
+    prompt, continuation, slot_size = text.prompt, text.continuation, text.slot_size
+    P, R = len(prompt), len(continuation)
+    first = np.arange(0, R, slot_size)
+    if text.order == "random":
+        order = np.random.default_rng(text.draw).permutation(len(first))
+    else:
+        order = np.arange(len(first)) if text.order == "left_to_right" else np.asarray(text.order, np.int64)
+    if not np.array_equal(np.sort(order), np.arange(len(first))):
+        raise UserError(
+            f"{text.name}: order={list(order)[:20]} must name each of its {len(first)} slots of slot_size={slot_size} "
+            f"once, counted from 0"
+        )
+    place = np.argsort(order)  # [N] when each slot is written
+    index = np.arange(R)
+    written = np.argsort(place[index // slot_size], kind="stable")  # [R] the continuation in the order of writing
+    slot_of = written // slot_size
+    has_next = np.append(slot_of[1:] == slot_of[:-1], np.zeros(min(R, 1), bool))
+    at = np.argsort(written)[first]  # [N] tokens of the continuation that are written before each slot
+    clean = np.arange(P + R)
+    return Feed(
+        *(
+            np.concatenate(parts).astype(np.int32)
+            for parts in (
+                (prompt, continuation[written], np.full(len(first), text.mask_id)),
+                (np.arange(P), P + written, P + first),
+                (2 * clean, 2 * (P + at) - 1),
+                (np.zeros_like(clean), 1 + place),
+                (np.zeros(P), np.where(has_next, continuation[np.minimum(written + 1, R - 1)], 0), continuation[first]),
+            )
+        ),
+        np.concatenate([np.zeros(P), has_next, np.ones(len(first))]).astype(np.float32),
+    )

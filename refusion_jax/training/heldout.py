@@ -1,0 +1,189 @@
+"""Held-out loss: the objective on rows that are never trained on.
+
+Noise is a function of the row alone, so that evaluations of any step, run, number of hosts and devices compare. The
+whole set is one batch to the objective, whose weights are normalized over all of it, and is then run part by part: the
+loss is exact, whatever the size of the last part.
+
+Axes: N rows of the set, filled up with empty ones to whole batches of B; T row length.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from etils import epath
+from flax import nnx
+from jax.sharding import Mesh
+
+from refusion_jax.batch.batch import is_labelled
+from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.config import make_objective
+from refusion_jax.data.dataset import read_rows
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.manifest import is_prepared
+from refusion_jax.data.packing import PackedRows
+from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.distributed import check_same
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.interface import Objective
+from refusion_jax.training.train_step import split_batch
+
+_MOST = 16  # values of a fact that are told apart
+_SEED = 0  # the same for every run: they compare
+
+
+class HeldOut:
+    """The rows of a run's held-out set on its devices, and the jitted evaluation."""
+
+    def __init__(self, config: ml_collections.ConfigDict, rows: Rows, graphdef: nnx.GraphDef, objective: Objective):
+        """Compiles the corruption alone.
+
+        Args:
+          config: the run's.
+          rows: [N, T], from `place`.
+          graphdef: of the transformer.
+          objective: of the run.
+        """
+        self._every, self._rows = config.eval.every, rows
+        parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
+        everywhere = sharding.sharding(rows.tokens.sharding.mesh)
+        values = jax.jit(lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).facts), out_shardings=everywhere)
+        sizes = {name: sorted(set(x.tolist())) for name, x in jax.device_get(values(rows)).items()}
+        evaluation = make_evaluation(graphdef, objective, parts, sizes)
+        self._evaluate = jax.jit(evaluation, out_shardings=everywhere)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is followed by an evaluation."""
+        return step % self._every == 0
+
+    def __call__(self, params: dict) -> dict[str, jax.Array]:
+        """eval_loss, its terms, and their means by what the objective tells apart: float32 scalars."""
+        return self._evaluate(params, self._rows)
+
+
+def _keys(rows: Rows) -> jax.Array:
+    """[N] PRNG keys: the noise of each row."""
+    return noise_keys(_SEED, jnp.int32(0), rows.tokens.shape[0])
+
+
+def _distinct(facts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The values, at most _MOST, of each fact that counts something."""
+    counts = {name: x for name, x in facts.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    return {name: jnp.unique(x, size=_MOST, fill_value=x[0, 0]) for name, x in counts.items()}
+
+
+def tell_apart(facts: dict[str, jax.Array], values: dict[str, list[int]]) -> dict[str, jax.Array]:
+    """Groups of tokens, [N, T] bool, by the facts of a batch: each value of a count, each quarter of a share.
+
+    Args:
+      facts: of the batch, [N, T] each: int32 counts, or float32 shares from 0 to 1.
+      values: that each count takes.
+    """
+    groups = {}
+    for name, x in facts.items():
+        if name in values:
+            groups |= {f"{name}_{value}": x == value for value in values[name]}
+        else:
+            quarter = jnp.clip(jnp.ceil(4 * x), 1, 4)
+            groups |= {f"{name}_{25 * i}": quarter == i for i in range(1, 5)}
+    return groups
+
+
+def make_evaluation(
+    graphdef: nnx.GraphDef, objective: Objective, parts: int, sizes: dict[str, list[int]]
+) -> Callable[[dict, Rows], dict[str, jax.Array]]:
+    """Builds the evaluation: (weights, rows [N, T]) -> scalars.
+
+    Args:
+      graphdef: of the transformer.
+      objective: whose loss it is.
+      parts: forwards; divides N.
+      sizes: values of the facts that count something, which are told apart.
+    """
+
+    def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
+        batch = objective.corrupt(rows, _keys(rows))
+        groups = tell_apart(batch.facts, sizes)
+
+        def part(_, some):
+            batch, groups = some
+            model = nnx.merge(graphdef, params)
+            ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
+            sums = {}
+            for name, weight in batch.weights.items():
+                sums[name] = jnp.sum(weight * ce), jnp.sum(weight)
+                for group, member in groups.items():
+                    sums[f"{name}_{group}"] = jnp.sum(weight * ce * member), jnp.sum(weight * member)
+            return None, sums
+
+        sums = jax.lax.scan(part, None, split_batch((batch, groups), parts))[1]
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        terms = {name: sums[name][0] for name in batch.weights}
+        means = {name: total / weight for name, (total, weight) in sums.items() if name not in terms}  # 0/0: NaN
+        loss = sum(objective.coefficients[name] * term for name, term in terms.items())
+        return {"eval_loss": loss} | {f"eval_loss_{name}": value for name, value in (terms | means).items()}
+
+    return evaluate
+
+
+def evaluate_model(
+    config: ml_collections.ConfigDict, model: Transformer, sets: list[PackedRows | PreparedRows]
+) -> dict[str, float | None]:
+    """The held-out loss of a trained model, as its run would log it; None for groups that no document is in.
+
+    Args:
+      config: of its run, with row_length and eval.rows those of the sets.
+      model: from `load_model`, on one device or a mesh.
+      sets: to evaluate on.
+    """
+    mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
+    with jax.set_mesh(mesh):
+        objective = make_objective(config, model.config.mask_token_id)
+        held_out = HeldOut(config, place(config, sets, mesh), graphdef, objective)
+        values = jax.device_get(held_out(nnx.to_pure_dict(params)))
+    return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
+
+
+def find_held_out(
+    config: ml_collections.ConfigDict, tokenizer: Tokenizer | FastTokenizer
+) -> list[PackedRows | PreparedRows]:
+    """The held-out sets of a run: what eval.path names, or those that were prepared with its data; none at all.
+
+    Raises:
+      UserError: where eval.path cannot be used.
+    """
+    if config.eval.path:
+        return [read_rows(config, config.eval.path, tokenizer, "eval.path")]
+    paths = [str(epath.Path(part.strip()) / "held_out") for part in config.data.path.split(",")]
+    return [read_rows(config, path, tokenizer, "data.path") for path in paths if is_prepared(path)]
+
+
+def place(config: ml_collections.ConfigDict, sets: list[PackedRows | PreparedRows], mesh: Mesh) -> Rows:
+    """The first eval.rows rows of the sets, in equal parts of each, on the devices; each host reads only its own."""
+    check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
+    most = config.eval.rows or max(map(len, sets))
+    picked = [(rows, index) for index in range(most) for rows in sets if index < len(rows)][: config.eval.rows or None]
+    if not picked:
+        raise UserError(f"--config.eval.path={config.eval.path}: holds no row to evaluate on")
+    N, T = -(-len(picked) // config.batch_size) * config.batch_size, config.row_length
+    dtypes = {"tokens": np.int32, "segment_ids": np.int32, "is_response": np.bool_}
+
+    def read(name: str, index: tuple[slice, slice]) -> np.ndarray:
+        numbers = range(*index[0].indices(N))
+        block = np.zeros((len(numbers), T), dtypes[name])
+        for at, number in enumerate(numbers):
+            if number < len(picked):
+                rows, row = picked[number]
+                block[at] = rows[row][name]
+        return block[:, index[1]]
+
+    where = sharding.sharding(mesh, "batch", "length")
+    return Rows(
+        **{name: jax.make_array_from_callback((N, T), where, lambda i, name=name: read(name, i)) for name in dtypes}
+    )

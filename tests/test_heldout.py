@@ -1,0 +1,117 @@
+"""The held-out loss is exact, the same on any devices and in any run, and training does not notice it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY_RUN, config_with, run, tiny_config
+from flax import nnx
+
+from refusion_jax import UserError, load_model, load_tokenizer
+from refusion_jax.batch.batch import is_labelled, weigh
+from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.config import make_objective
+from refusion_jax.data.packing import PackedRows
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, place
+from refusion_jax.training.metrics import read_metrics
+from refusion_jax.training.workdir import read_config
+
+SIZES = {"row_length": 32, "batch_size": 8, "slots.sizes": (2, 4), "eval.every": 1}
+
+
+def some_rows(count: int, seed: int = 0) -> PackedRows:
+    """Rows of two documents with a prompt each, and some padding."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(5, 30, size=(count, 32)).astype(np.int32)
+    segment_ids = np.repeat([[1, 2, 0]], count, axis=0).repeat([14, 15, 3], axis=1).astype(np.int32)
+    place_in_row = np.arange(32)[None]
+    is_response = ((place_in_row >= 3) & (place_in_row < 14)) | ((place_in_row >= 18) & (segment_ids > 0))
+    return PackedRows(np.where(segment_ids > 0, tokens, 0), segment_ids, is_response)
+
+
+def evaluate(sets, devices: int = 1, **changes) -> dict[str, float]:
+    config = config_with(**SIZES | changes)
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}, jax.devices()[:devices])
+    model = Transformer(tiny_config(), nnx.Rngs(0))
+    graphdef, params = nnx.split(model)
+    params = nnx.to_pure_dict(params)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, sharding.sharding(mesh))
+        held_out = HeldOut(config, place(config, sets, mesh), graphdef, make_objective(config, 4))
+        return {name: float(value) for name, value in held_out(params).items()}
+
+
+def by_hand(rows: PackedRows, objective: str = "refusion") -> dict[str, float]:
+    """All rows as one batch, in one forward."""
+    config = config_with(**SIZES, objective=objective)
+    batch_rows = Rows(rows.tokens, rows.segment_ids, rows.is_response)
+    batch = make_objective(config, 4).corrupt(batch_rows, noise_keys(0, 0, len(rows)))
+    model = Transformer(tiny_config(), nnx.Rngs(0))
+    ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
+    return {name: float(value) for name, value in weigh(ce, batch).items()}
+
+
+@pytest.mark.parametrize("objective", ["refusion", "ar"])
+def test_the_loss_of_a_set_is_that_of_one_batch_of_all_its_rows_on_any_devices(objective):
+    rows = some_rows(21)  # the last part holds 5 of 8
+    expected = by_hand(rows, objective)
+    one, eight = evaluate([rows], objective=objective), evaluate([rows], 8, objective=objective, batch_size=16)
+    for got in (one, eight):
+        for name, value in expected.items():
+            assert got[f"eval_loss_{name}"] == pytest.approx(value, abs=1e-6, rel=1e-6)
+        assert got["eval_loss"] == pytest.approx(sum(expected.values()), abs=1e-6, rel=1e-6)
+    assert one.keys() == eight.keys()
+    for name, value in one.items():
+        assert eight[name] == pytest.approx(value, abs=1e-6, rel=1e-6)
+
+
+def test_documents_are_told_apart_by_slot_size_and_mask_ratio():
+    got = evaluate([some_rows(40)])
+    groups = {name.removeprefix("eval_loss_mdm_") for name in got if name.startswith("eval_loss_mdm_")}
+    assert groups == {"slot_size_2", "slot_size_4", *(f"mask_ratio_{25 * i}" for i in range(1, 5))}
+    low, high = (min(got[f"eval_loss_mdm_{g}"] for g in groups), max(got[f"eval_loss_mdm_{g}"] for g in groups))
+    assert 2.5 < low < high < 5  # around log 30, each a mean
+    assert "eval_loss_ar_slot_size_4" in got
+
+
+def test_noise_is_that_of_the_row_alone():
+    first, all_of_them = some_rows(8), some_rows(8, seed=1)
+    both = PackedRows(*(np.concatenate([getattr(r, n) for r in (first, all_of_them)]) for n in vars(first)))
+    assert evaluate([first]) == evaluate([both], **{"eval.rows": 8})
+    assert evaluate([first], seed=3) == evaluate([first], seed=4)
+    mixed = evaluate([first, all_of_them], **{"eval.rows": 2})  # one row of each
+    assert np.isfinite(mixed["eval_loss"])
+
+
+def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
+    lines = [{"query": f"Add {i} and 3.", "response": f"{i + 3} it is, and more of it."} for i in range(30)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = [*TINY_RUN, "--config.steps=12", "--config.checkpoint.every=6", "--config.schedule=constant"]
+    evaluating = [f"--config.eval.path={tmp_path}/held_out.jsonl", "--config.eval.every=4"]
+    run("train", *flags, f"--workdir={tmp_path}/plain")
+    out, _ = run("train", *flags, *evaluating, f"--workdir={tmp_path}/parts", "--config.steps=6")
+    assert "held-out loss" in out
+    run("train", *flags, *evaluating, f"--workdir={tmp_path}/parts", devices=4)
+    plain, parts = (read_metrics(tmp_path / name) for name in ("plain", "parts"))
+    assert [record["loss"] for record in plain][:6] == [record["loss"] for record in parts][:6]
+    assert [record["loss"] for record in plain] == pytest.approx([record["loss"] for record in parts], abs=1e-4)
+    evaluated = [record for record in parts if "eval_loss" in record]
+    assert [record["step"] for record in evaluated] == [4, 6, 8, 12]
+    assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
+    assert {"eval_loss_ar", "eval_loss_mdm", "eval_loss_mdm_mask_ratio_100"} <= set(evaluated[0])
+
+    config, model = read_config(tmp_path / "parts"), load_model(tmp_path / "parts")
+    sets = find_held_out(config, load_tokenizer(tmp_path / "parts"))
+    for name, value in evaluate_model(config, model, sets).items():
+        assert evaluated[-1][name] == pytest.approx(value, abs=1e-6, rel=1e-6)
+
+
+def test_data_that_cannot_be_evaluated_is_named(tmp_path):
+    tokenizer = None
+    with pytest.raises(UserError, match="--config.eval.path: /none.jsonl does not exist"):
+        find_held_out(config_with(**{"eval.path": "/none.jsonl"}), tokenizer)
+    assert find_held_out(config_with(**{"data.path": "tasks"}), tokenizer) == []

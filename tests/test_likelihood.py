@@ -1,0 +1,175 @@
+"""The likelihood of a text is exact: it sums to one, and is what multiplying one token at a time gives."""
+
+import functools
+import itertools
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MASK, PROMPTS, SHARED, sharp_model, tiny_model
+from flax import nnx
+
+from refusion_jax import UserError, load_model, log_likelihood
+from refusion_jax.evaluation.likelihood import likelihoods
+from refusion_jax.model.transformer import KeyValues
+from refusion_jax.systems.likelihood import Text
+from refusion_jax.systems.refusion.likelihood import slot_feed
+
+LENGTH = 64
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probabilities(graphdef, params, tokens, positions, last):
+    """[V] after `last` tokens, each of which sees all before it: no packing, no masks, no cache."""
+    model = nnx.merge(graphdef, params)
+    c = model.config
+    none = jnp.zeros((c.num_hidden_layers, 1, 0, c.num_key_value_heads, c.head_dim))
+    causal = jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
+    logits = model.extend(tokens[None], positions[None], KeyValues(none, none), jnp.zeros(1, int), causal)[0][0, last]
+    return jax.nn.log_softmax(jnp.where(jnp.arange(c.vocab_size) < c.num_tokens, logits, -jnp.inf))
+
+
+def step_by_step(model, prompt, continuation, slot_size, order, mask=MASK) -> float:
+    """One forward a token: the chain rule as it is written in the paper."""
+    split, total = nnx.split(model), 0.0
+    seen = [(token, at) for at, token in enumerate(prompt)]
+
+    def read(sequence):
+        tokens, positions = np.zeros((2, LENGTH), np.int32)
+        tokens[: len(sequence)], positions[: len(sequence)] = zip(*sequence, strict=True)
+        return _log_probabilities(*split, tokens, positions, len(sequence) - 1)
+
+    for slot in order:
+        for i in range(slot * slot_size, min((slot + 1) * slot_size, len(continuation))):
+            at = len(prompt) + i
+            asked = [*seen, (mask, at)] if i == slot * slot_size else seen
+            total += float(read(asked)[continuation[i]])
+            seen = [*seen, (continuation[i], at)]
+    return total
+
+
+ORDERS = [(4, [0]), (2, [0, 1]), (2, [1, 0]), (1, [2, 0, 3, 1]), (3, [1, 0]), (3, "left_to_right"), (1, "random")]
+
+
+@pytest.mark.parametrize(("slot_size", "order"), ORDERS, ids=str)
+@pytest.mark.parametrize("prompt", [[], [3, 1]], ids=["no prompt", "prompt"])
+def test_the_probabilities_of_all_continuations_sum_to_one(prompt, slot_size, order):
+    model = tiny_model(vocab_size=8, num_tokens=5)
+    texts = list(itertools.product(range(5), repeat=4))
+    nats = log_likelihood(model, [prompt] * len(texts), texts, slot_size=slot_size, order=order, keys=[0] * len(texts))
+    assert abs(np.exp(nats).sum() - 1) < 1e-5
+    assert np.ptp(nats) > 0.1  # and they are not all alike
+
+
+def test_left_to_right_models_sum_to_one_as_well():
+    texts = list(itertools.product(range(5), repeat=3))
+    model = tiny_model(vocab_size=8, num_tokens=5)
+    nats = log_likelihood(model, [[3]] * len(texts), texts, method="ar")
+    assert abs(np.exp(nats).sum() - 1) < 1e-5
+
+
+def test_it_is_the_product_of_one_token_after_the_other():
+    model = sharp_model()
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(5, 30, size=rng.integers(1, 20)).tolist() for _ in PROMPTS]
+    for slot_size, backwards in ((4, False), (4, True), (1, True), (32, False)):
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            slots = range(-(-len(text) // slot_size))
+            order = list(slots)[::-1] if backwards else list(slots)
+            got = log_likelihood(model, [prompt], [text], slot_size=slot_size, order=order)[0]
+            assert abs(got - step_by_step(model, prompt, text, slot_size, order)) < 1e-4
+
+
+def test_packed_is_one_by_one():
+    model = sharp_model()
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(5, 30, size=rng.integers(0, 40)).tolist() for _ in range(30)]
+    texts = [rng.integers(5, 30, size=rng.integers(0, 60)).tolist() for _ in range(30)]
+    for options in ({"slot_size": 4}, {"slot_size": 8, "order": "random", "draws": 3}):
+        together = likelihoods(model, prompts, texts, **options)
+        for number in range(0, 30, 4):
+            one = likelihoods(model, prompts[number : number + 1], texts[number : number + 1], **options, keys=[number])
+            assert abs(one[0].nats - together[number].nats) < 1e-4
+            assert abs(one[0].error - together[number].error) < 1e-4
+
+
+GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden"))
+
+
+@pytest.mark.skipif(not (GOLDEN / "model").exists(), reason=f"no golden model in {GOLDEN}")
+def test_the_golden_model_agrees_with_the_product():
+    model = load_model(GOLDEN / "model")
+    rng = np.random.default_rng(2)
+    for slot_size in (4, 8):
+        prompt, text = (rng.integers(4, 500, size=n).tolist() for n in (7, 21))
+        order = rng.permutation(-(-len(text) // slot_size)).tolist()
+        got = log_likelihood(model, [prompt], [text], slot_size=slot_size, order=order)[0]
+        assert abs(got - step_by_step(model, prompt, text, slot_size, order, mask=511)) < 1e-4
+
+
+def test_random_orders_are_a_function_of_seed_and_text():
+    model = sharp_model()
+    text = list(range(5, 25))
+    prompts, texts = [[7]] * 3, [text] * 3
+    options = {"slot_size": 2, "order": "random"}
+    first, second, third = log_likelihood(model, prompts, texts, **options)
+    assert len({first, second, third}) == 3
+    assert log_likelihood(model, prompts, texts, **options) == [first, second, third]
+    assert log_likelihood(model, [[7]], [text], **options, keys=[2]) == pytest.approx([third])
+    assert log_likelihood(model, [[7]], [text], **options, seed=1)[0] != first
+    mean = likelihoods(model, [[7]], [text], **options, draws=20)[0]
+    assert mean.error > 0
+    assert abs(mean.nats - np.mean([first, second, third])) < 20 * mean.error
+
+
+def test_the_greedy_continuation_is_known_as_such():
+    model = sharp_model()
+    for method in ("refusion", "ar"):
+        best = []
+        for _ in range(3):
+            options = [likelihoods(model, [[7, 8]], [[*best, t]], 1, method=method)[0] for t in range(30)]
+            greedy = [token for token, option in enumerate(options) if option.is_greedy]
+            assert greedy == [int(np.argmax([option.nats for option in options]))] or len(greedy) == 1
+            best += greedy
+    assert likelihoods(model, [[7]], [[]])[0].nats == 0.0
+
+
+def test_the_feed_of_the_docstring():
+    feed = slot_feed(Text(np.array([9]), np.array([1, 2, 3, 4]), 2, [1, 0], 99, (0,), "text"))
+    assert feed.tokens.tolist() == [9, 3, 4, 1, 2, 99, 99]
+    assert feed.positions.tolist() == [0, 3, 4, 1, 2, 1, 3]
+    assert feed.rank.tolist() == [0, 2, 4, 6, 8, 5, 1]
+    assert (feed.labels * (feed.weights > 0)).tolist() == [0, 4, 0, 2, 0, 1, 3]
+
+
+def test_of_masked_diffusion_it_is_a_bound_with_its_error():
+    """The bound of a text of one token is exact: it is always the one that is masked."""
+    model = tiny_model(vocab_size=8, num_tokens=5)
+    one = likelihoods(model, [[3]] * 5, [[token] for token in range(5)], method="llada", draws=3)
+    assert all(scored.is_bound and scored.error < 1e-6 for scored in one)
+    assert abs(sum(np.exp(scored.nats) for scored in one) - 1) < 1e-5
+    few, many = (likelihoods(model, [[3]], [[1, 4, 0, 2]], method="llada", draws=n)[0] for n in (20, 500))
+    assert 0 < many.error < few.error
+    assert abs(few.nats - many.nats) < 4 * few.error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order": [0, 0]}, "must name each of its 2 slots"),
+        ({"order": [1]}, "must name each of its 2 slots"),
+        ({"order": "backwards"}, "must be left_to_right, random, or a list"),
+        ({"slot_size": 0}, "slot_size=0: must be at least 1"),
+        ({"continuations": [[5, 30, 5]]}, "text 0: holds an id outside 0 to 29"),
+        ({"continuations": [[5] * 300]}, "text 0: has 301 tokens, and the model reads 256"),
+        ({"method": "ar", "prompts": [[]]}, "text 0: a left-to-right model needs at least one token"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_scored_is_refused(change, message):
+    call = {"prompts": [[7]], "continuations": [[5, 6, 7]], "slot_size": 2} | change
+    with pytest.raises(UserError, match=message):
+        log_likelihood(tiny_model(), **call)

@@ -1,0 +1,169 @@
+"""The pinned task files: prompts, and whether right and wrong answers are told apart, on small data of our own."""
+
+import json
+import os
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is asked of the network
+
+import datasets
+import lm_eval
+from etils import epath
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from refusion_jax import UserError
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.evaluation import benchmark, sandbox
+from refusion_jax.evaluation.tasks import scoring
+
+PROBLEM = {"prompt": "def add(a, b):\n    '''Adds.'''\n", "entry_point": "add"}
+PROBLEM["test"] = "def check(add):\n    assert add(2, 3) == 5\n"
+TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(5, 5) == 10"]
+ARC = {"question": "Which floats?", "choices": {"text": ["a stone", "a cork", "lead", "iron"], "label": list("ABCD")}}
+GPQA = {"Question": "Which is right?", "Correct Answer": "this one"}
+GPQA |= {f"Incorrect Answer {i}": f"not {i}" for i in (1, 2, 3)}
+
+# task -> a problem, words of its prompt, an answer that is right, one that is not, the metric
+CASES = {
+    "gsm8k": (
+        {"question": "How many?", "answer": "2 and 2 is 4 #### 1,004"},
+        'end with "The answer is [result]," where',
+        *("So. The answer is 1004.", "The answer is 5.", "exact_match,strict-match"),
+    ),
+    "math": (
+        {"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$."},
+        "Problem:\nHalf of 1?\n\nSolution:",
+        *(r"We get $\boxed{\dfrac12}$", r"$\boxed{2}$", "math_verify,none"),
+    ),
+    "humaneval": (
+        PROBLEM,
+        "make sure that it passes the tests:\n```def add",
+        *("def add(a, b):\n    return a + b\n```\nDone.", "def add(a, b):\n    return a\n", "pass@1,run_tests"),
+    ),
+    "mbpp": (
+        {"text": "Add two numbers.", "test_list": TESTS, "test_setup_code": ""},
+        "Your code should pass these tests:\n\nassert add(1, 2) == 3\n",
+        *("```python\ndef add(a, b):\n    return a + b\n```", "def add(a, b): pass", "pass@1,run_tests"),
+    ),
+    "mmlu_pro": (
+        {"question": "Which?", "options": ["x", "y", "z"], "answer": "C"},
+        "Options:\nA. x\nB. y\nC. z\nAnswer: Let's think step by step.",
+        *("So the answer is (C).", "the answer is (A)", "exact_match,custom-extract"),
+    ),
+    "arc_c": (ARC | {"answerKey": "2"}, "\nB. a cork\nC. lead", " B", " C", "exact_match,remove_whitespace"),
+    "gpqa": (GPQA, "enclosed in parentheses", "I think ({right})", "I think ({wrong})", "exact_match,flexible-extract"),
+}
+
+
+class Parrot(LM):
+    """Says the same to everything, and remembers what it was asked."""
+
+    def __init__(self, answer: str):
+        super().__init__()
+        self.answer, self.asked = answer, []
+
+    def generate_until(self, requests):
+        self.asked += [request.args for request in requests]
+        return [self.answer] * len(requests)
+
+    loglikelihood = loglikelihood_rolling = None
+
+
+@pytest.fixture(autouse=True)
+def _cached_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def score(name: str, answer: str, directory) -> tuple[float, tuple]:
+    plan = benchmark.Plan([name], task_data=directory, allow_code_execution=True)
+    lm = Parrot(answer)
+    tasks = benchmark.load_tasks(plan)
+    with sandbox.allow():
+        manager = TaskManager(include_path=[benchmark.PINNED], include_defaults=False)  # lm_eval's take seconds to scan
+        how = {"confirm_run_unsafe_code": True, "bootstrap_iters": 0, "task_manager": manager}
+        results = lm_eval.simple_evaluate(model=lm, tasks=list(tasks), **how)
+    return results["results"][name][CASES[name][4]], lm.asked[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_right_answer_counts_and_a_wrong_one_does_not(name, tmp_path):
+    try:
+        sandbox.run("pass")
+    except UserError as error:
+        pytest.skip(f"this kernel shuts nothing in: {error}")
+    problem, words, right, wrong, _ = CASES[name]
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(problem) + "\n")
+    if name == "gpqa":
+        docs = scoring.shuffle_options(datasets.Dataset.from_list([problem]))
+        letter = docs[0]["answer"][1]
+        right, wrong = right.format(right=letter), wrong.format(wrong="ABCD".replace(letter, "")[0])
+    value, (prompt, options) = score(name, right, tmp_path)
+    assert words in prompt
+    assert value == 1
+    assert options["max_gen_toks"] == 512
+    assert score(name, wrong, tmp_path)[0] == 0
+
+
+def test_options_are_shuffled_the_same_every_time_and_not_always_alike():
+    docs = [GPQA | {"Question": f"Question {i}?"} for i in range(40)]
+    first, second = (scoring.shuffle_options(datasets.Dataset.from_list(docs))["answer"] for _ in range(2))
+    assert list(first) == list(second)
+    assert len(set(first)) == 4
+
+
+def test_settings_of_the_pinned_tasks_are_the_authors():
+    expected = {  # slot size, serial blocks, slot threshold, token threshold
+        "gsm8k": (32, 4, 0.9, 0.4),
+        "gpqa": (8, 32, 0.8, 0.2),
+        "math": (32, 8, 0.8, 0.6),
+        "mbpp": (32, 4, 0.9, 0.3),
+        "humaneval": (32, 4, 0.9, 0.4),
+        "arc_c": (8, 64, 0.8, 0.1),
+        "mmlu_pro": (16, 4, 0.9, 0.4),
+    }
+    assert set(expected) == {path.stem for path in benchmark.PINNED.glob("*.yaml")} == set(CASES)
+    for name, settings in expected.items():
+        decode = benchmark.load_yaml(benchmark.PINNED / f"{name}.yaml")["metadata"]["decode"]
+        assert tuple(decode[key] for key in ("slot_size", "serial_blocks", "slot_threshold", "token_threshold")) == (
+            settings
+        )
+        assert decode["max_new_tokens"] == 512
+
+
+def test_the_last_named_answer_is_read():
+    assert scoring.final_answer(r"so $\boxed{3}$, no: $\boxed{\text{A} + {b}}$") == "A+{b}"
+    assert scoring.final_answer("Final Answer: The final answer is $1,000$. I hope it is correct.") == "1000"
+    assert scoring.final_answer("nothing") is None
+
+
+def test_generated_code_needs_leave(tmp_path):
+    with pytest.raises(UserError, match="only with --allow_code_execution"):
+        sandbox.run_allowed(["pass"])
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{m.role}}|>{{m.content}}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_chats_are_rendered_with_and_without_thinking_and_with_the_beginning_of_an_answer(tmp_path):
+    words = ["<unk>", "<|user|>", "<|assistant|>", "<|end|>", "hello", "```python\n", "<|endoftext|>"]
+    marks = [{"id": i, "content": w, "special": True} for i, w in enumerate(words) if w.startswith("<|")]
+    same = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": "<unk>"}
+    tokenizer = {"version": "1.0", "added_tokens": [mark | same for mark in marks], "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = FastTokenizer(epath.Path(tmp_path / "tokenizer.json"), "<mask>")
+    assert tokenizer.has_chat_template
+    turns = [{"role": "user", "content": "hello"}]
+    assert tokenizer.render_chat(turns, thinking=True) == "<|user|>hello<|end|><|assistant|>"
+    assert tokenizer.render_chat(turns) == "<|user|>hello<|end|><|assistant|><think></think>"
+    begun = [*turns, {"role": "assistant", "content": "```python\n"}]
+    text = tokenizer.render_chat(begun, thinking=True, answer_begun=True)
+    assert text == "<|user|>hello<|end|><|assistant|>```python\n"
+    assert tokenizer.encode_chat([text])[0][:4] == [1, 4, 3, 2]

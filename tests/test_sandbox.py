@@ -1,0 +1,164 @@
+"""Generated programs are shut in: each way out is tried, none leads out, and the evaluation goes on."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from refusion_jax import UserError
+from refusion_jax.evaluation import jail, sandbox
+from refusion_jax.evaluation.sandbox import Limits, Outcome, pass_at_k
+
+QUICK = Limits(seconds=2.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _allowed():
+    try:
+        sandbox.run("pass")
+    except UserError as error:
+        pytest.skip(f"this kernel shuts nothing in: {error}")
+
+
+def failed(program: str) -> str:
+    """Why a program that must fail did."""
+    outcome = sandbox.run(program, QUICK)
+    assert not outcome.passed, program
+    return outcome.reason
+
+
+def test_a_program_passes_if_it_runs_to_its_end():
+    program = (
+        "import collections, heapq, math, re, threading\nprint(input if 0 else 'x' * 100)\nassert math.sqrt(4) == 2"
+    )
+    assert sandbox.run(program) == Outcome(True, "passed")
+    assert "no such luck" in failed("assert 1 == 2, 'no such luck'")
+    assert "SyntaxError" in failed("def f(:")
+    for early in ("import sys; sys.exit(0)", "import os; os._exit(0)", "quit = None; raise SystemExit"):
+        assert "exit code 0" in failed(early)
+
+
+def test_an_endless_loop_is_ended():
+    began = time.monotonic()
+    assert failed("while True: pass") == "took longer than 2 s"
+    assert time.monotonic() - began < 20
+
+
+def test_a_fork_bomb_stops_at_the_limit_and_leaves_nothing():
+    assert "temporarily unavailable" in failed("import os\nwhile True: os.fork()")
+    stubborn = "import os, signal\nos.setsid()\nwhile True:\n  try: os.fork()\n  except OSError: pass"
+    assert "took longer" in failed(stubborn)
+    assert not _running_programs()
+    sandbox.run("import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(60)")  # an orphan
+    assert not _running_programs()
+
+
+def _running_programs() -> list[str]:
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [text for text in [line.read_text()] if "program.py" in text]
+        except OSError:
+            pass  # it ended
+    return found
+
+
+def test_ten_gigabytes_are_refused():
+    assert "MemoryError" in failed("x = bytearray(10 << 30)")
+
+
+def test_nothing_outside_its_directory_is_written_or_read(tmp_path):
+    (tmp_path / "secret").write_text("42")
+    for path in (tmp_path / "new", "/usr/new", "/etc/new", "/new"):
+        assert "Error" in failed(f"open({str(path)!r}, 'w').write('x')")
+        assert not Path(path).exists()
+    assert "FileNotFoundError" in failed(f"open({str(tmp_path / 'secret')!r}).read()")
+    assert "OSError" in failed("open('big', 'wb').write(b'0' * (200 << 20))")
+    assert sandbox.run("open('own', 'w').write('x'); assert open('own').read() == 'x'").passed
+
+
+def test_there_is_no_network():
+    for target in (("1.1.1.1", 53), ("127.0.0.1", 22)):
+        assert "unreachable" in failed(f"import socket; socket.create_connection({target!r}, timeout=1)")
+
+
+def test_the_environment_of_the_parent_stays_hidden(monkeypatch):
+    monkeypatch.setenv("A_SECRET", "42")
+    assert sandbox.run("import os; assert 'A_SECRET' not in os.environ").passed
+    program = "import os\nfor i in range(1, 100): open(f'/proc/{i}/environ').read()"
+    assert "FileNotFoundError" in failed(program)
+    assert sandbox.run("import os; assert os.getpid() < 10").passed  # no process of ours can be named
+
+
+def test_no_privilege_is_left_or_gained():
+    program = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nlibc.unshare(0x10020000)\n"
+        "assert os.getuid() != 0 and libc.mount(None, b'/usr', None, 4096 | 32, None) == -1\n"
+        "assert libc.sethostname(b'x', 1) == -1"
+    )
+    assert sandbox.run(program).passed
+
+
+def test_one_that_misbehaves_spoils_nothing_for_the_others():
+    programs = ["assert True", "while True: pass", "import os\nos.kill(-1, 9)", "import os; os.close(3)", "x = 1"]
+    passed = [outcome.passed for outcome in sandbox.run_all(programs, QUICK)]
+    assert passed == [True, False, False, False, True]
+
+
+def test_a_machine_that_cannot_shut_in_is_named(monkeypatch):
+    refuses = 'import json; print(json.dumps({"refused": "Operation not permitted"}))'
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(refuses)
+        file.flush()
+        monkeypatch.setattr(jail, "__file__", file.name)
+        with pytest.raises(UserError, match="--allow_code_execution: .*Operation not permitted.*--unsafe"):
+            sandbox.run("pass")
+        with pytest.raises(UserError, match="--unsafe: generated code cannot be run here: Operation not permitted"):
+            sandbox.run("pass", unsafe=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root and a system Python")
+def test_an_ordinary_user_is_shut_in_as_well():
+    """Not root: by a user namespace. With `unsafe` the limits hold all the same."""
+    bomb = "import os\nos.write(3, b'end')\ntry:\n  while True: os.fork()\nexcept OSError: pass"
+    for isolated, program in ((True, "import os; assert not os.path.exists('/proc')"), (False, "pass")):
+        with tempfile.TemporaryDirectory() as directory:
+            script = shutil.copy(jail.__file__, directory)
+            os.chown(directory, 65534, 65534)
+            os.chmod(script, 0o644)
+            job = {
+                "program": f"{program}\n{bomb}",
+                "python": os.path.realpath("/usr/bin/python3"),
+                "read_only": ["/usr", "/dev/null"],
+                "isolated": isolated,
+                **vars(Limits(seconds=5)),
+            }
+            out = subprocess.run(
+                ["/usr/bin/python3", "-I", script],
+                input=json.dumps(job).encode(),
+                capture_output=True,
+                cwd=directory,
+                user=65534,
+                group=65534,
+                extra_groups=[],
+                check=True,
+            )
+        assert json.loads(out.stdout)["said"].startswith("end"), (out, sys.version)
+        assert not _running_programs()
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+    assert pass_at_k(1, 1, 1) == 1.0
+    assert pass_at_k(5, 0, 3) == 0.0
+    assert math.isclose(pass_at_k(10, 3, 1), 0.3)
+    assert math.isclose(pass_at_k(4, 2, 2), 1 - 1 / 6)
+    assert pass_at_k(4, 3, 2) == 1.0
+    with pytest.raises(ValueError, match="pass@3"):
+        pass_at_k(2, 1, 3)
