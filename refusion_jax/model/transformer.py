@@ -46,6 +46,7 @@ class ModelConfig:
     bos_token_id: int
     eos_token_id: int
     mask_token_id: int
+    shifted: bool = False  # trained to read a masked token from the logits at the token before it
 
 
 @jax.tree_util.register_dataclass

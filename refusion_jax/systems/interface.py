@@ -62,6 +62,7 @@ class System:
     keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
     check: Callable[[Any], None] = lambda section: None  # raises SettingError where values do not fit together
     decodes: tuple[str, ...] = ()  # names of the systems whose models its decoders serve, too
+    shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     is_default: bool = False  # what is trained unless the config says otherwise; one system alone
 
 
