@@ -25,6 +25,13 @@ T = 24
 VARIANTS = {
     "refusion": [{"slot": 0.2, "token": 0.7}, {"slot": 0.7, "token": 0.02, "blocks": 2}],
     "dream": [{"steps": 4}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7}],
+    "fast_dllm": [
+        {"cache": "prefix", "block_length": 4, "threshold": 0.3},
+        {"block_length": 7, "threshold": 0.3, "shift": "yes"},
+        {"block_length": 8, "rule": "factor", "factor": 1.5},
+        {"cache": "none", "threshold": 0.5},
+    ],
+    "conv": [{"steps": 4, "conv_window": 5}, {"shift": "yes", "conv_window": 2, "conv_scale": 0.3}],
     "llada": [{"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
 }
 

@@ -20,6 +20,9 @@ from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
 
+# Default and help of the setting `shift`, of decoders that serve models of several systems; see `is_shifted`.
+SHIFT = "auto", "Whether the token at j is read from the logits at j - 1: yes | no | auto (what a run's model says; no)"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +136,21 @@ def even_share(size: jax.Array, steps: jax.Array, step: jax.Array) -> jax.Array:
     return size // steps + (step < size % steps)
 
 
-def commit(s: MaskedText, w: Window, chosen: jax.Array, committed: jax.Array, ids: TokenIds) -> MaskedText:
-    """The state behind a forward that commits some masks [B, K] of a window; active rows end where all is settled."""
-    committed = committed & w.masked & s.active[:, None]
+def commit(
+    s: MaskedText, w: Window, chosen: jax.Array, committed: jax.Array, ids: TokenIds, took_part: jax.Array | None = None
+) -> MaskedText:
+    """The state behind a forward that commits some masks of a window; a row ends where all is settled.
+
+    Args:
+      s: the state before.
+      w: the window.
+      chosen: [B, K] int32, a token for each of its places.
+      committed: [B, K] bool.
+      ids: what the special tokens are.
+      took_part: [B] bool, the active rows that the forward was for; by default all.
+    """
+    took_part = s.active if took_part is None else took_part
+    committed = committed & w.masked & took_part[:, None]
     front = jnp.argsort(~committed, axis=1, stable=True)  # the committed ones first, in text order
     tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, w.position))
     text = put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen)
@@ -144,7 +159,7 @@ def commit(s: MaskedText, w: Window, chosen: jax.Array, committed: jax.Array, id
         text=text,
         record=s.record.append(tokens, positions, jnp.sum(committed, axis=1)),
         active=s.active & ~is_settled(text, s.layout, ids),
-        forwards=s.forwards + s.active,
+        forwards=s.forwards + took_part,
     )
 
 

@@ -75,7 +75,9 @@ class Plain:
         """The `count` places with the highest scores, in text order; of equal scores the earlier place."""
         order = sorted(scores, key=lambda place: (-scores[place], place))
         if 0 < count < len(order):
-            self.margin = min(self.margin, scores[order[count - 1]] - scores[order[count]])
+            last, next_one = (scores[order[i]] for i in (count - 1, count))
+            if last or next_one:  # two scores of exactly 0 are no noise
+                self.margin = min(self.margin, last - next_one)
         return sorted(order[:count])
 
     def is_settled(self, text: dict[int, int]) -> bool:
