@@ -24,6 +24,10 @@ T = 24
 # What a decoder is tried with beside the settings of conftest: its own ways to go on and to end.
 VARIANTS = {
     "refusion": [{"slot": 0.2, "token": 0.7}, {"slot": 0.7, "token": 0.02, "blocks": 2}],
+    "d2f": [
+        {"block_length": 4, "threshold": 0.3},
+        {"block_length": 2, "blocks_in_flight": 2, "open_at": 0.5, "threshold": 0.4, "force_at": 0.5},
+    ],
     "dream": [{"steps": 4}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7}],
     "fast_dllm": [
         {"cache": "prefix", "block_length": 4, "threshold": 0.3},
