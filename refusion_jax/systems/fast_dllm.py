@@ -86,7 +86,7 @@ class State(MaskedText):
 
     block: jax.Array  # [B] int32
     is_fresh: jax.Array  # [B] bool, the next forward of the row is over its whole text
-    entries: KeyValues  # [L, B, C, K, H], what was kept; a leading part of it counts
+    entries: KeyValues  # [L, B, C, K, H], what was kept; a leading part counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class BlockCache:
 
     ids: shared.TokenIds
     width: int  # C, tokens of the longest text
-    cache_length: int  # C
+    cache_length: int  # C, or 0 where nothing is kept
     new_tokens: int  # N, of a row, at most
     block_length: int  # K, of a block, at most
     cache: str
@@ -116,7 +116,7 @@ class BlockCache:
         return cls(
             ids=shared.TokenIds.of(own, model),
             width=C,
-            cache_length=C,
+            cache_length=0 if own.cache == "none" else C,
             new_tokens=N,
             block_length=min(N, max(r.settings.block_length or N for r in requests)),
             cache=own.cache,
@@ -155,14 +155,16 @@ class BlockCache:
         logits = model.logits(jnp.take_along_axis(x, at[:, :, None], axis=1))
 
         took_part = s.active & s.is_fresh
+        if self.cache == "none":
+            return self._commit(s, w, logits, took_part, jnp.zeros_like(w.masked))
         if self.cache == "dual":  # what stands behind the tokens that are fed from now on moves up to those before them
             order = jnp.minimum(jnp.where(index < start[:, None], index, index + fed[:, None]), C - 1)
             order = order[None, :, :, None, None]
             entries = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), entries)
         is_new = took_part[None, :, None, None, None]
         entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), entries, s.entries)
-        is_read_now = jnp.arange(self.block_length)[None] < (self.shifted and self.cache != "none")
-        return self._commit(dataclasses.replace(s, entries=entries), w, logits, took_part, is_read_now)
+        is_first = self.shifted & (jnp.arange(self.block_length)[None] == 0)
+        return self._commit(dataclasses.replace(s, entries=entries), w, logits, took_part, is_first)
 
     def _block(self, model: Transformer, s: State) -> State:
         """A forward over what is fed on top of the kept keys and values."""
