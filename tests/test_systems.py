@@ -30,6 +30,18 @@ VARIANTS = {
         {"slot": 0.3, "infill": "exact"},
         {"slot": 0.5, "infill": "exact", "infill_blend": 0.5, "blocks": 2},
     ],
+    "d2f": [
+        {"block_length": 4, "threshold": 0.3},
+        {"block_length": 2, "blocks_in_flight": 2, "open_at": 0.5, "threshold": 0.4, "force_at": 0.5},
+    ],
+    "dream": [{"steps": 4}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7}],
+    "fast_dllm": [
+        {"cache": "prefix", "block_length": 4, "threshold": 0.3},
+        {"block_length": 7, "threshold": 0.3, "shift": "yes"},
+        {"block_length": 8, "rule": "factor", "factor": 1.5},
+        {"cache": "none", "threshold": 0.5},
+    ],
+    "conv": [{"steps": 4, "conv_window": 5}, {"shift": "yes", "conv_window": 2, "conv_scale": 0.3}],
     "llada": [{"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
 }
 

@@ -54,17 +54,37 @@ class Plain:
 
     def best(self, p: np.ndarray, place: int) -> int:
         """The most probable token that may be chosen at a place, from the probabilities [V] there."""
+        p = self.choosable(p, place)
+        self.margin = min(self.margin, np.diff(np.sort(p)[-2:])[0])
+        return int(p.argmax())
+
+    def choosable(self, p: np.ndarray, place: int) -> np.ndarray:
+        """The probabilities [V] at a place, -1 for tokens that may not be chosen there."""
         p = p.copy()
         p[[self.ids.mask_id, self.ids.pad_id]] = -1
         if place < self.last_given:
             p[self.ids.eos_id] = -1
-        self.margin = min(self.margin, np.diff(np.sort(p)[-2:])[0])
-        return int(p.argmax())
+        return p
 
     def above(self, p: float, threshold: float) -> bool:
         """p > threshold."""
         self.margin = min(self.margin, abs(p - threshold))
         return p > threshold
+
+    def first(self, scores: dict[int, float], count: int) -> list[int]:
+        """The `count` places with the highest scores, in text order; of equal scores the earlier place."""
+        order = sorted(scores, key=lambda place: (-scores[place], place))
+        if 0 < count < len(order):
+            last, next_one = (scores[order[i]] for i in (count - 1, count))
+            if last or next_one:  # two scores of exactly 0 are no noise
+                self.margin = min(self.margin, last - next_one)
+        return sorted(order[:count])
+
+    def is_settled(self, text: dict[int, int]) -> bool:
+        """Whether no place is left, or none before an EOS."""
+        tokens = [text.get(place) for place in self.places]
+        end = tokens.index(self.ids.eos_id) if self.ids.eos_id in tokens else len(tokens)
+        return None not in tokens[:end]
 
     def result(self, commits: list[tuple[int, int]], rounds: int) -> dict:
         """What the decoder must give, from (token, place) in the order of commitment."""

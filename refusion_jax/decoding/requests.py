@@ -147,6 +147,20 @@ def prefill_chunk(requests: Sequence[Request]) -> int:
     return min(_CHUNK, -(-given // ROUNDING) * ROUNDING)
 
 
+def check_no_templates(requests: Sequence[Request]) -> None:
+    """Refuses templates, for decoders that only write behind what is given.
+
+    Raises:
+      UserError: naming the request.
+    """
+    for request in requests:
+        if request.template:
+            raise UserError(
+                f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it cannot "
+                f"fill templates"
+            )
+
+
 def check_same_program(requests: Sequence[Request]) -> None:
     """Refuses requests whose settings differ in something that is compiled in.
 

@@ -46,6 +46,7 @@ class ModelConfig:
     bos_token_id: int
     eos_token_id: int
     mask_token_id: int
+    shifted: bool = False  # trained to read a masked token from the logits at the token before it
 
 
 @jax.tree_util.register_dataclass
@@ -195,6 +196,19 @@ class Transformer(nnx.Module):
         Returns:
           ([B, T, V] float32, keys and values [L, B, T, K, H]); with `ragged` the logits are packed, [S, N, V].
         """
+        x, kept = self.extend_hidden(tokens, positions, cached, length, visible, ragged)
+        return self.logits(x), kept
+
+    def extend_hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cached: KeyValues,
+        length: jax.Array,
+        visible: jax.Array,
+        ragged: Ragged | None = None,
+    ) -> tuple[jax.Array, KeyValues]:
+        """`extend`, but for the output head: [B, T, D] instead of logits, for where those of some tokens are enough."""
         is_cached = jnp.arange(cached.keys.shape[2])[None] < length[:, None]  # [B, S]
         ragged = ragged or Ragged(*tokens.shape, len(tokens), None, None)
 
@@ -203,8 +217,7 @@ class Transformer(nnx.Module):
             heads = cached_attention(q, k, v, visible, cached.keys, cached.values, is_cached)
             return ragged.pack(heads), KeyValues(k, v)
 
-        x, kept = self._run(ragged.pack(tokens), ragged.pack(positions), attend, cached)
-        return self.logits(x), kept
+        return self._run(ragged.pack(tokens), ragged.pack(positions), attend, cached)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, visibility: Visibility) -> jax.Array:
         """[B, T, D]: what the output head reads, of packed rows; the arguments are those of a call."""

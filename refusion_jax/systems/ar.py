@@ -19,11 +19,18 @@ from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import (
+    Layout,
+    Places,
+    Request,
+    check_no_templates,
+    most_new_tokens,
+    prefill_chunk,
+    text_capacity,
+)
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import RowSettings, Settings, TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 
@@ -91,12 +98,7 @@ class LeftToRight:
         Raises:
           UserError: for templates, which need what a left-to-right model does not see.
         """
-        for request in requests:
-            if request.template:
-                raise UserError(
-                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
-                    f"cannot fill templates"
-                )
+        check_no_templates(requests)
         return cls(
             ids=TokenIds.of(requests[0].settings, model),
             new_tokens=most_new_tokens(requests),

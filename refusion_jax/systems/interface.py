@@ -65,6 +65,7 @@ class System:
     decodes: tuple[str, ...] = ()  # names of the systems whose models its decoders serve, too
     feed: Callable[[Text], Feed] | None = None  # by which forward a text is scored, if its likelihood is known
     is_bound: bool = False  # the feed is drawn at random, and the mean over draws bounds log p from below
+    shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     is_default: bool = False  # what is trained unless the config says otherwise; one system alone
 
 

@@ -26,12 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from refusion_jax.batch.batch import Batch, count_documents
-from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.rows import Rows, draw_masks, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
+from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
+from refusion_jax.decoding.sampling import probability
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
@@ -52,16 +53,7 @@ class MaskedDiffusion:
 
     def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
         """Masks response tokens with a probability of each document's own."""
-        T = rows.tokens.shape[1]
-        document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
-
-        def draw(key):
-            t_key, mask_key = jax.random.split(key)
-            return (1 - self.eps) * jax.random.uniform(t_key, (T,)) + self.eps, jax.random.uniform(mask_key, (T,))
-
-        p, u = jax.vmap(draw)(keys)
-        p = jnp.take_along_axis(p, document, axis=1)
-        is_masked = rows.is_response & (u < p)
+        is_masked, p = draw_masks(rows, keys, self.eps)
         response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
@@ -103,24 +95,11 @@ class RowSettings(shared.RowSettings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(canvas.MaskedText):
     """All that the loop carries."""
 
-    layout: Layout
-    record: Record
-    keys: jax.Array  # [B] PRNG keys
-    text: jax.Array  # [B, C] int32, masks where nothing is committed
-    length: jax.Array  # [B] int32, of the text
     block: jax.Array  # [B] int32
     block_step: jax.Array  # [B] int32, forwards taken in this block
-    ended: jax.Array  # [B] bool, an EOS was committed
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
-
-    @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward is one."""
-        return self.forwards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,70 +131,27 @@ class Denoise:
 
     def init(self, _: Transformer, layout: Layout, keys: jax.Array) -> State:
         """Rows of which nothing is written; there is no prefill."""
-        B, C = layout.given.tokens.shape
-        given = layout.given
-        at = jnp.where(jnp.arange(C)[None] < given.length[:, None], given.positions, C)  # filler is dropped
-        text = jnp.full((B, C), self.ids.mask_id, jnp.int32)
-        zeros = jnp.zeros((B,), jnp.int32)
-        return State(
-            layout=layout,
-            record=Record.empty(B, self.new_tokens + self.block_length),
-            keys=keys,
-            text=jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(text, at, given.tokens),
-            length=given.length + layout.places.count,
-            block=zeros,
-            block_step=zeros,
-            ended=zeros > 0,
-            active=zeros == 0,
-            forwards=zeros,
-        )
+        zeros = jnp.zeros(keys.shape, jnp.int32)
+        return State.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward over the whole text; each row commits the most confident masks of its block."""
-        places, own = s.layout.places, s.layout.settings
-        index, offset = jnp.arange(s.text.shape[1])[None], jnp.arange(self.block_length)[None]
-        block_length = jnp.where(own.block_length > 0, own.block_length, places.count)
-        blocks = -(-places.count // jnp.maximum(block_length, 1))
-        at = (s.block * block_length)[:, None] + offset  # [B, K], places of the block
-        is_in = (offset < block_length[:, None]) & (at < places.count[:, None])
-        position, may_end = (
-            jnp.take_along_axis(x, jnp.minimum(at, self.new_tokens - 1), axis=1)
-            for x in (places.position, places.may_end)
-        )
-        masked = is_in & (jnp.take_along_axis(s.text, position, axis=1) == self.ids.mask_id)
-
-        seen = Visibility.of(BIDIRECTIONAL, (index < s.length[:, None]).astype(jnp.int32))
-        hidden = model.hidden(s.text, jnp.broadcast_to(index, s.text.shape), seen)
-        logits = model.logits(jnp.take_along_axis(hidden, position[:, :, None], axis=1))  # [B, K, V]
-        real, choosable = mask_logits(logits, may_end, self.ids)
-        keys, settings = jax.tree.map(
-            lambda x: jnp.broadcast_to(x[:, None], position.shape),
-            (jax.vmap(jax.random.fold_in)(s.keys, s.forwards), own),
-        )
-        chosen = sample(choosable, masked, keys, position, settings)
-        confidence = jnp.where(masked, probability(real, chosen), -1.0)
-
-        # Of a block of n tokens every step commits n // steps, and the first n % steps of them one more.
-        size = jnp.sum(is_in, axis=1)
-        steps = jnp.clip(jnp.where(own.steps > 0, own.steps // jnp.maximum(blocks, 1), size), 1, jnp.maximum(size, 1))
-        count = jnp.where(s.active, size // steps + (s.block_step < size % steps), 0)
-        rank = jnp.argsort(jnp.argsort(-confidence, axis=1, stable=True), axis=1, stable=True)  # 0: most confident
-        committed = masked & (rank < count[:, None])
-
-        front = jnp.argsort(~committed, axis=1, stable=True)  # the committed ones first, in text order
-        record = s.record.append(*(jnp.take_along_axis(x, front, axis=1) for x in (chosen, position)), count)
-        into = jnp.where(committed, position, s.text.shape[1])
-        ended = s.ended | jnp.any(committed & (chosen == self.ids.eos_id), axis=1)
+        own, count = s.layout.settings, s.layout.places.count
+        length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
+        blocks = jnp.maximum(-(-count // length), 1)
+        w = canvas.window(s, self.ids, self.block_length, s.block * length, length)
+        logits = canvas.denoise(model, s, w.position, shifted=False)
+        chosen, real, _ = canvas.propose(logits, s, w, self.ids)
+        steps = jnp.clip(jnp.where(own.steps > 0, own.steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
+        rank = canvas.ranks(probability(real, chosen), w)
+        after = canvas.commit(s, w, chosen, rank < canvas.even_share(w.size, steps, s.block_step)[:, None], self.ids)
         is_over = s.block_step + 1 >= steps  # of the block
+        is_last = canvas.has_ended(after.record, self.ids) | (s.block + 1 >= blocks)
         return dataclasses.replace(
-            s,
-            record=record,
-            text=jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen),
+            after,
             block=s.block + (s.active & is_over),
             block_step=jnp.where(is_over, 0, s.block_step + s.active),
-            ended=ended,
-            active=s.active & ~(is_over & (ended | (s.block + 1 >= blocks))),
-            forwards=s.forwards + s.active,
+            active=s.active & ~(is_over & is_last),
         )
 
 
@@ -230,11 +166,8 @@ def reference(model: Transformer, request: Request) -> dict:
             tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
             p = plain.forward("denoise", tokens, [*range(len(tokens))], np.ones((len(tokens), len(tokens)), bool))
             best = {place: plain.best(p[place], place) for place in block if place not in text}
-            sure = sorted(best, key=lambda place: -p[place][best[place]])  # noqa: B023
             count = len(block) // steps + (step < len(block) % steps)
-            gaps = [p[a][best[a]] - p[b][best[b]] for a, b in zip(sure[count - 1 :], sure[count : count + 1])]  # noqa: B905
-            plain.margin = min(plain.margin, *gaps, 1.0)
-            new = {place: best[place] for place in sorted(sure[:count])}
+            new = {place: best[place] for place in plain.first({at: p[at][best[at]] for at in best}, count)}
             text |= new
             commits += [(token, place) for place, token in new.items()]
         if plain.ids.eos_id in dict(commits):

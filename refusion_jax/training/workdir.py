@@ -21,6 +21,7 @@ from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.cli import check_output
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
+from refusion_jax.systems.registry import find_system
 
 
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
@@ -91,4 +92,5 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | FastT
         bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
         mask_token_id=tokenizer.mask_id,
+        shifted=find_system(config.objective).shifted,
     )

@@ -1,0 +1,300 @@
+"""D2F (Wang et al., "Discrete Diffusion Forcing", arXiv 2508.09192): block-causal masked diffusion in a pipeline.
+
+Trained: the response is cut into blocks. Every block sees the prompt, itself and the blocks before it, as noisy as they
+are; noise rises from block to block: p_0 ~ U(least, most), p_b = p_0 + (most - p_0) / (n - 1) * sum of b draws from
+U(0, 1), for the n blocks of a document. The loss is the cross-entropy of the masked tokens themselves (not shifted),
+weighted by 1 / p and normalized by the number of masked tokens in the batch, as the authors' code is. Blocks of two:
+
+    text       p q a b c d          rank     0 0 1 1 2 2
+    inputs     p q a M M M
+    labels     . . . b c d          1 1 . . . .
+                                    1 1 . . . .
+                                    1 1 1 1 . .
+                                    1 1 1 1 . .
+                                    1 1 1 1 1 1
+                                    1 1 1 1 1 1
+
+Decoded: a new block of masks is opened where `open_at` of the last one is committed. Every forward commits in each open
+block what is surer than `threshold`, and at least the best token where `force_at` of the block before it is committed.
+Leading blocks without masks go to the cache: they see nothing that changes any more, so that the cache is exact.
+
+From the paper and the authors' code: mask, noise, 1 / p, pipeline, blocks of 16. Not done: the paper distils a
+bidirectional teacher into this model; here the labels are the tokens themselves, and it learns from scratch or from
+`init_from`. Chosen here: noise up to 1 (`most`; the paper has 0.7), as a block that is opened is all masks and no
+teacher has taught that; increments over a document's own blocks, where the authors take the most of the batch; at
+most `blocks_in_flight` blocks are fed, so that shapes are static; mask and padding are never chosen.
+
+Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.batch.batch import Batch
+from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.masked_text import MaskedText
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Request, check_no_templates, most_new_tokens, text_capacity
+from refusion_jax.decoding.sampling import probability
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import SettingError
+from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.systems.interface import System
+
+_BLOCK = 16  # the paper's
+
+KEYS = {
+    "block_length": Setting(_BLOCK, "tokens of a block; decode with the same", at_least=1, at_most=2**20),
+    "least": Setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1),
+    "most": Setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1),
+}
+
+
+def check(section) -> None:
+    """Refuses noise that would fall; SettingError."""
+    if section.least > section.most:
+        raise SettingError("config", "d2f.least", section.least, f"must not exceed d2f.most={section.most}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockForcing:
+    """1 / M * sum over the M masked tokens of the batch of CE / p."""
+
+    coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
+
+    mask_id: int
+    block_length: int
+    least: float
+    most: float
+
+    @property
+    def pattern(self) -> Pattern:
+        """A bound: blocks are counted from where each response begins."""
+        return BlockCausal(self.block_length)
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """Masks response tokens with a probability that rises from block to block of a document."""
+        positions = text_positions(rows.segment_ids)
+        block = response_blocks(rows, self.block_length)
+        is_masked, p = self._draw(rows, block, keys)
+        weight = is_masked / (p * jnp.maximum(jnp.sum(is_masked), 1).astype(jnp.float32))
+        return Batch(
+            inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
+            positions=positions,
+            visibility=Visibility(rows.segment_ids, block, jnp.zeros_like(block)),
+            labels=rows.tokens,
+            weights={"mdm": weight},
+            facts={"mask_ratio": p},
+        )
+
+    def _draw(self, rows: Rows, block: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(is_masked [B, T] bool, p [B, T] float32 of each token's block)."""
+        T = rows.tokens.shape[1]
+        document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
+        draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
+        first = self.least + (self.most - self.least) * jnp.take_along_axis(draws[:, 0], document, axis=1)
+        # A block's increment is drawn where the block begins; the prompt's and the first block's count nothing.
+        begins = jnp.pad(block[:, 1:] != block[:, :-1], ((0, 0), (1, 0)), constant_values=True) & (block > 0)
+        rises = jnp.cumsum(jnp.where(begins & (block > 1), draws[:, 1], 0.0), axis=1)
+        rises = rises - jnp.take_along_axis(rises, document, axis=1)  # over this document alone
+        blocks = per_document_sum(begins, rows.segment_ids)
+        p = first + (self.most - first) / jnp.maximum(blocks - 1, 1) * rises
+        p = jnp.clip(p, self.least, self.most)
+        return rows.is_response & (draws[:, 2] < p), p
+
+    def input_length(self, row_length: int) -> int:
+        """T."""
+        return row_length
+
+
+def response_blocks(rows: Rows, length: int) -> jax.Array:
+    """[B, T] int32: 0 in prompts, then 1, 2, ... for the blocks of each response."""
+    prompt = per_document_sum((rows.segment_ids > 0) & ~rows.is_response, rows.segment_ids)
+    return jnp.where(rows.is_response, 1 + (text_positions(rows.segment_ids) - prompt) // length, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineSettings(shared.Settings):
+    """How to decode blocks in a pipeline."""
+
+    block_length: int = setting(
+        _BLOCK, "Tokens of a block; as the model was trained", scope="compiled", at_least=1, at_most=2**20
+    )
+    blocks_in_flight: int = setting(
+        4, "Blocks that one forward feeds, at most", scope="compiled", at_least=2, at_most=2**16
+    )
+    threshold: float = setting(0.9, "Tokens more probable than this are committed at once", at_least=0, at_most=1)
+    open_at: float = setting(0.1, "A block is opened where this share of the one before it is committed", at_least=0,
+                             at_most=1)  # fmt: skip
+    force_at: float = setting(0.95, "A block commits a token every forward where this share of the one before it is "
+                              "committed", at_least=0, at_most=1)  # fmt: skip
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a block."""
+        return self.block_length
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    threshold: jax.Array  # [B] float32
+    open_at: jax.Array  # [B] float32
+    force_at: jax.Array  # [B] float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State(MaskedText):
+    """All that the loop carries."""
+
+    cache: kv.Cache  # of the prompt and the leading blocks without masks
+    opened: jax.Array  # [B] int32, blocks so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[PipelineSettings]] = PipelineSettings
+
+    ids: shared.TokenIds
+    width: int  # F; a prefill, of all that is given, may be wider
+    cache_length: int  # C + F
+    new_tokens: int  # N, of a row, at most
+    block_length: int  # K
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, which need what a block-causal model does not see.
+        """
+        check_no_templates(requests)
+        own, N = requests[0].settings, most_new_tokens(requests)
+        width = own.block_length * min(own.blocks_in_flight, -(-N // own.block_length))
+        return cls(
+            ids=shared.TokenIds.of(own, model),
+            width=width,
+            cache_length=text_capacity(requests) + width,
+            new_tokens=N,
+            block_length=own.block_length,
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them, and settings of some requests."""
+        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows whose prompts are cached, each seen whole by itself; no block is open."""
+        given = layout.given
+        B, C = given.tokens.shape
+        zeros = jnp.zeros((B,), jnp.int32)
+        seen = jnp.broadcast_to((jnp.arange(C)[None] < given.length[:, None])[:, None], (B, C, C))
+        nothing = kv.Cache.empty(model, B, 0).entries
+        _, entries = model.extend_hidden(given.tokens, given.positions, nothing, zeros, seen)
+        cache = kv.Cache(kv.split(entries), given.length)
+        return State.start(layout, keys, self.ids, self.width, cache=cache, opened=zeros)
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward over the blocks in flight."""
+        K, F, own = self.block_length, self.width, s.layout.settings
+        cached = (s.cache.length - s.layout.given.length) // K  # [B] blocks
+        before = self._left(s, cached)  # [B, W] masks of the blocks in flight
+        opened = self._open(s, cached, before)
+        w = canvas.window(s, self.ids, F, cached * K, (opened - cached) * K)
+
+        index = s.cache.length[:, None] + jnp.arange(F)[None]
+        tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)
+        block = np.arange(F) // K
+        visible = jnp.broadcast_to(block[:, None] >= block, (len(index), F, F))
+        logits, cache = kv.extend(model, s.cache, tokens, index, visible)
+
+        chosen, real, _ = canvas.propose(logits, s, w, self.ids)
+        by_block = (len(index), F // K, K)
+        p = jnp.where(w.masked, probability(real, chosen), -1.0).reshape(by_block)
+        sure = p > own.threshold[:, None, None]
+        is_best = jnp.argmax(p, axis=2)[:, :, None] == jnp.arange(K)[None, None]
+        share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed, of the block before each one
+        is_forced = (share >= own.force_at[:, None]) & ~jnp.any(sure, axis=2)
+        after = canvas.commit(
+            s, w, chosen, (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape), self.ids
+        )
+
+        done = jnp.cumprod(before == 0, axis=1) * (jnp.arange(F // K)[None] < (opened - cached)[:, None])
+        finished = jnp.where(s.active, jnp.sum(done, axis=1), 0)
+        return dataclasses.replace(
+            after, cache=kv.commit(cache, finished * K), opened=jnp.where(s.active, opened, s.opened)
+        )
+
+    def _left(self, s: State, cached: jax.Array) -> jax.Array:
+        """[B, W] int32: masks in each of the blocks behind the cached ones, opened or not."""
+        K, F = self.block_length, self.width
+        w = canvas.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
+        return jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)
+
+    def _open(self, s: State, cached: jax.Array, left: jax.Array) -> jax.Array:
+        """[B] int32: blocks opened, with one more where the last one is far enough, there is room and no EOS yet."""
+        last = s.opened - cached - 1  # in flight; -1 where all are cached
+        of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
+        share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
+        has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.layout.places.count)
+        is_due = has_room & (share >= s.layout.settings.open_at) & ~canvas.has_ended(s.record, self.ids)
+        return s.opened + is_due
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, s, commits = Plain(model, request), request.settings, []
+    text, K, first = dict(plain.given), s.block_length, plain.places[0]
+    blocks = [plain.places[i : i + K] for i in range(0, len(plain.places), K)]
+    opened = cached = 0
+
+    def share(block):
+        return 1.0 if block < 0 else sum(place in text for place in blocks[block]) / K
+
+    while not plain.is_settled(text):
+        room = opened < len(blocks) and opened - cached < s.blocks_in_flight
+        if room and share(opened - 1) >= s.open_at and plain.ids.eos_id not in dict(commits):
+            opened += 1
+        places = [*range(first + opened * K)]
+        rank = np.array([max(0, 1 + (place - first) // K) for place in places])
+        tokens = [text.get(place, plain.ids.mask_id) for place in places]
+        p = plain.forward("blocks", tokens, places, rank[:, None] >= rank)
+        new, shares = {}, [share(block) for block in range(-1, opened)]
+        for block in range(cached, opened):
+            masks = [place for place in blocks[block] if place not in text]
+            best = {place: plain.best(p[place], place) for place in masks}
+            scores = {place: float(p[place][best[place]]) for place in masks}
+            chosen = [place for place in masks if plain.above(scores[place], s.threshold)]
+            if not chosen and shares[block] >= s.force_at:
+                chosen = plain.first(scores, 1)
+            new |= {place: best[place] for place in chosen}
+        while cached < opened and shares[cached + 1] == 1:
+            cached += 1
+        text |= new
+        commits += [(token, place) for place, token in new.items()]
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="d2f",
+    objective=BlockForcing,
+    decoders={"d2f": Pipeline},
+    references={"d2f": reference},
+    section="d2f",
+    keys=KEYS,
+    check=check,
+)

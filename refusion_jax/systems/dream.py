@@ -1,0 +1,242 @@
+"""Dream (Ye et al., "Dream 7B: Diffusion Large Language Models", arXiv 2508.15487): shifted masked diffusion.
+
+Trained: noise as in masked diffusion, p = (1 - eps) t + eps per document, but a masked token is read from the logits at
+the token *before* it, as an autoregressive model has it. Every masked token n is weighted by the context left to it
+(CART): w_n = 1/2 * sum over clean tokens i of its document, prompt included, of q (1 - q)^(|n - i| - 1); q is `cart_p`.
+
+    text       p q a b c d          the mask is a matrix of ones:
+    inputs     p q a M c M          every token sees its whole document
+    labels     . . b . d .          at the token before: shifted
+    weight     . . w . v .          q = 0.5:  w = (1 + 1/2 + 1/4 + 1) / 4,  v = (1 + 1/4 + 1/8 + 1/16) / 4
+
+Normalized by the number of masked tokens in the batch, as the authors' code is.
+
+Decoded: the whole text goes through the model in every forward. From time t to s, of n masks the floor of n (1 - s / t)
+are committed that the model is surest of: by the negative entropy of its prediction, by the margin between the two most
+probable tokens, or by the probability of the chosen one (MaskGIT).
+
+From the paper and the authors' code: shift, CART, normalization, times, the three rules. Chosen here: the first token
+of a document is never masked, as nothing stands before it; steps that would commit nothing are left out, as the next
+forward would see the same text; a row ends where all places up to an EOS are committed; a rule looks at the model's own
+prediction, without temperature, top_k and top_p; mask and padding are never chosen.
+
+Axes: B rows, T row length, N tokens to decode, S steps, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.batch.batch import Batch
+from refusion_jax.batch.rows import Rows, draw_masks, text_positions
+from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
+from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding.masked_text import MaskedText
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
+from refusion_jax.decoding.sampling import probability
+from refusion_jax.decoding.settings import Settings, TokenIds
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.systems.interface import System
+
+KEYS = {
+    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
+    "cart_p": Setting(0.3, "how fast a clean token's weight falls with the distance to it", above=0, at_most=1),
+}
+
+LAST_TIME = 1e-3  # the times of decoding run from 1 to this, as in the authors' code
+
+
+@dataclasses.dataclass(frozen=True)
+class ShiftedDiffusion:
+    """1 / M * sum over the M masked tokens of the batch of CART weight * CE."""
+
+    coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
+    pattern: ClassVar[Pattern] = BIDIRECTIONAL
+
+    mask_id: int
+    eps: float
+    cart_p: float
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """Masks response tokens with a probability of each document's own; labels stand one place earlier."""
+        positions = text_positions(rows.segment_ids)
+        is_masked, p = draw_masks(rows, keys, self.eps)
+        is_masked = is_masked & (positions > 0)
+        is_clean = (rows.segment_ids > 0) & ~is_masked
+        weight = is_masked * cart_weights(is_clean, rows.segment_ids, self.cart_p)
+        weight = weight / jnp.maximum(jnp.sum(is_masked), 1).astype(jnp.float32)
+        before = ((0, 0), (0, 1))
+        return Batch(
+            inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
+            positions=positions,
+            visibility=Visibility.of(self.pattern, rows.segment_ids),
+            labels=jnp.pad(rows.tokens[:, 1:], before),
+            weights={"mdm": jnp.pad(weight[:, 1:], before)},
+            facts={"mask_ratio": p},
+        )
+
+    def input_length(self, row_length: int) -> int:
+        """T."""
+        return row_length
+
+
+def cart_weights(is_clean: jax.Array, segment_ids: jax.Array, q: float) -> jax.Array:
+    """[B, T] float32: 1/2 * sum over the clean tokens i != n of the same document of q (1 - q)^(|n - i| - 1)."""
+
+    def from_left(is_clean, segment_ids):
+        # s_n = (1 - q) s_(n-1) + q [n - 1 is clean], from 0 where a document begins: one scan.
+        is_same = (segment_ids[:, 1:] == segment_ids[:, :-1]).astype(jnp.float32)
+        fading, added = (jnp.pad(x, ((0, 0), (1, 0))) for x in ((1 - q) * is_same, q * is_same * is_clean[:, :-1]))
+
+        def both(a, b):
+            return a[0] * b[0], a[1] * b[0] + b[1]
+
+        return jax.lax.associative_scan(both, (fading, added), axis=1)[1]
+
+    return (from_left(is_clean, segment_ids) + from_left(is_clean[:, ::-1], segment_ids[:, ::-1])[:, ::-1]) / 2
+
+
+def schedule(masks: int, steps: int) -> list[int]:
+    """What each step commits of so many masks; steps that commit nothing are left out."""
+    times, left, counts = [1 - i / steps * (1 - LAST_TIME) for i in range(steps + 1)], masks, []
+    for i in range(steps):
+        counts.append(left if i == steps - 1 else int(left * (1 - times[i + 1] / times[i])))
+        left -= counts[-1]
+    return [count for count in counts if count]
+
+
+@dataclasses.dataclass(frozen=True)
+class DreamSettings(Settings):
+    """How to decode a shifted masked diffusion model."""
+
+    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
+    confidence: str = setting(
+        "entropy",
+        "What is committed first: entropy (least) | margin (of the best token over the second) | maskgit (probability)",
+        scope="compiled",
+        choices=("entropy", "margin", "maskgit"),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Requests on their way to the device, with what each of their forwards commits."""
+
+    text: Layout
+    counts: jax.Array  # [R, S] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State(MaskedText):
+    """All that the loop carries."""
+
+    counts: jax.Array  # [B, S] int32, what each forward commits
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoise:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[Settings]] = DreamSettings
+    cache_length: ClassVar[int] = 0
+
+    ids: TokenIds
+    width: int  # C, tokens of the longest text
+    new_tokens: int  # N, of a row, at most
+    steps: int  # S, of a row, at most
+    confidence: str
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: where a request begins with a gap.
+        """
+        canvas.check_first(requests)
+        return cls(
+            ids=TokenIds.of(requests[0].settings, model),
+            width=text_capacity(requests),
+            new_tokens=most_new_tokens(requests),
+            steps=max(len(_counts(request)) for request in requests),
+            confidence=requests[0].settings.confidence,
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Planned:
+        """Given tokens, the places between and behind them, settings and schedules of some requests."""
+        counts = np.zeros((len(requests), self.steps), np.int32)
+        for row, request in enumerate(requests):
+            own = _counts(request)
+            counts[row, : len(own)] = own
+        return Planned(Layout.of(requests, self.width, self.new_tokens), counts)
+
+    def init(self, _: Transformer, layout: Planned, keys: jax.Array) -> State:
+        """Rows of which nothing is written; there is no prefill."""
+        return State.start(layout.text, keys, self.ids, self.new_tokens, counts=layout.counts)
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward over the whole text; each row commits the masks it is surest of, as many as its schedule says."""
+        zeros = jnp.zeros_like(s.forwards)
+        w = canvas.window(s, self.ids, self.new_tokens, zeros, s.layout.places.count)
+        logits = canvas.denoise(model, s, w.position, shifted=True)
+        chosen, real, choosable = canvas.propose(logits, s, w, self.ids)
+        at = jnp.minimum(s.forwards, self.steps - 1)[:, None]
+        rank = canvas.ranks(self._confidence(real, choosable, chosen), w)
+        return canvas.commit(s, w, chosen, rank < jnp.take_along_axis(s.counts, at, axis=1), self.ids)
+
+    def _confidence(self, real: jax.Array, choosable: jax.Array, chosen: jax.Array) -> jax.Array:
+        """[B, N] float32 of logits [B, N, V]."""
+        if self.confidence == "maskgit":
+            return probability(real, chosen)
+        log_p = real - jax.nn.logsumexp(real, axis=-1, keepdims=True)
+        if self.confidence == "entropy":
+            return jnp.sum(jnp.where(real > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)
+        best = jnp.exp(jax.lax.top_k(jnp.where(choosable > -jnp.inf, log_p, -jnp.inf), 2)[0])
+        return best[:, :, 0] - best[:, :, 1]
+
+
+def _counts(request: Request) -> list[int]:
+    masks = sum(length for _, length, _ in request.gaps)
+    return schedule(masks, request.settings.steps or masks)
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, greedy."""
+    plain, commits = Plain(model, request), []
+    text = dict(plain.given)
+
+    def surety(p, place):
+        if request.settings.confidence == "entropy":
+            return float(np.sum(p[p > 0] * np.log(p[p > 0])))
+        second, best = np.sort(plain.choosable(p, place))[-2:]
+        return best - second if request.settings.confidence == "margin" else best
+
+    for count in _counts(request):
+        tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
+        p = plain.forward("denoise", tokens, [*range(len(tokens))], np.ones((len(tokens), len(tokens)), bool))
+        masks = [place for place in plain.places if place not in text]
+        for place in plain.first({place: surety(p[place - 1], place) for place in masks}, count):
+            text[place] = plain.best(p[place - 1], place)
+            commits.append((text[place], place))
+        if plain.is_settled(text):
+            break
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="dream",
+    objective=ShiftedDiffusion,
+    decoders={"dream": Denoise},
+    references={"dream": reference},
+    section="dream",
+    keys=KEYS,
+    shifted=True,
+)

@@ -1,0 +1,254 @@
+"""Fast-dLLM (Wu et al., arXiv 2505.22618): a cache and parallel commits for masked diffusion models, without training.
+
+Decoded: blocks are finished one after the other. The first forward of a block is over the whole text, and its keys and
+values are kept; the next ones feed only a part of the text, which sees the rest as it was then. Keys and values of text
+that has changed since are stale: an approximation, exact where the model has one layer alone. `prefix` keeps what is
+before the block, `dual` what is behind it, too. In the first of two blocks of 2 behind 2 given tokens (row: the tokens
+fed; column: the text; k: kept, 1: new):
+
+    dual      k k 1 1 k k      prefix    k k 1 1 1 1
+              k k 1 1 k k                k k 1 1 1 1
+                                         k k 1 1 1 1
+                                         k k 1 1 1 1
+
+Every forward commits the most probable token of the block, and by the rule `threshold` all others of p >= threshold; by
+`factor` the n most probable ones, with n the largest for which the n-th has p >= 1 - factor / (n + 1).
+
+Serves models that others train. Where a model reads the token at j from the logits at j - 1 (`shift`; checkpoints of
+ours say it), the first forward of a block also commits the block's first token, since the token before it is not fed
+again.
+
+From the paper and the authors' code: caches, rules, blocks of 32, that first token. Chosen here: a forward of a batch
+is either over whole texts, for the rows whose block begins, or over what the others feed; dual keeps its entries in
+another order instead of overwriting the block's own, which no later forward reads; a row ends where all places up to an
+EOS are committed; mask and padding are never chosen.
+
+Axes: B rows, C text length, N tokens to decode, K block length, F tokens fed on top of the cache, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.cache import Cache
+from refusion_jax.decoding.masked_text import MaskedText, Window
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Request, check_no_templates, most_new_tokens, text_capacity
+from refusion_jax.decoding.sampling import probability
+from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
+from refusion_jax.runtime.settings import setting
+from refusion_jax.systems.interface import System
+
+_BLOCK = 32  # the paper's
+
+
+@dataclasses.dataclass(frozen=True)
+class FastSettings(shared.Settings):
+    """How to decode a masked diffusion model with a cache."""
+
+    block_length: int = setting(
+        _BLOCK, "Tokens of a block; blocks are finished one after the other; 0: the whole answer", at_least=0,
+        at_most=2**24,
+    )  # fmt: skip
+    cache: str = setting(
+        "dual", "What is kept between the forwards of a block: dual | prefix (only what stands before it) | none",
+        scope="compiled", choices=("dual", "prefix", "none"),
+    )  # fmt: skip
+    rule: str = setting(
+        "threshold", "What is committed: threshold (all that are sure enough) | factor (surer ones, and more of them)",
+        scope="compiled", choices=("threshold", "factor"),
+    )  # fmt: skip
+    threshold: float = setting(0.9, "Tokens at least so probable are committed at once", at_least=0, at_most=1)
+    factor: float = setting(1.0, "The n-th token is committed with p >= 1 - factor / (n + 1)", above=0, at_most=1e4)
+    shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    block_length: jax.Array  # [B] int32
+    threshold: jax.Array  # [B] float32
+    factor: jax.Array  # [B] float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State(MaskedText):
+    """All that the loop carries."""
+
+    block: jax.Array  # [B] int32
+    is_fresh: jax.Array  # [B] bool, the next forward of the row is over its whole text
+    entries: KeyValues  # [L, B, C, K, H], what was kept; a leading part counts
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCache:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[FastSettings]] = FastSettings
+
+    ids: shared.TokenIds
+    width: int  # C, tokens of the longest text
+    cache_length: int  # C, or 0 where nothing is kept
+    new_tokens: int  # N, of a row, at most
+    block_length: int  # K, of a block, at most
+    cache: str
+    rule: str
+    shifted: bool
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, as what is fed must stand side by side.
+        """
+        check_no_templates(requests)
+        N, C, own = most_new_tokens(requests), text_capacity(requests), requests[0].settings
+        return cls(
+            ids=shared.TokenIds.of(own, model),
+            width=C,
+            cache_length=0 if own.cache == "none" else C,
+            new_tokens=N,
+            block_length=min(N, max(r.settings.block_length or N for r in requests)),
+            cache=own.cache,
+            rule=own.rule,
+            shifted=canvas.is_shifted(own.shift, model),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them, and settings of some requests."""
+        return Layout.of(requests, self.width, self.new_tokens, RowSettings)
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows about to see their whole text; there is no prefill."""
+        zeros = jnp.zeros(keys.shape, jnp.int32)
+        entries = Cache.empty(model, len(zeros), self.cache_length).entries
+        own = {"block": zeros, "is_fresh": zeros == 0, "entries": entries}
+        return State.start(layout, keys, self.ids, self.block_length, **own)
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward: over the whole text for rows whose block begins, if there are any, else over blocks."""
+        if self.cache == "none":
+            return self._whole(model, s)
+        is_any_fresh = jnp.any(s.active & s.is_fresh)
+        return jax.lax.cond(is_any_fresh, lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
+
+    def _whole(self, model: Transformer, s: State) -> State:
+        """A forward over whole texts, of which keys and values are kept."""
+        w, _, start, fed = self._window(s)
+        C = self.width
+        index = jnp.broadcast_to(jnp.arange(C)[None], s.text.shape)
+        is_text = index < s.length[:, None]
+        visible = jnp.broadcast_to(is_text[:, None], (len(index), C, C))
+        nothing = jax.tree.map(lambda x: x[:, :, :0], s.entries)
+        x, entries = model.extend_hidden(s.text, index, nothing, jnp.zeros_like(start), visible)
+        at = jnp.maximum(w.position - self.shifted, 0)
+        logits = model.logits(jnp.take_along_axis(x, at[:, :, None], axis=1))
+
+        took_part = s.active & s.is_fresh
+        if self.cache == "none":
+            return self._commit(s, w, logits, took_part, jnp.zeros_like(w.masked))
+        if self.cache == "dual":  # what stands behind the tokens that are fed from now on moves up to those before them
+            order = jnp.minimum(jnp.where(index < start[:, None], index, index + fed[:, None]), C - 1)
+            order = order[None, :, :, None, None]
+            entries = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), entries)
+        is_new = took_part[None, :, None, None, None]
+        entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), entries, s.entries)
+        is_first = self.shifted & (jnp.arange(self.block_length)[None] == 0)
+        return self._commit(dataclasses.replace(s, entries=entries), w, logits, took_part, is_first)
+
+    def _block(self, model: Transformer, s: State) -> State:
+        """A forward over what is fed on top of the kept keys and values."""
+        w, F, start, fed = self._window(s)
+        offset = jnp.arange(F)[None]
+        index = start[:, None] + offset
+        tokens = jnp.take_along_axis(s.text, jnp.minimum(index, self.width - 1), axis=1)
+        visible = jnp.broadcast_to((offset < fed[:, None])[:, None], (len(fed), F, F))
+        x, _ = model.extend_hidden(tokens, index, s.entries, s.length - fed, visible)
+        # The first token's own prediction, of a shifted model, is none of the fed ones': it was committed before.
+        at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
+        return self._commit(s, w, model.logits(x[:, at]), s.active & ~s.is_fresh, jnp.zeros_like(w.masked))
+
+    def _window(self, s: State) -> tuple[Window, int, jax.Array, jax.Array]:
+        """The block, F, and where what is fed on top of the cache begins and how long it is, [B] each."""
+        count, own = s.layout.places.count, s.layout.settings.block_length
+        length = jnp.where(own > 0, own, count)
+        first = s.block * length
+        start = s.layout.given.length + first
+        w = canvas.window(s, self.ids, self.block_length, first, length)
+        if self.cache == "dual":
+            return w, self.block_length, start, jnp.clip(count - first, 0, length)
+        return w, self.new_tokens, start, jnp.maximum(count - first, 0)
+
+    def _commit(self, s: State, w: Window, logits: jax.Array, took_part: jax.Array, always: jax.Array) -> State:
+        """Commits by the rule, and those of the block that are `always` to be, [B, K] or [1, K] bool."""
+        chosen, real, _ = canvas.propose(logits, s, w, self.ids)
+        committed = w.masked & (surest(probability(real, chosen), w, self.rule, s.layout.settings) | always)
+        is_over = ~jnp.any(w.masked & ~committed, axis=1)
+        after = canvas.commit(s, w, chosen, committed, self.ids, took_part)
+        return dataclasses.replace(
+            after,
+            block=s.block + (took_part & is_over),
+            is_fresh=jnp.where(took_part, is_over | (self.cache == "none"), s.is_fresh),
+        )
+
+
+def surest(p: jax.Array, w: Window, rule: str, own: RowSettings) -> jax.Array:
+    """[B, K] bool: the masks of a window that a rule commits, at least the one of the highest probability p [B, K]."""
+    rank = canvas.ranks(p, w)
+    needed = own.threshold[:, None] if rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
+    return w.masked & ((p >= needed) | (rank == 0))
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, greedy; what is kept is computed again from the text of then."""
+    plain, s, commits = Plain(model, request), request.settings, []
+    shift, n = canvas.is_shifted(s.shift, model.config), len(plain.places)
+    text, whole = dict(plain.given), [*range(request.length)]
+
+    def tokens(places):
+        return [text.get(place, plain.ids.mask_id) for place in places]
+
+    def commit(p, block, fed, always=()):
+        masks = [place for place in block if place not in text]
+        best = {place: plain.best(p[fed.index(place) - shift], place) for place in masks}
+        scores = {place: float(p[fed.index(place) - shift][best[place]]) for place in masks}
+        order = sorted(scores, key=lambda place: -scores[place])
+        needed = [s.threshold if s.rule == "threshold" else 1 - s.factor / (rank + 2) for rank in range(n)]
+        sure = [place for place, least in zip(order, needed) if plain.above(scores[place], least)]  # noqa: B905
+        for place in sorted({*(sure or plain.first(scores, 1)), *always}):
+            text[place] = best[place]
+            commits.append((best[place], place))
+
+    length = s.block_length or n
+    for block in (plain.places[i : i + length] for i in range(0, n, length)):
+        while not plain.is_settled(text) and not all(place in text for place in block):
+            then = tokens(whole)
+            p = plain.forward("whole", then, whole, np.ones((len(whole), len(whole)), bool))
+            commit(p, block, whole, block[:1] if shift and s.cache != "none" else ())
+            fed = block if s.cache == "dual" else [*range(block[0], request.length)]
+            while s.cache != "none" and not plain.is_settled(text) and not all(place in text for place in block):
+                sees = np.ones((len(whole) + len(fed),) * 2, bool)
+                sees[: len(whole), len(whole) :] = False
+                sees[len(whole) :, fed] = False  # their keys of then are not used
+                p = plain.forward("block", then + tokens(fed), whole + fed, sees)
+                commit(p[len(whole) :], block, fed)
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="fast_dllm",
+    objective=None,
+    decoders={"fast_dllm": BlockCache},
+    references={"fast_dllm": reference},
+    decodes=("llada", "dream"),
+)

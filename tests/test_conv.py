@@ -1,0 +1,44 @@
+"""Convolutional decoding: who counts as near, and what that changes."""
+
+import jax.numpy as jnp
+import numpy as np
+from conftest import PROMPTS, settings, sharp_models
+
+from refusion_jax import decode
+from refusion_jax.systems.conv import known_nearby
+from refusion_jax.systems.registry import decoders_for
+
+
+def test_the_counts_of_the_docstring():
+    """p q M M c M, k = 5."""
+    known = jnp.array([[1, 1, 0, 0, 1, 0]], bool)
+    assert known_nearby(known, jnp.array([[2, 3, 5]]), jnp.array([2])).tolist() == [[3, 2, 1]]
+
+
+def test_counts_are_those_of_a_convolution_with_ones():
+    known = np.random.default_rng(0).random((1, 20)) < 0.4
+    for reach in (0, 1, 3, 30):
+        kernel = np.ones(2 * reach + 1)
+        expected = np.convolve(np.pad(known[0], reach).astype(float), kernel, mode="valid")
+        counted = known_nearby(jnp.asarray(known), jnp.arange(20)[None], jnp.array([reach]))
+        np.testing.assert_array_equal(counted[0], expected)
+
+
+def test_a_window_that_holds_the_whole_text_leaves_the_order_of_confidence():
+    """tanh of the same count everywhere, with no block: what the uncut schedule of masked diffusion commits."""
+    for model in sharp_models()[:2]:
+        conv, plain = (decode(model, PROMPTS, settings(name, steps=8)) for name in ("conv", "llada"))
+        for i in range(len(PROMPTS)):
+            n = len(conv.commit_order[i])  # it ends where the answer is settled
+            assert conv.commit_order[i] == plain.commit_order[i][:n]
+            assert conv.tokens[i] == plain.tokens[i]
+
+
+def test_a_narrow_window_writes_next_to_what_is_known():
+    """In a window of 3 only masks beside known tokens have any confidence: the text grows at its end."""
+    out = decode(sharp_models()[0], PROMPTS, settings("conv", conv_window=3))
+    assert all(order == sorted(order) for order in out.commit_order)
+
+
+def test_it_decodes_models_of_masked_diffusion():
+    assert {"conv"} <= set(decoders_for("llada")) & set(decoders_for("dream"))

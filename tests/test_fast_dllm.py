@@ -1,0 +1,90 @@
+"""Fast-dLLM: what its caches change, what its rules commit, and whose models it decodes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import PROMPTS, settings, sharp_model, tiny_config, tiny_model
+
+from refusion_jax import UserError, decode
+from refusion_jax.decoding.masked_text import Window
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache, RowSettings, surest
+from refusion_jax.systems.registry import decoders_for
+
+
+@functools.cache
+def model_of(layers: int):
+    """Random, and sure enough of itself that some tokens pass a threshold."""
+    model = tiny_model(3, num_hidden_layers=layers)
+    model.layers.o_proj[...] *= 8.0
+    model.layers.down_proj[...] *= 4.0
+    model.lm_head[...] *= 3.0
+    return model
+
+
+def decoded(layers: int, cache: str):
+    own = settings("fast_dllm", cache=cache, block_length=6, threshold=0.4)
+    return decode(model_of(layers), PROMPTS, own)
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_cached_equals_uncached_in_one_layer_whose_keys_depend_on_their_own_tokens_alone(cache):
+    assert decoded(1, cache) == decoded(1, "none")
+
+
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_in_more_layers_a_cache_approximates(cache):
+    """Measured here: of six answers of random weights, which are worse than any trained model's, most differ."""
+    exact, approximate = decoded(2, "none"), decoded(2, cache)
+    same = [a == b for a, b in zip(exact.tokens, approximate.tokens, strict=True)]
+    assert not all(same)
+    firsts = zip(exact.commit_order, approximate.commit_order, strict=True)
+    assert all(a[0] == b[0] for a, b in firsts)  # the first forward is over the whole text, with or without
+
+
+def test_a_threshold_nobody_reaches_commits_one_token_a_forward_and_one_that_all_reach_a_block():
+    slow = decode(model_of(1), PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=1.0, new=8))
+    fast = decode(model_of(1), PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=0.0, new=8))
+    assert slow.forwards == [len(order) for order in slow.commit_order]
+    assert fast.forwards == [-(-len(order) // 4) for order in fast.commit_order]
+
+
+def test_a_rule_commits_what_is_sure_enough_and_always_the_best():
+    """Of .9 .7 .6 the factor 1 needs nothing (the best), 2/3 and 3/4: two. The .95 is no mask."""
+    p = jnp.array([[0.6, 0.9, 0.95, 0.7]])
+    masked = jnp.array([[True, True, False, True]])
+    w = Window(position=p, may_end=masked, is_in=masked, masked=masked)
+
+    def committed(rule, **changes):
+        own = RowSettings.of([settings("fast_dllm", **changes)])
+        return np.flatnonzero(surest(p, w, rule, jax.tree.map(jnp.asarray, own))[0]).tolist()
+
+    assert committed("factor", factor=1.0) == [1, 3]
+    assert committed("factor", factor=1.7) == [0, 1, 3]
+    assert committed("factor", factor=0.1) == [1]
+    assert committed("threshold", threshold=0.7) == [1, 3]
+    assert committed("threshold", threshold=0.99) == [1]
+
+
+def test_the_model_says_whether_it_is_shifted_unless_the_user_does():
+    requests = prepare(PROMPTS, settings("fast_dllm"), tiny_config())
+    assert not BlockCache.for_requests(requests, tiny_config()).shifted
+    assert BlockCache.for_requests(requests, tiny_config(shifted=True)).shifted
+    forced = [dataclasses.replace(r, settings=settings("fast_dllm", shift="no")) for r in requests]
+    assert not BlockCache.for_requests(forced, tiny_config(shifted=True)).shifted
+
+
+def test_it_trains_nothing_and_decodes_models_of_others():
+    assert SYSTEM.objective is None
+    assert "fast_dllm" in decoders_for("llada")
+    assert "fast_dllm" in decoders_for("dream")
+    assert "fast_dllm" not in decoders_for("ar")
+
+
+def test_templates_are_refused():
+    with pytest.raises(UserError, match="prompt 0: the decoder 'fast_dllm' only writes behind what is given"):
+        decode(sharp_model(), [Request([5], (2, [7]))], settings("fast_dllm"))
