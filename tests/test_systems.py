@@ -24,6 +24,7 @@ T = 24
 # What a decoder is tried with beside the settings of conftest: its own ways to go on and to end.
 VARIANTS = {
     "refusion": [{"slot": 0.2, "token": 0.7}, {"slot": 0.7, "token": 0.02, "blocks": 2}],
+    "idlm": [{"stride": 2}, {"stride": 6, "new": 15}],
     "llada": [{"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
 }
 
