@@ -25,6 +25,7 @@ T = 24
 VARIANTS = {
     "refusion": [{"slot": 0.2, "token": 0.7}, {"slot": 0.7, "token": 0.02, "blocks": 2}],
     "idlm": [{"stride": 2}, {"stride": 6, "new": 15}],
+    "block_diffusion": [{"block_size": 8, "sub_block": 3, "threshold": 0.3}, {"block_size": 3, "threshold": 0.6}],
     "wedlm": [{"window": 5, "entropy_threshold": 1.5, "distance_penalty": 0.1}, {"window": 4, "new": 15}],
     "card": [{"draft_length": 5, "threshold": 0.5}, {"passes": 2, "threshold": 0.3}, {"passes": 1}],
     "llada": [{"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
