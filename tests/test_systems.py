@@ -42,6 +42,10 @@ VARIANTS = {
         {"cache": "none", "threshold": 0.5},
     ],
     "conv": [{"steps": 4, "conv_window": 5}, {"shift": "yes", "conv_window": 2, "conv_scale": 0.3}],
+    "idlm": [{"stride": 2}, {"stride": 6, "new": 15}],
+    "block_diffusion": [{"block_size": 8, "sub_block": 3, "threshold": 0.3}, {"block_size": 3, "threshold": 0.6}],
+    "wedlm": [{"window": 5, "entropy_threshold": 1.5, "distance_penalty": 0.1}, {"window": 4, "new": 15}],
+    "card": [{"draft_length": 5, "threshold": 0.5}, {"passes": 2, "threshold": 0.3}, {"passes": 1}],
     "llada": [{"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
 }
 

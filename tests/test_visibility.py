@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from refusion_jax.batch import visibility
-from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, Pattern, Visibility
+from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, CausalStreams, Pattern, Visibility
 
 SEGMENTS = jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 2, 2, 2, 2, 2, 2, 2, 2]])
 
@@ -24,7 +24,7 @@ class TwoStreams(Pattern):
         return (2 * block + is_clean).astype(np.int32), np.where(is_clean, 0, block + 1).astype(np.int32)
 
 
-PATTERNS = [CAUSAL, BIDIRECTIONAL, BlockCausal(3), TwoStreams()]
+PATTERNS = [CAUSAL, BIDIRECTIONAL, BlockCausal(3), CausalStreams(2), TwoStreams()]
 
 
 def drawn_matrices() -> list[list[list[bool]]]:

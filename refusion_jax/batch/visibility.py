@@ -106,6 +106,23 @@ class BlockCausal(Pattern):
         return np.arange(length, dtype=np.int32) // self.size, np.zeros(length, np.int32)
 
 
+@dataclasses.dataclass(frozen=True)
+class CausalStreams(Pattern):
+    """[x_t; x_0], half a row each: both causal, x_t in blocks of `size` places that see the clean text before them.
+
+    A clean token sees the clean ones up to itself; a noisy one those of its block up to itself, and the clean ones of
+    all blocks before it.
+    """
+
+    size: int
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        index = np.arange(length // 2, dtype=np.int32)
+        offset, step = index % self.size, self.size + 1
+        rank = np.concatenate([(index - offset) * step + offset, index * step + self.size])
+        return rank.astype(np.int32), np.concatenate([index // self.size + 1, 0 * index]).astype(np.int32)
+
+
 CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
 
 

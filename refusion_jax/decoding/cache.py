@@ -44,23 +44,26 @@ def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
     return model.num_hidden_layers * per_layer
 
 
-def prefill(model: Transformer, given: Given, chunk_length: int) -> Cache:
+def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
     """Keys and values of prompts of any length, a chunk of tokens a forward; as many chunks as the longest needs.
 
     Args:
       model: the transformer.
       given: [B, C] tokens, padded on the right with anything; C is the cache's capacity too.
-      chunk_length: tokens a forward, at most C.
+      chunk_length: tokens a forward, at most C; whole blocks.
+      block_size: a token sees all of its own block, counted from the first token, and the blocks before it; the entries
+        of a block mean nothing unless all of it is given.
     """
     B, C = given.tokens.shape
     T = chunk_length
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
 
     def chunk(i, cache):
         # The last chunk of a full cache begins earlier instead of reaching beyond it: it says some tokens again.
         at = jnp.minimum(i * T, C - T)
         tokens, positions = (jax.lax.dynamic_slice_in_dim(x, at, T, 1) for x in (given.tokens, given.positions))
-        _, cache = extend(model, Cache(cache.entries, jnp.full((B,), at)), tokens, positions, causal)
+        block = (at + jnp.arange(T)) // block_size
+        visible = jnp.broadcast_to((block[:, None] >= block[None])[None], (B, T, T))
+        _, cache = extend(model, Cache(cache.entries, jnp.full((B,), at)), tokens, positions, visible)
         return cache
 
     chunks = (jnp.max(given.length) + T - 1) // T

@@ -70,17 +70,29 @@ def sample(
 
     def drawn(logits):
         draws = draw & (settings.temperature > 0)
-        scaled = logits / jnp.where(draws, settings.temperature, 1.0)[:, :, None]
-        k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
-        scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
-        nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), settings.top_p)
-        # The shares of all tokens need not sum to exactly 1.
-        scaled = jnp.where((settings.top_p < 1)[:, :, None], nucleus, scaled)
+        scaled = drawn_from(
+            logits, dataclasses.replace(settings, temperature=jnp.where(draws, settings.temperature, 1))
+        )
         gumbel = jax.vmap(jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:])))
         return jnp.where(draws[:, :, None], scaled + gumbel(keys, positions), logits)
 
     noisy = jax.lax.cond(jnp.any(settings.temperature > 0), drawn, lambda logits: logits, logits)
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+
+
+def drawn_from(logits: jax.Array, settings: RowSettings) -> jax.Array:
+    """Logits [B, T, V] of the distribution that is drawn from: logits / temperature, -inf outside top_k and nucleus.
+
+    Args:
+      logits: [B, T, V] float32.
+      settings: temperature above 0, top_k, top_p [B, T] of each token's row.
+    """
+    scaled = logits / settings.temperature[:, :, None]
+    k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
+    scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
+    nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), settings.top_p)
+    # The shares of all tokens need not sum to exactly 1.
+    return jnp.where((settings.top_p < 1)[:, :, None], nucleus, scaled)
 
 
 def keep_top(logits: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ from refusion_jax.decoding.requests import (
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import RowSettings, Settings, TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 

@@ -1,0 +1,305 @@
+"""Block diffusion as in Fast-dLLM v2 (arXiv 2509.26328): blocks of masks one after the other, on a cache of clean ones.
+
+Trained on [x_t; x_t'; x_0]: t ~ U(0, 1) per block, p = (1 - eps) t + eps; each response token is masked in x_t with
+probability p, and in x_t', the complementary copy, just where it is not in x_t. A noisy block sees itself, in both
+directions, and the clean text of earlier blocks; a clean block itself and the earlier ones. A masked token is predicted
+at the one before it (shifted) in its own copy; the loss is the mean over the masked tokens of both copies. A text
+a b c d in blocks of two, of which b and c are masked in x_t:
+
+                     a M M d M b c M a b c d
+    inputs    a      1 1 . . . . . . . . . .
+              M      1 1 . . . . . . . . . .
+              M      . . 1 1 . . . . 1 1 . .
+              d      . . 1 1 . . . . 1 1 . .
+              M      . . . . 1 1 . . . . . .
+              b      . . . . 1 1 . . . . . .
+              c      . . . . . . 1 1 1 1 . .
+              M      . . . . . . 1 1 1 1 . .
+              a      . . . . . . . . 1 1 . .
+              b      . . . . . . . . 1 1 . .
+              c      . . . . . . . . 1 1 1 1
+              d      . . . . . . . . 1 1 1 1
+    labels    b c . . . . d . . . . .          (and a at the token before it, if there is one)
+
+Decoded block by block: a forward over the block reveals, in the first sub-block that has masks, all tokens with
+p > `threshold`, at least the surest; when no mask is left, one more forward over the finished block commits its keys
+and values, and its last token gives the next block's first.
+
+From the paper and the authors' code: masks and complementary copies, shift and mean, order of decoding. The authors put
+both copies beside a clean text each; here they share one: the same loss for 3 T tokens instead of 4 T. They pad every
+example with masks to whole blocks, from which a model learns where texts end; here rows are packed, so a noisy block is
+that of the document of its first token, and behind that document's end it holds masks without labels in place of the
+next one, whose labels there are lost. Their cache inside a block, an approximation that is off by default, is left out.
+Places behind an EOS that was revealed are not decoded, and fed as masks, as in training.
+
+Axes: B rows, T row length, C text length, K block size, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.batch.batch import Batch, mean_over
+from refusion_jax.batch.rows import Rows, row_index, text_positions
+from refusion_jax.batch.visibility import Pattern, Visibility
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.systems.interface import System
+
+KEYS = {
+    "block_size": Setting(32, "tokens that are denoised together", at_least=1, at_most=4096),
+    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ComplementaryBlocks(Pattern):
+    """[x_t; x_t'; x_0] in blocks of `size` places, as the docstring of the module draws it."""
+
+    size: int
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        block = np.arange(length // 3, dtype=np.int32) // self.size
+        rank = np.concatenate([2 * block, 2 * block, 2 * block + 1])
+        return rank, np.concatenate([block + 1, block + block.max() + 2, 0 * block])
+
+
+@dataclasses.dataclass(frozen=True)
+class ComplementaryMasks:
+    """Mean of CE over the masked tokens of both copies."""
+
+    coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
+
+    mask_id: int
+    block_size: int
+    eps: float
+
+    @property
+    def pattern(self) -> ComplementaryBlocks:
+        """Drawn in the docstring of the module."""
+        return ComplementaryBlocks(self.block_size)
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """Both noisy copies and the clean text; each noisy block wholly its first document's."""
+        T = rows.tokens.shape[1]
+        index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
+        first = index - index % self.block_size  # of the block
+
+        def draw(key):
+            t_key, mask_key = jax.random.split(key)
+            return (1 - self.eps) * jax.random.uniform(t_key, (T,)) + self.eps, jax.random.uniform(mask_key, (T,))
+
+        p, u = jax.vmap(draw)(keys)
+        p, owner, start = (jnp.take_along_axis(x, first, axis=1) for x in (p, rows.segment_ids, positions))
+        is_own = rows.segment_ids == owner
+        masked = [rows.is_response & is_own & side for side in (u < p, u >= p)]
+        # Masked token n is labelled at n - 1, where that is of its document's text.
+        follows = (rows.segment_ids[:, 1:] == owner[:, :-1]) & is_own[:, :-1]
+        has_label = [jnp.pad(m[:, 1:] & follows, ((0, 0), (0, 1))) for m in masked]
+        clean = jnp.zeros_like(is_own)
+        tokens = [jnp.where(m | ~is_own, self.mask_id, rows.tokens) for m in masked]
+        return Batch(
+            inputs=_join(*tokens, rows.tokens),
+            positions=_join(*[start + index % self.block_size] * 2, positions),
+            visibility=Visibility.of(self.pattern, _join(owner, owner, rows.segment_ids)),
+            labels=_join(*[jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))] * 3),
+            weights={"mdm": mean_over(_join(*has_label, clean))},
+            facts={"mask_ratio": _join(p, 1 - p, 0 * p)},
+        )
+
+    def input_length(self, row_length: int) -> int:
+        """3 T: two noisy copies, and the text."""
+        return 3 * row_length
+
+
+def _join(*parts: jax.Array) -> jax.Array:
+    return jnp.concatenate(parts, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSettings(shared.Settings):
+    """How to decode block by block."""
+
+    block_size: int = setting(
+        32, "Tokens that are denoised together, as the model was trained", scope="compiled", at_least=1, at_most=4096
+    )
+    sub_block: int = setting(8, "Parts of a block, finished one after the other", at_least=1, at_most=4096)
+    threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    sub_block: jax.Array  # [B] int32
+    threshold: jax.Array  # [B] float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the loop carries."""
+
+    cache: kv.Cache  # of whole blocks
+    record: Record
+    keys: jax.Array  # [B] PRNG keys
+    settings: RowSettings
+    text: jax.Array  # [B, C + K] int32, masks where nothing is revealed
+    given: jax.Array  # [B] int32, leading tokens that were given
+    end: jax.Array  # [B] int32, tokens that it may have; where an EOS is revealed it ends
+    active: jax.Array  # [B] bool
+    forwards: jax.Array  # [B] int32
+
+    @property
+    def rounds(self) -> jax.Array:
+        """[B] int32; every forward is one."""
+        return self.forwards
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockByBlock:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[BlockSettings]] = BlockSettings
+
+    ids: shared.TokenIds
+    width: int  # K
+    new_tokens: int  # of a row, at most
+    cache_length: int  # C + K
+    chunk: int  # given tokens that one forward of the prefill takes, in whole blocks
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, which need what a block-causal model does not see.
+        """
+        for request in requests:
+            if request.template:
+                raise UserError(
+                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
+                    f"cannot fill templates"
+                )
+        K = requests[0].settings.block_size
+        chunk = -(-prefill_chunk(requests) // K) * K
+        return cls(
+            ids=shared.TokenIds.of(requests[0].settings, model),
+            width=K,
+            new_tokens=most_new_tokens(requests),
+            cache_length=max(text_capacity(requests), chunk) + K,
+            chunk=chunk,
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them and settings of some requests."""
+        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows whose prompts are cached in whole blocks, but for the block that their last token is in."""
+        given, K = layout.given, self.width
+        cache = kv.prefill(model, given, self.chunk, block_size=K)
+        zeros = jnp.zeros_like(given.length)
+        is_given = row_index(given.tokens) < given.length[:, None]
+        return State(
+            cache=kv.Cache(cache.entries, (given.length - 1) // K * K),
+            record=Record.empty(len(zeros), self.new_tokens + K),
+            keys=keys,
+            settings=layout.settings,
+            text=jnp.where(is_given, given.tokens, self.ids.mask_id),
+            given=given.length,
+            end=given.length + layout.places.count,
+            active=zeros == 0,
+            forwards=zeros,
+        )
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward over each row's block: reveals tokens, or commits them and reveals the first of the next."""
+        B, K = len(s.end), self.width
+        offset = jnp.arange(K)[None]
+        at = s.cache.length[:, None] + offset  # [B, K]; the token behind each is read at it
+        index = row_index(s.text)
+        is_new = index >= s.given[:, None]  # a prompt may hold mask tokens, too
+        is_mask = (s.text == self.ids.mask_id) & is_new & (index < s.end[:, None])
+        fed = jnp.where(at < s.end[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
+        logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((B, K, K), bool))
+        real, choosable = mask_logits(logits, jnp.ones((B, K), bool), self.ids)
+
+        open_here = jnp.take_along_axis(is_mask, at, axis=1)  # masks of the block
+        is_done = ~jnp.any(open_here, axis=1)
+        part = offset // s.settings.sub_block[:, None]
+        here = jnp.min(jnp.where(open_here, part, K), axis=1, keepdims=True)
+        behind = jnp.pad((open_here & (part == here))[:, 1:], ((0, 0), (0, 1)))  # as read: one place earlier
+        readable = jnp.where(is_done[:, None], offset == K - 1, behind)
+        keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, K)), (s.keys, s.settings))
+        chosen = sample(choosable, readable, keys, at + 1, own)
+        confidence = jnp.where(readable, probability(real, chosen), -1.0)
+        is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
+        reveals = readable & ((confidence > own.threshold) | is_best) & s.active[:, None]
+        end = jnp.min(jnp.where(reveals & (chosen == self.ids.eos_id), at + 2, s.end[:, None]), axis=1)
+        reveals &= at + 1 < end[:, None]
+
+        into = jnp.where(reveals, at + 1, s.text.shape[1])
+        text = jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen)
+        front = jnp.argsort(~reveals, axis=1, stable=True)
+        new, where = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, at + 1))
+        is_left = (text == self.ids.mask_id) & is_new & (index < end[:, None])
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(cache, jnp.where(s.active & is_done, K, 0)),
+            record=s.record.append(new, where, jnp.sum(reveals, axis=1)),
+            text=text,
+            end=end,
+            active=s.active & jnp.any(is_left, axis=1),
+            forwards=s.forwards + s.active,
+        )
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, s, commits = Plain(model, request), request.settings, []
+    text, end, K = dict(plain.given), request.length, request.settings.block_size
+    start = (len(text) - 1) // K * K
+    while any(place not in text for place in range(end)):
+        tokens = [text.get(at, plain.ids.mask_id) if at < end else plain.ids.mask_id for at in range(start + K)]
+        block = np.arange(start + K) // K
+        masks = [at for at in range(start, min(start + K, end)) if at not in text]
+        p = plain.forward("reveal" if masks else "commit", tokens, [*range(start + K)], block[:, None] >= block[None])
+        if masks:
+            masks = [at for at in masks if (at - start) // s.sub_block == (masks[0] - start) // s.sub_block]
+            best = {at: plain.best(p[at - 1], at) for at in masks}
+            sure = {at: p[at - 1][best[at]] for at in masks}
+            revealed = [at for at in masks if plain.above(sure[at], s.threshold)]
+            if not revealed:
+                plain.margin = min(plain.margin, *np.diff(sorted(sure.values())[-2:]), 1.0)
+                revealed = [max(masks, key=sure.__getitem__)]
+        else:
+            start += K
+            best, revealed = {start: plain.best(p[start - 1], start)}, [start]
+        for at in revealed:
+            if at < end:
+                text[at] = best[at]
+                commits.append((best[at], at))
+                end = at + 1 if best[at] == plain.ids.eos_id else end
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="block_diffusion",
+    objective=ComplementaryMasks,
+    decoders={"block_diffusion": BlockByBlock},
+    references={"block_diffusion": reference},
+    section="block_diffusion",
+    keys=KEYS,
+)

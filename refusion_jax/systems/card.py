@@ -1,0 +1,306 @@
+"""CARD (arXiv 2601.22031): masked diffusion that stays causal, in one stream, with a loss at every position.
+
+Trained on rows of which the ends of the responses are noisy: t ~ U(0, 1) per document, N = max(1, floor(L t)) of its L
+response tokens are masked, uniformly among the last min(L, floor(lambda N)) of them (soft tail). Every response token,
+masked or not, is predicted at the token before it (shifted), causally; its cross-entropy is weighted by
+w_n = 1 / (beta + S_n), summed and divided by the response tokens of the batch. S_n counts the masks in its context,
+nearer ones more: C_i = 1[i is masked] (1 + 1[i - 1 is masked]), S_n = C_n + (1 - p) S_{n-1}, from 0 in each document.
+
+    text       p q a b c d          the mask is causal      1 . . . . .
+    inputs     p q a M c M                                  1 1 . . . .
+    labels     . a b c d .                                  1 1 1 . . .
+                                                            1 1 1 1 . .
+                                                            1 1 1 1 1 .
+                                                            1 1 1 1 1 1
+
+Decoded in blocks of K masks behind the last token, in at most T passes: each reveals the tokens with p > `threshold`,
+the last one all that are left; a further pass over the finished block commits its keys and values. The first place is
+read at the last token of the text in front of the block, the others at the place before theirs.
+
+From the paper: noise, weights, blocks and passes. Chosen here: as the paper's formulas differ in whether C_n itself
+counts in w_n, `own_mask` says so; the sum is divided by the response tokens, as the paper leaves the normalization
+open; a pass that reveals nothing is the last, since those behind it would see the same; places behind an EOS that was
+revealed are not decoded.
+
+Axes: B rows, T row length, C cache entries, N new tokens, K block length, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.batch.batch import Batch
+from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.systems.interface import System
+
+KEYS = {
+    "tail": Setting(
+        1.5, "masks lie in the last so many times their number of tokens (lambda)", at_least=1, at_most=1e6
+    ),
+    "beta": Setting(1.0, "of the weight 1 / (beta + masks in the context)", above=0, at_most=1e6),
+    "decay": Setting(0.5, "by which a mask counts less with every token behind it (p)", at_least=0, at_most=1),
+    "own_mask": Setting(True, "a token's own mask counts in its weight, too"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftTail:
+    """1 / R * sum over response tokens of CE / (beta + S_n), with R response tokens in the batch."""
+
+    coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
+    pattern: ClassVar[Pattern] = CAUSAL
+
+    mask_id: int
+    tail: float
+    beta: float
+    decay: float
+    own_mask: bool
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """Masks ends of responses; each response token is labelled at the token before it."""
+        is_masked, ratio = self._draw(rows, keys)
+        positions = text_positions(rows.segment_ids)
+        counts = context_masks(is_masked, positions > 0, self.decay)
+        # Label n is read at n - 1; without its own mask its context is that of n - 1, too.
+        counts = jnp.pad(counts[:, 1:], ((0, 0), (0, 1))) if self.own_mask else counts
+        has_label = jnp.pad(rows.is_response[:, 1:] & (positions[:, 1:] > 0), ((0, 0), (0, 1)))
+        labels = jnp.maximum(jnp.sum(has_label), 1).astype(jnp.float32)
+        return Batch(
+            inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
+            positions=positions,
+            visibility=Visibility.of(self.pattern, rows.segment_ids),
+            labels=jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1))),
+            weights={"mdm": has_label / ((self.beta + counts) * labels)},
+            facts={"mask_ratio": ratio},
+        )
+
+    def _draw(self, rows: Rows, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """([B, T] bool: which tokens are masked, [B, T] float32: the document's share of them)."""
+        T = rows.tokens.shape[1]
+        index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
+        document = index - positions  # index of the document's first token
+
+        def draw(key):
+            t_key, rank_key = jax.random.split(key)
+            return jax.random.uniform(t_key, (T,)), jax.random.bits(rank_key, (T,))
+
+        t, rank = jax.vmap(draw)(keys)
+        t = jnp.take_along_axis(t, document, axis=1)
+        length = per_document_sum(rows.is_response, rows.segment_ids)  # L
+        count = jnp.maximum(jnp.floor(length * t), 1)  # N
+        window = jnp.minimum(length, jnp.floor(self.tail * count))
+        left = (
+            document + per_document_sum(jnp.ones_like(index), rows.segment_ids) - index
+        )  # tokens from here to the end
+        in_tail = rows.is_response & (left <= window)
+        # The first N of a document's tail in the order of their ranks: its other tokens are sorted behind them.
+        *_, order = jax.lax.sort((2 * document + ~in_tail, rank, index), dimension=1, num_keys=2, is_stable=True)
+        place = jnp.argsort(order, axis=1) - document
+        return in_tail & (place < count), count / jnp.maximum(length, 1)
+
+    def input_length(self, row_length: int) -> int:
+        """T."""
+        return row_length
+
+
+def context_masks(is_masked: jax.Array, is_behind: jax.Array, decay: float) -> jax.Array:
+    """S [B, T] float32: how many masks stand at and before each token of its document, the nearer the heavier.
+
+    Args:
+      is_masked: [B, T] bool.
+      is_behind: [B, T] bool, tokens that another one of their document stands before.
+      decay: p.
+    """
+    before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & is_behind
+    own = is_masked * (1.0 + before)
+
+    def combine(first, then):  # S -> keep * S + add, one after the other
+        return first[0] * then[0], first[1] * then[0] + then[1]
+
+    return jax.lax.associative_scan(combine, (is_behind * (1.0 - decay), own), axis=1)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassSettings(shared.Settings):
+    """How to decode in blocks of masks."""
+
+    draft_length: int = setting(16, "Masks of a block", scope="compiled", at_least=1, at_most=4096)
+    passes: int = setting(8, "Forwards over a block's masks, at most", at_least=1, at_most=2**20)
+    threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    passes: jax.Array  # [B] int32
+    threshold: jax.Array  # [B] float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the loop carries."""
+
+    cache: kv.Cache
+    record: Record
+    places: Places
+    keys: jax.Array  # [B] PRNG keys
+    settings: RowSettings
+    text: jax.Array  # [B, 1 + N + K] int32: the last given token, then new ones; masks where nothing is revealed
+    start: jax.Array  # [B] int32, new tokens in front of the block
+    end: jax.Array  # [B] int32, new tokens that there may be; where an EOS is revealed they end
+    passed: jax.Array  # [B] int32, forwards over this block's masks
+    active: jax.Array  # [B] bool
+    forwards: jax.Array  # [B] int32
+
+    @property
+    def rounds(self) -> jax.Array:
+        """[B] int32; every forward is one."""
+        return self.forwards
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalBlocks:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[PassSettings]] = PassSettings
+
+    ids: shared.TokenIds
+    width: int  # K
+    new_tokens: int  # N, of a row, at most
+    cache_length: int
+    chunk: int  # given tokens that one forward of the prefill takes
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, which need what a causal model does not see.
+        """
+        for request in requests:
+            if request.template:
+                raise UserError(
+                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
+                    f"cannot fill templates"
+                )
+        width = requests[0].settings.draft_length
+        return cls(
+            ids=shared.TokenIds.of(requests[0].settings, model),
+            width=width,
+            new_tokens=most_new_tokens(requests),
+            cache_length=text_capacity(requests) + width,
+            chunk=prefill_chunk(requests),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them and settings of some requests."""
+        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows about to feed the last given token and their first masks."""
+        given = layout.given
+        zeros = jnp.zeros_like(given.length)
+        text = jnp.full((len(zeros), 1 + self.new_tokens + self.width), self.ids.mask_id, jnp.int32)
+        last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
+        return State(
+            cache=kv.commit(kv.prefill(model, given, self.chunk), zeros - 1),
+            record=Record.empty(len(zeros), self.new_tokens + self.width),
+            places=layout.places,
+            keys=keys,
+            settings=layout.settings,
+            text=text.at[:, 0].set(last),
+            start=zeros,
+            end=layout.places.count,
+            passed=zeros,
+            active=zeros == 0,
+            forwards=zeros,
+        )
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward over each row's block: reveals tokens, or commits them where all are there."""
+        B, K = len(s.start), self.width
+        at = s.start[:, None] + jnp.arange(K)[None]  # [B, K] of the new tokens; each is read at the one before it
+        places = s.places.position[:, :1] + at
+        fed = jnp.take_along_axis(s.text, at, axis=1)
+        is_mask = (jnp.take_along_axis(s.text, at + 1, axis=1) == self.ids.mask_id) & (at < s.end[:, None])
+        is_open = s.active & jnp.any(is_mask, axis=1)
+
+        visible = jnp.broadcast_to(jnp.tril(jnp.ones((K, K), bool)), (B, K, K))
+        logits, cache = kv.extend(model, s.cache, fed, places - 1, visible)
+        real, choosable = mask_logits(logits, jnp.ones((B, K), bool), self.ids)
+        keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, K)), (s.keys, s.settings))
+        chosen = sample(choosable, is_mask, keys, places, own)
+        reveals = is_mask & (probability(real, chosen) > own.threshold)
+        is_last = (s.passed + 1 >= s.settings.passes) | ~jnp.any(reveals, axis=1)
+        reveals = jnp.where(is_last[:, None], is_mask, reveals) & s.active[:, None]
+        end = jnp.min(jnp.where(reveals & (chosen == self.ids.eos_id), at + 1, s.end[:, None]), axis=1)
+        reveals &= at < end[:, None]
+
+        into = jnp.where(reveals, at + 1, s.text.shape[1])
+        text = jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen)
+        front = jnp.argsort(~reveals, axis=1, stable=True)
+        new, where = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, places))
+        commits = jnp.where(s.active & ~is_open, K, 0)
+        is_left = (text[:, 1:] == self.ids.mask_id) & (jnp.arange(text.shape[1] - 1)[None] < end[:, None])
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(cache, commits),
+            record=s.record.append(new, where, jnp.sum(reveals, axis=1)),
+            text=text,
+            start=s.start + commits,
+            end=end,
+            passed=jnp.where(is_open, s.passed + 1, 0),
+            active=s.active & jnp.any(is_left, axis=1),
+            forwards=s.forwards + s.active,
+        )
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, s, commits = Plain(model, request), request.settings, []
+    text, start, end = dict(plain.given), len(plain.given), request.length
+    while start < end:
+        for left in reversed(range(s.passes)):
+            tokens = [text.get(place, plain.ids.mask_id) for place in range(start + s.draft_length)]
+            seen = np.tril(np.ones((len(tokens), len(tokens)), bool))
+            p = plain.forward("reveal", tokens, [*range(len(tokens))], seen)
+            masks = [place for place in range(start, min(start + s.draft_length, end)) if place not in text]
+            best = {place: plain.best(p[place - 1], place) for place in masks}
+            sure = [place for place in masks if plain.above(p[place - 1][best[place]], s.threshold)]
+            for place in sure if sure and left else masks:
+                if place < end:
+                    text[place] = best[place]
+                    commits.append((best[place], place))
+                    end = place + 1 if best[place] == plain.ids.eos_id else end
+            if all(place in text for place in range(start, min(start + s.draft_length, end))):
+                break
+        start += s.draft_length
+        if start < end:
+            plain.phases.append("commit")
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="card",
+    objective=SoftTail,
+    decoders={"card": CausalBlocks},
+    references={"card": reference},
+    section="card",
+    keys=KEYS,
+)

@@ -1,0 +1,323 @@
+"""I-DLM ("Introspective Diffusion Language Models", arXiv 2604.11035): causal throughout, checks its own drafts.
+
+Trained on [x_t; x_0], x_t of masks alone, in blocks of b. Both halves are shifted: a token is read at the one before
+it. The clean half learns the next token; mask j of the block from s sees the clean text before s and the masks before
+itself, and learns the token at s + j + 1. The loss is the mean over the response tokens that the masks predict plus
+`clean_weight` times the mean over those that clean tokens do. A text a b c d in blocks of two (row: query):
+
+                     M M M M a b c d
+    inputs    M      1 . . . . . . .
+              M      1 1 . . . . . .
+              M      . . 1 . 1 1 . .
+              M      . . 1 1 1 1 . .
+              a      . . . . 1 . . .
+              b      . . . . 1 1 . .
+              c      . . . . 1 1 1 .
+              d      . . . . 1 1 1 1
+    labels    b c d . b c d .
+
+Decoded with stride N: one forward of [pending token, N - 1 drafts, N - 1 masks]. The clean tokens say with p what
+should stand behind each; from the left, a draft that was drawn from q is accepted with min(1, p / q); the first refused
+one is drawn anew from max(0, p - q), and the next forward starts with this token and masks alone. If all are accepted,
+the last of them gives one more token, and the masks behind it N - 1 new drafts. So the text is distributed as the
+clean tokens' p: greedy, it is what `ar` would decode from the same weights, token by token.
+
+From the paper and the authors' code: layout, shift, weights, the rule of acceptance. Chosen here: p and q are both
+narrowed by top_k and top_p, which keeps the text exactly that of p; blocks are counted in the row, so that a document's
+first one may be short; the weight of the clean half is constant, where the authors can also balance both halves.
+
+Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.batch.batch import Batch, mean_over
+from refusion_jax.batch.rows import Rows, text_positions
+from refusion_jax.batch.visibility import CausalStreams, Visibility
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import Record, drawn_from, mask_logits
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.systems.interface import System
+
+KEYS = {
+    "block_size": Setting(3, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64),
+    "clean_weight": Setting(0.2, "of the next-token term beside that of the masks", at_least=0, at_most=1e6),
+}
+_DRAFT, _CHECK, _REPAIR = range(3)  # what a draw at a place is for: each has noise of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class AllMasked:
+    """Mean of CE over what masks predict + clean_weight * mean of CE over what clean tokens predict; both shifted."""
+
+    mask_id: int
+    block_size: int
+    clean_weight: float
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """ar: by clean tokens; mdm: by masks."""
+        return {"mdm": 1.0, "ar": self.clean_weight}
+
+    @property
+    def pattern(self) -> CausalStreams:
+        """Drawn in the docstring of the module."""
+        return CausalStreams(self.block_size)
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """[masks; rows], each labelled with the next token of its document; needs no noise."""
+        del keys
+        is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
+        has_label = jnp.pad(rows.is_response[:, 1:] & is_followed, ((0, 0), (0, 1)))
+        weight, none = mean_over(has_label), jnp.zeros(has_label.shape)
+        next_token = jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))
+        segment_ids = _twice(rows.segment_ids)
+        return Batch(
+            inputs=jnp.concatenate([jnp.full_like(rows.tokens, self.mask_id), rows.tokens], axis=1),
+            positions=_twice(text_positions(rows.segment_ids)),
+            visibility=Visibility.of(self.pattern, segment_ids),
+            labels=_twice(next_token),
+            weights={
+                "mdm": jnp.concatenate([weight, none], axis=1),
+                "ar": jnp.concatenate([none, weight], axis=1),
+            },
+        )
+
+    def input_length(self, row_length: int) -> int:
+        """2 T: masks, and the text."""
+        return 2 * row_length
+
+
+def _twice(x: jax.Array) -> jax.Array:
+    return jnp.concatenate([x, x], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StrideSettings(shared.Settings):
+    """How to decode a model that checks its own drafts."""
+
+    stride: int = setting(
+        4, "Tokens that a forward yields at most: N - 1 drafts are checked, and N - 1 made", scope="compiled",
+        at_least=2, at_most=65,
+    )  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the loop carries."""
+
+    cache: kv.Cache
+    record: Record
+    places: Places
+    keys: jax.Array  # [B] PRNG keys
+    settings: shared.RowSettings
+    pending: jax.Array  # [B] int32, the last token, not in the cache yet
+    drafts: jax.Array  # [B, N - 1] int32, behind it
+    q: jax.Array  # [B, N - 1, V] float32, what each draft was drawn from
+    drafted: jax.Array  # [B] int32, how many there are: N - 1, or none after a refusal
+    active: jax.Array  # [B] bool
+    forwards: jax.Array  # [B] int32
+
+    @property
+    def rounds(self) -> jax.Array:
+        """[B] int32; every forward drafts."""
+        return self.forwards
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftAndCheck:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[StrideSettings]] = StrideSettings
+
+    ids: shared.TokenIds
+    stride: int  # N
+    vocabulary: int  # V
+    new_tokens: int  # of a row, at most
+    cache_length: int
+    chunk: int  # given tokens that one forward of the prefill takes
+
+    @property
+    def width(self) -> int:
+        """W: the pending token, N - 1 drafts, N - 1 masks."""
+        return 2 * self.stride - 1
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, which need what a causal model does not see.
+        """
+        for request in requests:
+            if request.template:
+                raise UserError(
+                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
+                    f"cannot fill templates"
+                )
+        stride = requests[0].settings.stride
+        return cls(
+            ids=shared.TokenIds.of(requests[0].settings, model),
+            stride=stride,
+            vocabulary=model.vocab_size,
+            new_tokens=most_new_tokens(requests),
+            cache_length=text_capacity(requests) + 2 * stride - 1,
+            chunk=prefill_chunk(requests),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them and settings of some requests."""
+        return Layout.of(requests, self.cache_length, self.new_tokens)
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows about to feed the last given token and masks."""
+        given = layout.given
+        zeros = jnp.zeros_like(given.length)
+        B, N = len(zeros), self.stride
+        return State(
+            cache=kv.commit(kv.prefill(model, given, self.chunk), zeros - 1),
+            record=Record.empty(B, self.new_tokens + self.width),
+            places=layout.places,
+            keys=keys,
+            settings=layout.settings,
+            pending=jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0],
+            drafts=jnp.zeros((B, N - 1), jnp.int32),
+            q=jnp.zeros((B, N - 1, self.vocabulary), jnp.float32),
+            drafted=zeros,
+            active=zeros == 0,
+            forwards=zeros,
+        )
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward; each row commits the drafts that it accepts and one token more, and drafts anew."""
+        B, N, W = len(s.pending), self.stride, self.width
+        offset = jnp.arange(W)[None]
+        first = s.places.position[:, 0] + s.record.count  # [B], the place behind the pending token
+        is_draft = (offset > 0) & (offset <= s.drafted[:, None])
+        fed = jnp.where(is_draft, jnp.pad(s.drafts, ((0, 0), (1, N - 1))), self.ids.mask_id).at[:, 0].set(s.pending)
+        places = first[:, None] + offset  # [B, W], that are read
+        logits, cache = kv.extend(
+            model, s.cache, fed, places - 1, jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (B, W, W))
+        )
+        _, choosable = mask_logits(logits, jnp.ones((B, W), bool), self.ids)
+        likely = distribution(choosable, jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, W)), s.settings))
+
+        # p[i] checks draft i; the p behind the last draft, where all are accepted, gives one token more.
+        p, p_next = likely[:, : N - 1], likely[:, :N]
+        chance = _at(p, s.drafts) / jnp.maximum(_at(s.q, s.drafts), jnp.finfo(jnp.float32).tiny)
+        accepts = _uniform(s.keys, places[:, : N - 1]) < chance
+        accepted = jnp.sum(jnp.cumprod(accepts & (offset[:, : N - 1] < s.drafted[:, None]), axis=1), axis=1)  # [B]
+        is_refused = (offset[:, :N] < s.drafted[:, None])[:, :, None]
+        left = jnp.where(is_refused, jnp.maximum(p_next - jnp.pad(s.q, ((0, 0), (0, 1), (0, 0))), 0), p_next)
+        token = _pick(_draw(left, s.keys, places[:, :N], _REPAIR), accepted)
+
+        tokens = jnp.where(offset[:, :N] < accepted[:, None], jnp.pad(s.drafts, ((0, 0), (0, 1))), token[:, None])
+        room = s.places.count - s.record.count
+        kept = jnp.where(s.active, jnp.minimum(accepted + 1, room), 0)
+        ends = (tokens == self.ids.eos_id) & (offset[:, :N] < kept[:, None])
+        has_end = jnp.any(ends, axis=1)
+        kept = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, kept)
+        record = s.record.append(tokens, places[:, :N], kept)
+
+        # If nothing was refused, the masks behind the drafts stand where the next drafts belong.
+        from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
+        q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
+        drafts = _draw(q, s.keys, jnp.take_along_axis(places, from_mask, axis=1), _DRAFT)
+        row = s.active[:, None]
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(cache, kept),
+            record=record,
+            pending=jnp.where(s.active, token, s.pending),
+            drafts=jnp.where(row, drafts, s.drafts),
+            q=jnp.where(row[:, :, None], q, s.q),
+            drafted=jnp.where(s.active, jnp.where(accepted == s.drafted, N - 1, 0), s.drafted),
+            active=s.active & ~has_end & (record.count < s.places.count),
+            forwards=s.forwards + s.active,
+        )
+
+
+def distribution(logits: jax.Array, settings: shared.RowSettings) -> jax.Array:
+    """[B, T, V] float32: what tokens are drawn from; at temperature 0 all of it lies on the best.
+
+    Args:
+      logits: [B, T, V] float32.
+      settings: temperature, top_k, top_p [B, T] of each token's row.
+    """
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    is_warm = settings.temperature > 0
+
+    def warm(logits):
+        own = dataclasses.replace(settings, temperature=jnp.where(is_warm, settings.temperature, 1.0))
+        return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, own), axis=-1), best)
+
+    return jax.lax.cond(jnp.any(is_warm), warm, lambda _: best, logits)
+
+
+def _draw(p: jax.Array, keys: jax.Array, places: jax.Array, purpose: int) -> jax.Array:
+    """[B, T] int32 drawn from p [B, T, V], which need not sum to 1; noise depends on row, place and purpose."""
+    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
+    return jnp.argmax(jnp.log(p) + noise, axis=-1).astype(jnp.int32)
+
+
+def _uniform(keys: jax.Array, places: jax.Array) -> jax.Array:
+    """[B, T] float32 in [0, 1)."""
+    return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
+
+
+def _keys_at(keys: jax.Array, places: jax.Array, purpose: int) -> jax.Array:
+    """[B, T] PRNG keys."""
+    own = jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
+    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
+
+
+def _at(p: jax.Array, tokens: jax.Array) -> jax.Array:
+    """[B, T]: p [B, T, V] of tokens [B, T]."""
+    return jnp.take_along_axis(p, tokens[:, :, None], axis=2)[:, :, 0]
+
+
+def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
+    """[B]: x [B, T] at an index [B]."""
+    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, commits, drafts = Plain(model, request), [], []
+    text, (start, end) = list(plain.given.values()), (len(plain.given), request.length)
+    masks = [plain.ids.mask_id] * (request.settings.stride - 1)
+    while len(text) < end and plain.ids.eos_id not in text[start:]:
+        fed = text + drafts + masks
+        p = plain.forward("draft", fed, [*range(len(fed))], np.tril(np.ones((len(fed), len(fed)), bool)))
+        best = [plain.best(row, at + 1) for at, row in enumerate(p)][len(text) - 1 :]
+        accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
+        is_whole = accepted == len(drafts)
+        new = drafts[:accepted] + [best[accepted]]
+        drafts = best[len(drafts) + 1 :] if is_whole else []
+        for token in new:
+            if len(text) < end and plain.ids.eos_id not in text[start:]:
+                commits.append((token, len(text)))
+                text.append(token)
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="idlm",
+    objective=AllMasked,
+    decoders={"idlm": DraftAndCheck},
+    references={"idlm": reference},
+    section="idlm",
+    keys=KEYS,
+)

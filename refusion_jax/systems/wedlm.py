@@ -1,0 +1,308 @@
+"""WeDLM ("Reconciling Diffusion Language Models with Standard Causal Attention", arXiv 2512.22737): commits for free.
+
+Trained on [x_t; x_0], both causal. Of every block of x_t a share gamma ~ U(0, 1) of the response is masked, and the
+tokens change places: observed ones first, masks behind them, both in text order, each with its own position in the
+text. So a mask sees all that is observed in its block, and the clean text of earlier blocks. The masks learn their own
+tokens (not shifted), weighted by 1 / gamma, summed and divided by the response tokens of the batch; the clean half
+learns the next token (shifted), a mean; both count the same. A text a b c d in blocks of two, a and d masked:
+
+                     b M c M a b c d
+    inputs    b      1 . . . . . . .
+              M      1 1 . . . . . .
+              c      . . 1 . 1 1 . .
+              M      . . 1 1 1 1 . .
+              a      . . . . 1 . . .
+              b      . . . . 1 1 . .
+              c      . . . . 1 1 1 .
+              d      . . . . 1 1 1 1
+    labels    . a . d b c d .
+
+Decoded in a window of W places behind what is committed. One forward of [filled places; masks], each in text order:
+the filled places right behind the committed ones have seen just what a causal forward shows them, so their keys and
+values are committed for free, and as many masks are added at the window's end. Filled are all masks with entropy +
+`distance_penalty` * (places behind the first mask) < `entropy_threshold`, else the one where this is least.
+
+From the paper and the authors' code: layout, both losses, order, window and rule. Chosen here: gamma stays above `eps`;
+the normalization, as the paper leaves it open; blocks are counted in the row, so that a document's first one may be
+short; places behind an EOS that was filled are neither decoded nor fed.
+
+Axes: B rows, T row length, C cache entries, N new tokens, W window, F = 2 W fed tokens, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from refusion_jax.batch.batch import Batch, mean_over
+from refusion_jax.batch.rows import Rows, row_index, text_positions
+from refusion_jax.batch.visibility import CausalStreams, Visibility
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import Record, mask_logits, sample
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.systems.interface import System
+
+KEYS = {
+    "block_size": Setting(32, "tokens that change places with each other", at_least=1, at_most=4096),
+    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReorderedBlocks:
+    """1 / R * sum over masks of CE / gamma + mean of CE over next tokens, with R response tokens in the batch."""
+
+    coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0, "ar": 1.0}
+
+    mask_id: int
+    block_size: int
+    eps: float
+
+    @property
+    def pattern(self) -> CausalStreams:
+        """Drawn in the docstring of the module."""
+        return CausalStreams(self.block_size)
+
+    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+        """Masks response tokens with a probability of each block's own, and moves them behind its observed tokens."""
+        T = rows.tokens.shape[1]
+        index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
+        start = index - jnp.minimum(positions, index % self.block_size)  # where the document's part of the block begins
+
+        def draw(key):
+            gamma_key, mask_key = jax.random.split(key)
+            return (1 - self.eps) * jax.random.uniform(gamma_key, (T,)) + self.eps, jax.random.uniform(mask_key, (T,))
+
+        gamma, u = jax.vmap(draw)(keys)
+        gamma = jnp.take_along_axis(gamma, start, axis=1)
+        is_masked = rows.is_response & (u < gamma)
+        order = jnp.argsort(2 * start + is_masked, axis=1, stable=True)
+
+        def reorder(x):
+            return jnp.take_along_axis(x, order, axis=1)
+
+        is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
+        has_next = jnp.pad(rows.is_response[:, 1:] & is_followed, ((0, 0), (0, 1)))
+        responses = jnp.maximum(jnp.sum(rows.is_response), 1).astype(jnp.float32)
+        none = jnp.zeros(u.shape)
+        return Batch(
+            inputs=_join(reorder(jnp.where(is_masked, self.mask_id, rows.tokens)), rows.tokens),
+            positions=_join(reorder(positions), positions),
+            visibility=Visibility.of(self.pattern, _join(rows.segment_ids, rows.segment_ids)),
+            labels=_join(reorder(rows.tokens), jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))),
+            weights={
+                "mdm": _join(reorder(is_masked / (gamma * responses)), none),
+                "ar": _join(none, mean_over(has_next)),
+            },
+            facts={"mask_ratio": _join(gamma, gamma)},
+        )
+
+    def input_length(self, row_length: int) -> int:
+        """2 T: the reordered text, and the text."""
+        return 2 * row_length
+
+
+def _join(noisy: jax.Array, clean: jax.Array) -> jax.Array:
+    return jnp.concatenate([noisy, clean], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowSettings(shared.Settings):
+    """How to decode in a sliding window."""
+
+    window: int = setting(16, "Places that are decoded at once", scope="compiled", at_least=1, at_most=4096)
+    entropy_threshold: float = setting(
+        0.4, "Masks with less entropy (nats) are filled together", at_least=0, at_most=1e4
+    )
+    distance_penalty: float = setting(
+        0.02, "Added to a mask's entropy for every place behind the first one", at_least=0, at_most=1e4
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    entropy_threshold: jax.Array  # [B] float32
+    distance_penalty: jax.Array  # [B] float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the loop carries."""
+
+    cache: kv.Cache
+    record: Record
+    places: Places
+    keys: jax.Array  # [B] PRNG keys
+    settings: RowSettings
+    text: jax.Array  # [B, N + F] int32, from the first new token on; masks where nothing is filled
+    start: jax.Array  # [B] int32, leading tokens of it that are in the cache
+    end: jax.Array  # [B] int32, tokens that it may have; where an EOS is filled it ends
+    active: jax.Array  # [B] bool
+    forwards: jax.Array  # [B] int32
+
+    @property
+    def rounds(self) -> jax.Array:
+        """[B] int32; every forward fills."""
+        return self.forwards
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[WindowSettings]] = WindowSettings
+
+    ids: shared.TokenIds
+    window: int  # W
+    new_tokens: int  # N, of a row, at most
+    cache_length: int
+    chunk: int  # given tokens that one forward of the prefill takes
+
+    @property
+    def width(self) -> int:
+        """F: the window, and filled places in front of it."""
+        return 2 * self.window
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, which need what a causal model does not see.
+        """
+        for request in requests:
+            if request.template:
+                raise UserError(
+                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
+                    f"cannot fill templates"
+                )
+        N = most_new_tokens(requests)
+        window = min(requests[0].settings.window, N)
+        return cls(
+            ids=shared.TokenIds.of(requests[0].settings, model),
+            window=window,
+            new_tokens=N,
+            cache_length=text_capacity(requests) + 2 * window,
+            chunk=prefill_chunk(requests),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them and settings of some requests."""
+        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
+
+    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+        """Rows about to feed their first masks."""
+        zeros = jnp.zeros_like(layout.given.length)
+        return State(
+            cache=kv.prefill(model, layout.given, self.chunk),
+            record=Record.empty(len(zeros), self.new_tokens + self.width),
+            places=layout.places,
+            keys=keys,
+            settings=layout.settings,
+            text=jnp.full((len(zeros), self.new_tokens + self.width), self.ids.mask_id, jnp.int32),
+            start=zeros,
+            end=layout.places.count,
+            active=zeros == 0,
+            forwards=zeros,
+        )
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward; each row commits what is filled behind its committed tokens, and fills masks."""
+        B, W, F = len(s.start), self.window, self.width
+        offset = jnp.arange(F)[None]
+        at = s.start[:, None] + offset  # [B, F] of text
+        tokens = jnp.take_along_axis(s.text, at, axis=1)
+        is_filled = (tokens != self.ids.mask_id) & (at < s.end[:, None])
+        prefix = jnp.sum(jnp.cumprod(is_filled, axis=1), axis=1)  # [B], commits
+        is_in = (offset < prefix[:, None] + W) & (at < s.end[:, None])
+        order = jnp.argsort(jnp.where(is_filled, 0, jnp.where(is_in, 1, 2)), axis=1, stable=True)
+        tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))
+
+        places = s.places.position[:, :1] + at
+        visible = jnp.broadcast_to(jnp.tril(jnp.ones((F, F), bool)), (B, F, F))
+        logits, cache = kv.extend(model, s.cache, tokens, places, visible)
+        real, choosable = mask_logits(logits, jnp.ones((B, F), bool), self.ids)
+        keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, F)), (s.keys, s.settings))
+        chosen = sample(choosable, is_mask, keys, places, own)
+
+        first = jnp.min(jnp.where(is_mask, at, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
+        score = jnp.where(is_mask, entropy(real) + own.distance_penalty * (at - first), jnp.inf)
+        is_best = offset == jnp.argmin(score, axis=1)[:, None]
+        fills = is_mask & ((score < own.entropy_threshold) | is_best) & s.active[:, None]
+        ends = jnp.where(fills & (chosen == self.ids.eos_id), at + 1, s.end[:, None])
+        end = jnp.min(ends, axis=1)
+        fills &= at < end[:, None]
+
+        into = jnp.where(fills, at, s.text.shape[1])
+        text = jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen)
+        front = jnp.argsort(~fills, axis=1, stable=True)
+        new, where = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, places))
+        commits = jnp.where(s.active, prefix, 0)
+        is_left = (text == self.ids.mask_id) & (jnp.arange(text.shape[1])[None] < end[:, None])
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(cache, commits),
+            record=s.record.append(new, where, jnp.sum(fills, axis=1)),
+            text=text,
+            start=s.start + commits,
+            end=end,
+            active=s.active & jnp.any(is_left, axis=1),
+            forwards=s.forwards + s.active,
+        )
+
+
+def entropy(logits: jax.Array) -> jax.Array:
+    """[B, T] float32, in nats, of softmax(logits [B, T, V])."""
+    p = jax.nn.softmax(logits, axis=-1)
+    return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny)), 0), axis=-1)
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, s, commits = Plain(model, request), request.settings, []
+    text, end = dict(plain.given), request.length
+    while any(place not in text for place in range(end)):
+        first = next(place for place in range(end) if place not in text)
+        masks = [
+            place for place in range(first, min(first + min(s.window, len(plain.places)), end)) if place not in text
+        ]
+        order = [*sorted(place for place in text if place < end), *masks]
+        tokens = [text.get(place, plain.ids.mask_id) for place in order]
+        p = plain.forward("fill", tokens, order, np.tril(np.ones((len(order), len(order)), bool)))[-len(masks) :]
+        score = [
+            -float(np.sum(row[row > 0] * np.log(row[row > 0]))) + s.distance_penalty * (place - first)
+            for row, place in zip(p, masks, strict=True)
+        ]
+        filled = [i for i in range(len(masks)) if not plain.above(score[i], s.entropy_threshold)]
+        if not filled:
+            plain.margin = min(plain.margin, *np.diff(sorted(score)[:2]), 1.0)
+            filled = [int(np.argmin(score))]
+        for i in filled:
+            if masks[i] < end:
+                text[masks[i]] = plain.best(p[i], masks[i])
+                commits.append((text[masks[i]], masks[i]))
+                if text[masks[i]] == plain.ids.eos_id:
+                    end = masks[i] + 1
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="wedlm",
+    objective=ReorderedBlocks,
+    decoders={"wedlm": SlidingWindow},
+    references={"wedlm": reference},
+    section="wedlm",
+    keys=KEYS,
+)

@@ -1,0 +1,90 @@
+"""Block diffusion: its mask, complementary copies computed by hand, and what a forward reveals."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BOS, MASK, PROMPTS, settings, sharp_model, tiny_model
+
+from refusion_jax import UserError, decode
+from refusion_jax.batch.rows import Rows
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.requests import Given, Request
+from refusion_jax.systems import block_diffusion
+
+
+def test_the_matrix_of_the_docstring_is_the_mask():
+    drawn = re.findall(r" [Mabcd] +((?:[1.] ?){12})$", block_diffusion.__doc__, re.MULTILINE)
+    expected = [[cell == "1" for cell in line.split()] for line in drawn]
+    assert block_diffusion.ComplementaryBlocks(2).dense(12).tolist() == expected
+
+
+def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_documents():
+    """Blocks of four: the second is the first document's, and the other's first two tokens are masks in it."""
+    tokens, segments = np.arange(5, 17), np.array([1] * 6 + [2] * 6)
+    response = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], bool)
+    rows = Rows(*(jnp.asarray(x)[None] for x in (tokens, segments, response)))
+    owner = [1] * 8 + [2] * 4
+    foreign = segments != owner
+    for seed in range(4):
+        objective = block_diffusion.ComplementaryMasks(MASK, 4, 1e-3)
+        batch = objective.corrupt(rows, jax.random.split(jax.random.key(seed), 1))
+        first, second, clean = np.split(np.asarray(batch.inputs[0]), 3)
+        np.testing.assert_array_equal(clean, tokens)
+        np.testing.assert_array_equal(batch.visibility.segment_ids[0], [*owner, *owner, *segments])
+        np.testing.assert_array_equal(batch.positions[0, :12], [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5])
+        assert (first[foreign] == MASK).all()
+        trained = response & ~foreign
+        np.testing.assert_array_equal((first == MASK)[~foreign], ((second != MASK) & trained)[~foreign])
+        assert ((first == MASK) != (second == MASK))[trained].all()
+        weight = np.asarray(batch.weights["mdm"][0])
+        labelled = np.zeros(36, bool)
+        for copy, x in enumerate((first, second)):
+            for n in range(1, 12):
+                is_behind_own = owner[n - 1] == segments[n - 1] == segments[n]
+                labelled[12 * copy + n - 1] = trained[n] and x[n] == MASK and is_behind_own
+        np.testing.assert_allclose(weight, labelled / labelled.sum(), rtol=1e-6)
+        assert labelled.sum() == 4 + 3  # the token at the start of the third block follows one that it does not own
+        np.testing.assert_array_equal(np.asarray(batch.labels[0])[labelled], np.tile([*tokens[1:], 0], 3)[labelled])
+
+
+def test_prefilled_blocks_are_those_of_a_forward_over_everything():
+    """Two chunks of two blocks, against one; the third row ends inside a block, whose entries are not looked at."""
+    model, length = tiny_model(), [16, 12, 10]
+    tokens = jnp.array(np.random.default_rng(0).integers(5, 30, (3, 16)), jnp.int32)
+    given = Given(tokens, jnp.broadcast_to(jnp.arange(16)[None], (3, 16)), jnp.array(length))
+    pieces, whole = (kv.prefill(model, given, chunk, block_size=4).entries for chunk in (8, 16))
+    for row, n in enumerate((16, 12, 8)):
+        for a, b in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(a[:, row, :n], b[:, row, :n], atol=1e-5)
+    causal = kv.prefill(model, given, 16).entries
+    assert abs(causal.keys[1, 0, :16] - whole.keys[1, 0, :16]).max() > 1e-3
+
+
+def test_where_all_is_sure_a_sub_block_takes_a_forward():
+    """A prompt of 4 and 12 new tokens in blocks of 8, sub-blocks of 2: two forwards, a commit, four forwards."""
+    s = settings("block_diffusion", new=12, block_size=8, sub_block=2, threshold=0.0, eos_id=29)
+    out = decode(sharp_model(), PROMPTS[:1], s)
+    assert len(out.tokens[0]) == 12
+    assert out.commit_order[0] == list(range(4, 16))
+    assert out.forwards == [2 + 1 + 4]
+
+
+def test_where_nothing_is_sure_a_forward_reveals_one():
+    out = decode(
+        sharp_model(), PROMPTS[:1], settings("block_diffusion", new=12, block_size=8, threshold=1.0, eos_id=29)
+    )
+    assert out.forwards == [len(out.commit_order[0])]  # the commit pass reveals one, too
+    assert out.commit_order[0] != sorted(out.commit_order[0])
+
+
+def test_a_mask_token_in_a_prompt_is_left_there():
+    out = decode(sharp_model(), [[BOS, MASK, 7]], settings("block_diffusion"))
+    assert min(out.commit_order[0]) == 3
+
+
+def test_templates_are_refused():
+    with pytest.raises(UserError, match="cannot fill templates"):
+        decode(tiny_model(), [Request([BOS, 5], (4, [7]))], settings("block_diffusion"))

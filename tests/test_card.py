@@ -1,0 +1,85 @@
+"""CARD: its mask, noise and weights against loops, and the passes of its decoder."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BOS, MASK, PROMPTS, settings, sharp_model, tiny_model
+
+from refusion_jax import UserError, decode
+from refusion_jax.batch.rows import Rows
+from refusion_jax.decoding.requests import Request
+from refusion_jax.systems import card
+
+SEGMENTS = [1] * 12 + [2] * 9 + [0] * 3
+RESPONSE = [0] * 3 + [1] * 9 + [0] + [1] * 8 + [0] * 3
+
+
+def objective(own_mask: bool = True) -> card.SoftTail:
+    return card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5, own_mask=own_mask)
+
+
+def rows() -> Rows:
+    return Rows(jnp.arange(5, 29)[None], jnp.array([SEGMENTS]), jnp.array([RESPONSE]) > 0)
+
+
+def test_the_matrix_of_the_docstring_is_the_mask():
+    drawn = re.findall(r" ((?:[1.] ?){6})$", card.__doc__, re.MULTILINE)
+    assert [[cell == "1" for cell in line.split()] for line in drawn] == objective().pattern.dense(6).tolist()
+
+
+def test_masks_lie_in_the_tail_and_are_as_many_as_drawn():
+    counts = set()
+    for seed in range(20):
+        batch = objective().corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
+        masked, ratio = np.asarray(batch.inputs[0]) == MASK, np.asarray(batch.facts["mask_ratio"])[0]
+        for first, end, length in ((3, 12, 9), (13, 21, 8)):
+            count = masked[first:end].sum()
+            counts.add(count)
+            assert count == round(ratio[first] * length) >= 1
+            tail = min(length, int(1.5 * count))
+            assert not masked[first : end - tail].any()
+        assert masked.sum() == masked[3:12].sum() + masked[13:21].sum()
+    assert len(counts) > 5
+
+
+@pytest.mark.parametrize("own_mask", [True, False])
+def test_weights_are_the_recursion_of_the_paper(own_mask):
+    for seed in range(3):
+        batch = objective(own_mask).corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
+        masked = np.asarray(batch.inputs[0]) == MASK
+        total, labels = {}, sum(RESPONSE)
+        for n, segment in enumerate(SEGMENTS):
+            starts = n == 0 or SEGMENTS[n - 1] != segment
+            before = 0 if starts else total[n - 1]
+            own = masked[n] * (1 + (not starts and masked[n - 1]))
+            total[n] = own + 0.5 * before
+        expected = np.zeros(24)
+        for n in np.flatnonzero(RESPONSE):
+            expected[n - 1] = 1 / (1 + total[n if own_mask else n - 1]) / labels
+        np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)
+        labelled = expected > 0
+        np.testing.assert_array_equal(batch.labels[0][labelled], np.arange(6, 30)[labelled])
+
+
+def test_where_all_is_sure_a_block_takes_a_pass_and_a_commit_pass():
+    out = decode(sharp_model(), PROMPTS, settings("card", draft_length=4, threshold=0.0, eos_id=29))
+    for tokens, forwards in zip(out.tokens, out.forwards, strict=True):
+        assert forwards <= 4 + 3
+        assert (forwards == 7) == (len(tokens) > 12)
+    assert max(out.forwards) == 7
+
+
+def test_blocks_of_one_are_next_tokens():
+    """Without masks in sight it is a causal model that is fed every token twice: as its own, and to be committed."""
+    ar, out = decode(sharp_model(), PROMPTS, settings("ar")), decode(
+        sharp_model(), PROMPTS, settings("card", draft_length=1)
+    )  # fmt: skip
+    assert out.tokens == ar.tokens
+
+
+def test_templates_are_refused():
+    with pytest.raises(UserError, match="cannot fill templates"):
+        decode(tiny_model(), [Request([BOS, 5], (4, [7]))], settings("card"))

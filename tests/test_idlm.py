@@ -1,0 +1,82 @@
+"""I-DLM: its mask and labels; that it writes what its own next-token predictions say; how many forwards it takes."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_models, tiny_model
+
+from refusion_jax import UserError, decode
+from refusion_jax.batch.rows import Rows
+from refusion_jax.decoding.requests import Request
+from refusion_jax.systems import idlm
+
+
+def test_the_matrix_of_the_docstring_is_the_mask():
+    drawn = re.findall(r" [Mabcd] +((?:[1.] ?){8})$", idlm.__doc__, re.MULTILINE)
+    expected = [[cell == "1" for cell in line.split()] for line in drawn]
+    assert idlm.AllMasked(MASK, 2, 0.2).pattern.dense(8).tolist() == expected
+
+
+def test_labels_and_weights_of_a_row_computed_by_hand():
+    rows = Rows(jnp.array([[7, 8, 9, 10, 11, 0]]), jnp.array([[1, 1, 1, 2, 2, 0]]), jnp.array([[0, 1, 1, 0, 1, 0]]) > 0)
+    batch = idlm.AllMasked(MASK, 3, 0.2).corrupt(rows, None)
+    assert batch.inputs[0].tolist() == [MASK] * 6 + [7, 8, 9, 10, 11, 0]
+    assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0] * 2
+    third = 1 / 3
+    np.testing.assert_allclose(batch.weights["mdm"][0], [third, third, 0, third, 0, 0] + [0] * 6)
+    np.testing.assert_allclose(batch.weights["ar"][0], [0] * 6 + [third, third, 0, third, 0, 0])
+    assert batch.labels[0, [0, 1, 3]].tolist() == batch.labels[0, [6, 7, 9]].tolist() == [8, 9, 11]
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+def test_greedy_it_writes_what_ar_writes_from_the_same_weights(stride):
+    for model in sharp_models()[:3]:
+        out, ar = (decode(model, PROMPTS, settings(m, **s)) for m, s in (("idlm", {"stride": stride}), ("ar", {})))
+        assert out.tokens == ar.tokens
+        assert out.commit_order == ar.commit_order
+        assert all(a <= b for a, b in zip(out.forwards, ar.forwards, strict=True))
+
+
+def test_a_model_that_ignores_its_place_accepts_every_draft():
+    """Attention and mlp silenced, every token followed by one token: a forward then yields as many as its stride."""
+    model = tiny_model()
+    model.layers.o_proj[...] *= 0
+    model.layers.down_proj[...] *= 0
+    head = jnp.zeros_like(model.lm_head[...])
+    embedding = jnp.ones_like(model.embed_tokens[...])
+    model.embed_tokens[...], model.lm_head[...] = embedding, head.at[9].set(1.0)
+    out = decode(model, PROMPTS, settings("idlm", new=17, stride=4))
+    assert out.tokens == [[9] * 17] * len(PROMPTS)
+    assert out.forwards == [1 + 4] * len(PROMPTS)  # one token, then four a forward
+
+
+def test_drawn_texts_are_distributed_as_next_token_predictions():
+    """Two tokens at temperature 1, within top_k: their joint distribution by 3,000 draws, against softmax."""
+    model, prompt, k = tiny_model(3), [BOS, 9, 13], 3
+    model.lm_head[...] *= 3
+
+    def p(text):
+        logits = forward(model, jnp.array([text]), jnp.arange(len(text))[None], causal(jnp.ones((1, len(text)), int)))
+        logits = np.array(logits[0, -1])
+        logits[[MASK, 0, 30, 31]] = -np.inf
+        logits[np.argsort(logits)[:-k]] = -np.inf
+        return np.array(jax.nn.softmax(logits))
+
+    expected = {(a, b): p(prompt)[a] * p([*prompt, a])[b] for a in p(prompt).nonzero()[0] for b in range(30)}
+    runs = 3000
+    s = settings("idlm", new=3, stride=3, temperature=1.0, top_k=k, batch_size=1024, eos_id=29)
+    out = decode(model, [prompt] * runs, s)
+    seen = collections.Counter((t[0], t[1]) for t in out.tokens if len(t) > 1)
+    whole = {pair: share for pair, share in expected.items() if pair[0] != 29}
+    assert sum(share > 0.02 for share in whole.values()) > 4
+    for pair, share in whole.items():
+        assert abs(seen[pair] / runs - share) < 5 * (share * (1 - share) / runs) ** 0.5 + 1e-9, pair
+
+
+def test_templates_are_refused():
+    with pytest.raises(UserError, match="cannot fill templates"):
+        decode(tiny_model(), [Request([BOS, 5], (4, [7]))], settings("idlm"))
