@@ -1,7 +1,6 @@
 """Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
 
 import hashlib
-import json
 
 import jinja2
 import jinja2.sandbox
@@ -9,6 +8,7 @@ import tokenizers
 from etils import epath
 
 from refusion_jax.data.examples import Messages
+from refusion_jax.data.json_input import read_object
 from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
 from refusion_jax.runtime.errors import UserError
 
@@ -32,11 +32,13 @@ class FastTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
         except OSError as error:
-            raise UserError(f"tokenizer {path}: {error.strerror}") from error
+            raise UserError(f"tokenizer {path}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not a Hugging Face tokenizer: not UTF-8") from error
         except Exception as error:  # noqa: BLE001  the library raises nothing more precise
             raise UserError(f"{path} is not a Hugging Face tokenizer: {error}") from error
         self._config_path = path.with_name("tokenizer_config.json")
-        config = self._read_config()
+        config = read_object(self._config_path)
         self._template = self._read_template(path, config)
         ids = {kind: self._special(config, f"{kind}_token") for kind in ("bos", "eos", "pad")}
         if ids["eos"] < 0:
@@ -46,12 +48,6 @@ class FastTokenizer:
         mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)
         self._tokenizer.add_special_tokens([mask])
         self.mask_id = self._tokenizer.token_to_id(mask)
-
-    def _read_config(self) -> dict:
-        try:
-            return json.loads(self._config_path.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self._config_path} cannot be read: {error}") from error
 
     def _read_template(self, path: epath.Path, config: dict) -> jinja2.Template | None:
         """The chat template, run in a sandbox: it is data."""
