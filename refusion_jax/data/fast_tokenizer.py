@@ -2,15 +2,14 @@
 
 import hashlib
 
-import jinja2
-import jinja2.sandbox
 import tokenizers
 from etils import epath
 
+from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
-from refusion_jax.data.json_input import read_object
+from refusion_jax.data.json_input import kind_of, read_object
 from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import UserError, first_line
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 
@@ -49,17 +48,17 @@ class FastTokenizer:
         self._tokenizer.add_special_tokens([mask])
         self.mask_id = self._tokenizer.token_to_id(mask)
 
-    def _read_template(self, path: epath.Path, config: dict) -> jinja2.Template | None:
-        """The chat template, run in a sandbox: it is data."""
+    def _read_template(self, path: epath.Path, config: dict) -> ChatTemplate | None:
+        """The chat template, if there is one."""
         file = path.with_name("chat_template.jinja")
-        self._template_source = file.read_text() if file.exists() else config.get("chat_template")
-        if not self._template_source:
-            return None
-        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         try:
-            return sandbox.from_string(self._template_source)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise UserError(f"{path.parent}: the chat template cannot be read: {error}") from error
+            source = file.read_text() if file.exists() else config.get("chat_template")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {first_line(error)}") from error
+        if source is not None and not isinstance(source, str):
+            raise UserError(f"{self._config_path}: chat_template must be a string, not {kind_of(source)}")
+        self._template_source = source
+        return ChatTemplate(source, str(file if file.exists() else self._config_path)) if source else None
 
     def _special(self, config: dict, name: str) -> int:
         token = _content(config.get(name))
@@ -103,10 +102,7 @@ class FastTokenizer:
             return plain_prompt(text)
         turns = text if isinstance(text, tuple) else (("user", text),)
         messages = [{"role": role, "content": content} for role, content in turns]
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
-        except jinja2.TemplateError as error:
-            raise UserError(f"{self._config_path}: the chat template fails: {error}") from error
+        return self._template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; special tokens leave no trace."""

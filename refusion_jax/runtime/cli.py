@@ -254,6 +254,7 @@ def _help(
     story = sys.modules["__main__"].__doc__
     left_out = hidden()
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
+    own.append(flags.FLAGS["traceback"])
     sections = [help_page(story, own)]
     if settings:
         sections.append(_listing("Config keys, and their values unless the config file sets others:", settings()))
