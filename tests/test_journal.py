@@ -33,7 +33,9 @@ def test_answers_outlive_a_kill_at_any_byte(tmp_path):
         assert journal.records == dict(enumerate(ANSWERS[:kept]))
         journal.add(4, ANSWERS[4])
         journal.close()
-        assert Journal(path, CALL, 5).records == {**dict(enumerate(ANSWERS[:kept])), 4: ANSWERS[4]}
+        journal = Journal(path, CALL, 5)
+        journal.close()
+        assert journal.records == {**dict(enumerate(ANSWERS[:kept])), 4: ANSWERS[4]}
 
 
 def test_nothing_is_made_before_the_first_answer_and_nothing_stays_behind_the_last(tmp_path):

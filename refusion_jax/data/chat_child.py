@@ -14,7 +14,7 @@ import jinja2.sandbox
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Also where jinja2 computes what is constant: even this may take for ever."""
+    """Also computes what is constant: even this may take for ever."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     return sandbox.from_string(source)
 
