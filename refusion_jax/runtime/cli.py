@@ -21,11 +21,9 @@ from refusion_jax.runtime.errors import Failure, SettingError, UserError, first_
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.runtime.storage import is_remote
 
-# Flags that are defined here belong to the command, and are listed in its help.
-flags.disclaim_key_flags()
-
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
 _HELP_FLAGS = {"--help", "-h"}
+flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
 _LONGEST_LINE = 2000  # characters of an error
 
 
@@ -232,7 +230,10 @@ def define_settings(
         str: flags.DEFINE_string,
         bool: flags.DEFINE_bool,
     }
-    return {name: define[type(own.default)](f"{group}.{name}", None, explained(own)) for name, own in settings.items()}
+    return {
+        name: define[type(own.default)](f"{group}.{name}", None, explained(own), flag_values=flag_values)
+        for name, own in settings.items()
+    }
 
 
 def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
