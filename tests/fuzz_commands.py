@@ -232,7 +232,7 @@ class Calls:
             path.write_bytes(self.rng.choice([self._damaged(content), self.rng.choice(LITERAL)]))
 
     def _damaged(self, content: bytes) -> bytes:
-        at, kind = self.rng.randrange(len(content)), self.rng.randrange(3)
+        at, kind = self.rng.randrange(len(content) + 1), self.rng.randrange(3)
         if kind == 0:
             return content[:at]
         wrong = self.rng.randbytes(self.rng.randrange(1, 9))

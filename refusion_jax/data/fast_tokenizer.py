@@ -109,9 +109,10 @@ class FastTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _content(token: str | dict | None) -> str | None:
-    """A special token is a string, or an object that holds one."""
-    return token.get("content") if isinstance(token, dict) else token
+def _content(token: object) -> str | None:
+    """A special token is a string, or an object that holds one; None where it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def load_tokenizer_file(path: epath.PathLike, mask_piece: str) -> Tokenizer | FastTokenizer:

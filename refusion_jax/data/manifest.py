@@ -76,7 +76,8 @@ def read_manifest(path: str | epath.Path) -> Manifest:
     content = read_object(directory / FILE)
     if content.get("format") != FORMAT:
         raise UserError(
-            f"{directory / FILE}: format {str(content.get('format'))[:60]!r} is not {FORMAT!r}; prepare the data again"
+            f"{directory / FILE} cannot be read: its format is {str(content.get('format'))[:60]!r}, not {FORMAT!r}; "
+            f"prepare the data again"
         )
     try:
         manifest = build(Manifest, content)
