@@ -9,15 +9,27 @@ follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3
 
 Each line of --output has id, text, tokens (reading order, through the end of text; of a template the given ones too),
 commit_order (positions in the order in which tokens were written), forwards, rounds and finish_reason (eos, length or
-stop). Without --output the lines go to the terminal.
+stop). Without --output the lines go to stdout, each as soon as those before it are done; a single --prompt at a
+terminal gets its text alone.
+
+While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
+decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
+
+Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only where
+nobody else can write to it: the second call with the same sizes starts in seconds.
 
 Memory beside the weights: mostly the cache, which takes 2 x layers x key/value heads x head size x bytes of --dtype for
 each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456 bytes a token, 4.5 GiB for 64 rows of
 512. What cannot fit is refused before anything is compiled.
 """
 
+import contextlib
+import dataclasses
+import hashlib
 import json
+import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -26,21 +38,29 @@ from etils import epath
 from rich.console import Console
 from rich.progress import track
 
-from refusion_jax.decoding.prompts import encode_prompt, read_prompts, to_record
+from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli
+from refusion_jax.runtime.compiled_code import find_danger, keep_compiled
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.settings import declared
+from refusion_jax.runtime.settings import declared, scope
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
-from refusion_jax.runtime.storage import write_file
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, stream
+from refusion_jax.runtime.storage import absolute, is_remote, write_file
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
-from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_model
+from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_model, read_model_config
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
-_OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; the terminal by default")
+_OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
+_JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
+)
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
@@ -57,13 +77,84 @@ def useless_flags() -> list[str]:
     return [f"decode.{name}" for name in _SETTINGS if name not in own]
 
 
+def use_cache() -> None:
+    """Has compiled programs kept for the next call, in a directory where nobody but this user can put code.
+
+    Raises:
+      UserError: where others can write to the directory that was asked for.
+    """
+    if _CACHE.value == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting goes first
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = epath.Path(_CACHE.value or Path(home) / "refusion_jax" / "compiled")
+    try:
+        if danger := find_danger(directory):
+            raise UserError(f"--compilation_cache={directory}: {danger}, and what is in it is run")
+        keep_compiled(directory, "shared")
+    except (OSError, UserError) as error:
+        if _CACHE.value:
+            raise UserError(f"--compilation_cache={directory}: {error}") from error
+        return  # a home that cannot be trusted or written: without a cache, then
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[str, str]:
+    """What the answers of this call depend on, by name."""
+    checkpoint = epath.Path(_CHECKPOINT.value)
+    if is_huggingface(checkpoint):
+        files = sorted(path for path in checkpoint.iterdir() if path.suffix == ".safetensors")
+    else:
+        files = [find_step(checkpoint)[1]]
+    whole_batch = scope(type(requests[0].settings), "batch")
+    settings = [
+        {key: x for key, x in dataclasses.asdict(request.settings).items() if key not in whole_batch}
+        for request in requests
+    ]
+    parts = {
+        "model": [(str(absolute(path)), path.stat().mtime, path.stat().length) for path in files],
+        "prompts": [(id, request.prompt, request.template) for id, request in zip(ids, requests, strict=True)],
+        "settings": [settings, _STOP.value, _DTYPE.value],
+    }
+    return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
+
+
+class InOrder:
+    """Passes on what comes in any order, in order, as soon as all before it is there."""
+
+    def __init__(self, write: Callable[[dict], None]):
+        self._write, self._waiting, self._next = write, {}, 0
+
+    def add(self, index: int, record: dict) -> None:
+        """Takes the record of a prompt."""
+        self._waiting[index] = record
+        while self._next in self._waiting:
+            self._write(self._waiting.pop(self._next))
+            self._next += 1
+
+
+def show(record: dict) -> None:
+    """Prints one answer: a line of JSON, or at a terminal the text of a single prompt."""
+    is_for_people = _PROMPT.value is not None and sys.stdout and sys.stdout.isatty() and not _JSON.value
+    if is_for_people and record["text"] is not None:
+        print(record["text"], flush=True)
+    else:
+        print(to_line(record), end="", flush=True)
+
+
+def to_line(record: dict) -> str:
+    """A record as a line of JSON."""
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
 def main() -> None:
     if _CHECKPOINT.value is None or (_INPUT.value is None) == (_PROMPT.value is None):
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = epath.Path(_CHECKPOINT.value)
-    output = _OUTPUT.value and Path(_OUTPUT.value)
+    output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
     if output:
         cli.check_output("output", output)
+    for stop in _STOP.value:
+        check_characters(stop, "--stop")
     given = cli.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
@@ -71,29 +162,55 @@ def main() -> None:
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.devices()[: _DATA.value * _TENSOR.value])
 
+    # 1. What is asked for, checked as a whole.
     tokenizer = find_tokenizer(checkpoint)
     if _INPUT.value is None:
         prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
     else:
         prompts = read_prompts(Path(_INPUT.value), tokenizer, settings)
     ids, requests = zip(*prompts, strict=True)
-    model = load_model(checkpoint, _DTYPE.value, mesh)
-    requests = prepare(requests, settings, model.config)
+    config = read_model_config(checkpoint)
+    requests = prepare(requests, settings, config)
+    decoder = decoder_for(requests, config)
+    use_cache()
 
-    answers = track(
-        stream(model, requests),
-        total=len(requests),
-        description="decoding",
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
-    records = {i: to_record(ids[i], answer, tokenizer, _STOP.value) for i, answer in answers}
-    lines = [json.dumps(records[i], ensure_ascii=False) for i in range(len(requests))]
-    if output:
-        write_file(output, "".join(line + "\n" for line in lines))
-        print(f"{output}: {len(lines)} answers")
-    else:
-        print("\n".join(lines))
+    # 2. Where the answers go: to a file by way of a journal; to anything else as soon as their turn comes.
+    with contextlib.ExitStack() as stack:
+        journal = None
+        if output and not is_remote(output) and (output.is_file() or not output.exists()):
+            target = Path(os.path.realpath(output))
+            journal = Journal(target.with_name(f"{target.name}.partial"), describe_call(ids, requests), len(requests))
+            stack.callback(journal.close)
+            add, records = journal.add, journal.records
+        elif output and is_remote(output):
+            records = {}
+            add = records.__setitem__
+        else:
+            file = output and stack.enter_context(Path(output).open("w", encoding="utf-8", buffering=1))
+            records, add = {}, InOrder(lambda record: file.write(to_line(record)) if file else show(record)).add
+
+        # 3. What is not answered yet is decoded.
+        todo = [i for i in range(len(requests)) if i not in records]
+        if records:
+            print(f"{journal.path}: {len(records)} of {len(requests)} answers are there, going on", flush=True)
+        if todo:
+            answers = track(
+                stream(load_model(checkpoint, _DTYPE.value, mesh), [requests[i] for i in todo], decoder),
+                total=len(requests),
+                completed=len(records),
+                description="decoding",
+                console=Console(stderr=True),
+                disable=_INPUT.value is None or not sys.stderr.isatty(),
+            )
+            for at, answer in answers:
+                add(todo[at], to_record(ids[todo[at]], answer, tokenizer, _STOP.value))
+
+        # 4. The finished file, in the order of the prompts.
+        if journal or (output and is_remote(output)):
+            write_file(output, "".join(to_line(records[i]) for i in range(len(requests))))
+            if journal:
+                journal.delete()
+            print(f"{output}: {len(requests)} answers, {len(todo)} of them decoded now")
 
 
 if __name__ == "__main__":

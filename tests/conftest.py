@@ -1,9 +1,12 @@
 """Strict settings for every test: eight virtual CPU devices, no implicit rank promotion, warnings are errors."""
 
+import atexit
 import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -12,6 +15,9 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_p
 # Virtual devices share XLA's thread pool, and a collective blocks its thread until all devices have come: with too few
 # threads they wait for each other for ever (seen once, with two devices on two cores).
 os.environ["NPROC"] = "32"
+
+# Programs that `generate` compiles in one test are there for the next; the user's own cache is left alone.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="refusion-tests-")
 
 import jax
 import ml_collections
@@ -24,6 +30,7 @@ from refusion_jax.config import default_config
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
 
@@ -56,14 +63,14 @@ def _free_compiled_programs():
     jax.clear_caches()
 
 
-def start(command: str, *flags: str, devices: int = 1) -> subprocess.Popen:
+def start(command: str, *flags: str, devices: int = 1, stdout: int = subprocess.PIPE) -> subprocess.Popen:
     """Starts a command of ours as a user would, on the CPU."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILE}",
     }
     line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
-    return subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(line, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 def run(command: str, *flags: str, devices: int = 1, code: int = 0) -> tuple[str, str]:

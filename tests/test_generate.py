@@ -1,7 +1,11 @@
 import json
+import os
+import signal
+import stat
+import time
 
 import pytest
-from conftest import TINY_RUN, run
+from conftest import TINY_RUN, run, start
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.decoding.prompts import read_prompts, to_record
@@ -40,6 +44,83 @@ def test_one_prompt_answers_on_the_terminal(trained_run):
     assert answer["id"] == 0
 
 
+@pytest.fixture
+def many(trained_run, tmp_path):
+    """Flags that decode 200 prompts one after the other, every other the same."""
+    lines = [{"prompt": f"Sort {i % 2} 3 9.", "id": f"n{i}"} for i in range(200)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [f"--checkpoint={trained_run}", f"--input={tmp_path}/in.jsonl", "--decode.max_new_tokens=8"]
+    return [*flags, "--decode.batch_size=1"]
+
+
+def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
+    output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    output.write_text("from before")
+    process = start("generate", *many, f"--output={output}")
+    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert output.read_text() == "from before"
+    content = journal.read_text().split("\n")
+    kept = {entry["index"]: entry["record"] for entry in map(json.loads, content[1:-1])}
+    assert 2 <= len(kept) < 200
+
+    _, err = run("generate", *many, f"--output={output}", "--decode.temperature=0.5", code=2)
+    assert "out.jsonl.partial holds answers of a call that was cut off, with another settings: give" in err
+    with journal.open("a") as file:
+        file.write('{"index": 199, "rec')  # torn by the kill
+    out, _ = run("generate", *many, f"--output={output}")
+    assert f"{journal}: {len(kept)} of 200 answers are there, going on" in out
+    assert f"{output}: 200 answers, {200 - len(kept)} of them decoded now" in out
+    answers = [json.loads(line) for line in output.read_text().split("\n")[:-1]]
+    assert [answer["id"] for answer in answers] == [f"n{i}" for i in range(200)]
+    assert all(answers[i] == record for i, record in kept.items())
+    assert all(a | {"id": 0} == answers[i % 2] | {"id": 0} for i, a in enumerate(answers))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(many):
+    process = start("generate", *many)
+    assert json.loads(process.stdout.readline())["id"] == "n0"
+    process.stdout.close()
+    assert process.wait() == 141
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_devices_are_written_to_and_stay_devices(many):
+    _, err = run("generate", *many, "--output=/dev/full", code=1)
+    assert err == "error: the output: No space left on device\n"
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+@pytest.mark.parametrize("flag", ["--nojson", "--json"])
+def test_a_terminal_shows_the_text_of_one_prompt(trained_run, flag):
+    terminal, end = os.openpty()
+    process = start(
+        "generate", f"--checkpoint={trained_run}", "--prompt=Sort 7 3.", "--decode.max_new_tokens=8", flag, stdout=end
+    )
+    assert process.wait() == 0, process.stderr.read()
+    process.stderr.close()
+    os.close(end)
+    said = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert said.startswith('{"id": 0, "text": ') == (flag == "--json")
+
+
+def test_compiled_programs_are_kept_where_nobody_else_can_put_any(trained_run, tmp_path):
+    cache = tmp_path / "new" / "cache"
+    flags = [f"--checkpoint={trained_run}", "--prompt=Sort 7 3.", "--decode.max_new_tokens=8"]
+    run("generate", *flags, f"--compilation_cache={cache}")
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert list(cache.iterdir())
+    cache.chmod(0o777)
+    _, err = run("generate", *flags, f"--compilation_cache={cache}", code=2)
+    assert f"--compilation_cache={cache}: others can write to {cache}" in err
+
+
 def test_an_older_step_can_be_loaded(trained_run):
     new, old = load_model(trained_run), load_model(trained_run / "checkpoints" / "40")
     assert (new.final_norm[...] != old.final_norm[...]).any()
@@ -54,6 +135,10 @@ def test_prompts_are_named_by_file_and_line(trained_run, tmp_path):
         *('{"prompt": 3}', '{"prompt_ids": [true]}', '{"prompt_ids": "1 2"}', "[]", "nonsense", '{"template": "a"}'),
         *('{"template": [1.5]}', '{"prompt": "a", "decode": {"slot_size": 4}}', '{"prompt": "a", "decode": 3}'),
         *('{"prompt": "a", "decode": {"temperature": -1}}', '{"prompt": "a", "decode": {"seed": "x"}}'),
+        *('{"prompt": "a", "id": "\\ud800"}', '{"prompt": "a", "id": NaN}', '{"prompt": "a", "prompt": "b"}'),
+        *('{"prompt": "\\udc00"}', '{"prompt": ' + "[" * 9999, '{"prompt_ids": [' + "9" * 5000 + "]}"),
+        *('{"prompt_ids": [9999999999]}', '{"template": [99999999999]}', '{"prompt": "a", "decode": {"top_p": 1e999}}'),
+        *('{"prompt": "a", "decode": {"temperature": 1' + "0" * 400 + "}}", "\0"),
     ):
         path.write_text('{"prompt": "a"}\n' + line)
         with pytest.raises(UserError, match="in.jsonl:2: "):

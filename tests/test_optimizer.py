@@ -54,3 +54,9 @@ def test_gradients_are_clipped_to_the_global_norm():
     _, state = optimizer.update({"w": jnp.full((2, 2), 3.0)}, optimizer.init(params), params)
     first_moment = state[1][0].mu["w"]  # with beta1 = 0, the clipped gradient itself: norm 6 scaled to 1
     np.testing.assert_allclose(first_moment, 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant"])
+def test_a_run_may_be_warm_up_alone(name):
+    rate = schedule(schedule=name, warmup_steps=100)
+    np.testing.assert_allclose([rate(0), rate(50), rate(99)], [0.0, 1.0, 1.98], rtol=1e-6)

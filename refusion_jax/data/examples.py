@@ -1,11 +1,12 @@
 """One example of text, and how a record of JSON, bytes or a table becomes one; a bad record becomes a named reason."""
 
-import codecs
 import dataclasses
 import functools
-import json
 
 from etils import epath
+
+from refusion_jax.data import json_input
+from refusion_jax.data.json_input import JsonError, kind_of, parse_json
 
 QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")
@@ -78,21 +79,18 @@ def parse(raw: bytes, where: str | Line, fields: Fields) -> Example | Bad:
 
 def load_json(raw: bytes, where: str | Line) -> object:
     """The value, or Bad."""
-    text = decode(raw, where)
-    if isinstance(text, Bad):
-        return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return Bad(where, f"not JSON: {error}", "not JSON")
+        return parse_json(raw)
+    except JsonError as error:
+        return Bad(where, str(error), error.kind)
 
 
 def decode(raw: bytes, where: str | Line) -> str | Bad:
     """The text, without a byte order mark, or Bad."""
     try:
-        return raw.removeprefix(codecs.BOM_UTF8).decode()  # five times as fast as "utf-8-sig"
-    except UnicodeDecodeError as error:
-        return Bad(where, f"not UTF-8: byte {error.start}: {error.reason}", "not UTF-8")
+        return json_input.decode(raw)
+    except JsonError as error:
+        return Bad(where, str(error), error.kind)
 
 
 def to_example(item: object, where: str | Line, fields: Fields) -> Example | Bad:
@@ -161,10 +159,3 @@ def _field(item: dict, named: str, known: tuple[str, ...]) -> str | None:
         if name in item:
             return name
     return None
-
-
-def kind_of(value: object) -> str:
-    """What JSON calls it."""
-    return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
-        type(value), "a number"
-    )

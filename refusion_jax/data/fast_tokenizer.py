@@ -1,16 +1,15 @@
 """Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
 
 import hashlib
-import json
 
-import jinja2
-import jinja2.sandbox
 import tokenizers
 from etils import epath
 
+from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
+from refusion_jax.data.json_input import kind_of, read_object
 from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import UserError, first_line
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 
@@ -32,11 +31,13 @@ class FastTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
         except OSError as error:
-            raise UserError(f"tokenizer {path}: {error.strerror}") from error
+            raise UserError(f"tokenizer {path}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not a Hugging Face tokenizer: not UTF-8") from error
         except Exception as error:  # noqa: BLE001  the library raises nothing more precise
             raise UserError(f"{path} is not a Hugging Face tokenizer: {error}") from error
         self._config_path = path.with_name("tokenizer_config.json")
-        config = self._read_config()
+        config = read_object(self._config_path)
         self._template = self._read_template(path, config)
         ids = {kind: self._special(config, f"{kind}_token") for kind in ("bos", "eos", "pad")}
         if ids["eos"] < 0:
@@ -47,23 +48,17 @@ class FastTokenizer:
         self._tokenizer.add_special_tokens([mask])
         self.mask_id = self._tokenizer.token_to_id(mask)
 
-    def _read_config(self) -> dict:
-        try:
-            return json.loads(self._config_path.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self._config_path} cannot be read: {error}") from error
-
-    def _read_template(self, path: epath.Path, config: dict) -> jinja2.Template | None:
-        """The chat template, run in a sandbox: it is data."""
+    def _read_template(self, path: epath.Path, config: dict) -> ChatTemplate | None:
+        """The chat template, if there is one."""
         file = path.with_name("chat_template.jinja")
-        self._template_source = file.read_text() if file.exists() else config.get("chat_template")
-        if not self._template_source:
-            return None
-        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         try:
-            return sandbox.from_string(self._template_source)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise UserError(f"{path.parent}: the chat template cannot be read: {error}") from error
+            source = file.read_text() if file.exists() else config.get("chat_template")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {first_line(error)}") from error
+        if source is not None and not isinstance(source, str):
+            raise UserError(f"{self._config_path}: chat_template must be a string, not {kind_of(source)}")
+        self._template_source = source
+        return ChatTemplate(source, str(file if file.exists() else self._config_path)) if source else None
 
     def _special(self, config: dict, name: str) -> int:
         token = _content(config.get(name))
@@ -124,12 +119,9 @@ class FastTokenizer:
         Raises:
           UserError: where the template fails.
         """
-        try:
-            text = self._template.render(
-                messages=messages, add_generation_prompt=not answer_begun, enable_thinking=thinking
-            )
-        except jinja2.TemplateError as error:
-            raise UserError(f"{self._config_path}: the chat template fails: {error}") from error
+        text = self._template.render(
+            messages=messages, add_generation_prompt=not answer_begun, enable_thinking=thinking
+        )
         if not answer_begun:
             return text
         begun = messages[-1]["content"]
@@ -146,9 +138,10 @@ class FastTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _content(token: str | dict | None) -> str | None:
-    """A special token is a string, or an object that holds one."""
-    return token.get("content") if isinstance(token, dict) else token
+def _content(token: object) -> str | None:
+    """A special token is a string, or an object that holds one; None where it is neither."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def load_tokenizer_file(path: epath.PathLike, mask_piece: str) -> Tokenizer | FastTokenizer:

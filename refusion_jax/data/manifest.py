@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from pathlib import PurePosixPath
 
 from etils import epath
 
+from refusion_jax.data.json_input import JsonError, build, read_object
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 
@@ -71,12 +73,33 @@ def read_manifest(path: str | epath.Path) -> Manifest:
         unfinished = (directory / PROGRESS).exists()
         what = "is not finished: give `prepare` the same flags again, and it goes on" if unfinished else "holds no rows"
         raise UserError(f"{path} {what} (there is no {FILE})")
+    content = read_object(directory / FILE)
+    if content.get("format") != FORMAT:
+        raise UserError(
+            f"{directory / FILE} cannot be read: its format is {str(content.get('format'))[:60]!r}, not {FORMAT!r}; "
+            f"prepare the data again"
+        )
     try:
-        content = json.loads((directory / FILE).read_text())
-        shards = tuple(Shard(**shard) for shard in content.pop("shards"))
-        manifest = Manifest(**content, shards=shards)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        manifest = build(Manifest, content)
+    except JsonError as error:
         raise UserError(f"{directory / FILE} cannot be read: {error}") from error
-    if manifest.format != FORMAT:
-        raise UserError(f"{directory / FILE}: format {manifest.format!r} is not {FORMAT!r}; prepare the data again")
+    if fault := _fault(manifest):
+        raise UserError(f"{directory / FILE} cannot be read: {fault}; prepare the data again")
     return manifest
+
+
+def _fault(manifest: Manifest) -> str | None:
+    """What cannot be true of a directory that `prepare` wrote."""
+    for name, least in (("row_length", 2), ("vocabulary", 1), ("rows", 0), ("documents", 0), ("segments", 0)):
+        if getattr(manifest, name) < least:
+            return f"{name} must be at least {least}"
+    if manifest.token_bytes not in (2, 4):
+        return "token_bytes must be 2 or 4"
+    for shard in manifest.shards:
+        if shard.file != PurePosixPath(shard.file).name or shard.file in ("", ".", ".."):
+            return f"{shard.file[:60]!r} is no file of this directory"
+        if min(shard.rows, shard.bytes) < 0:
+            return f"rows and bytes of {shard.file} must be at least 0"
+    if sum(shard.rows for shard in manifest.shards) != manifest.rows:
+        return "its files do not add up to its rows"
+    return None

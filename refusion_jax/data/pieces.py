@@ -24,15 +24,13 @@ from refusion_jax.data.examples import (
     Line,
     checked,
     decode,
-    kind_of,
     load_json,
     parse,
     to_example,
 )
+from refusion_jax.data.json_input import LARGEST_FILE, LONGEST_LINE, kind_of
 from refusion_jax.runtime.errors import UserError
 
-LONGEST_LINE = 16 << 20  # bytes; a line is read whole
-LARGEST_LIST = 256 << 20  # bytes of a .json file, which is read whole
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 _KINDS |= {".array_record": "array_record", ".arrayrecord": "array_record"}
@@ -205,8 +203,8 @@ def _text_cut(file, offset: int, size: int) -> int:
 
 def _json_list(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
     path = piece.path
-    if piece.size > LARGEST_LIST:
-        yield Bad(path, f"a .json list of more than {LARGEST_LIST >> 20} MiB; make it .jsonl", "file too large")
+    if piece.size > LARGEST_FILE:
+        yield Bad(path, f"a .json list of more than {LARGEST_FILE >> 20} MiB; make it .jsonl", "file too large")
         return
     items = load_json(epath.Path(path).read_bytes(), path)
     if isinstance(items, Bad):

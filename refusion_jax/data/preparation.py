@@ -18,7 +18,8 @@ from etils import epath
 
 from refusion_jax.data import workers
 from refusion_jax.data.fast_tokenizer import FastTokenizer, tokenizer_hash
-from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, Shard, read_manifest, write_manifest
+from refusion_jax.data.json_input import JsonError, build, read_object
+from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, write_manifest
 from refusion_jax.data.pieces import Piece, cut, find_files
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import SPLITS, Report, Settings
@@ -119,8 +120,8 @@ def _check_unfinished(output: epath.Path, plan: str, chunks: list[list[Piece]]) 
     if not output.exists() or not any(output.iterdir()):
         return True
     try:
-        before = json.loads((output / PROGRESS / "plan.json").read_text())
-    except (OSError, ValueError):
+        before = read_object(output / PROGRESS / "plan.json")
+    except UserError:
         if [path.name for path in output.iterdir()] == [PROGRESS]:  # killed before anything was done
             return True
         raise UserError(f"--output={output} is not empty; name a new directory") from None
@@ -172,9 +173,10 @@ def _make(chunks, output, settings, processes, started, advance) -> list[Report]
 
 
 def _read_report(path: epath.Path) -> Report:
-    content = json.loads(path.read_text())
-    shards = {split: Shard(**shard) for split, shard in content.pop("shards").items()}
-    return Report(**content, shards=shards)
+    try:
+        return build(Report, read_object(path))
+    except JsonError as error:
+        raise UserError(f"{path} cannot be read: {error}; delete {path.parent.parent} and begin again") from error
 
 
 def _mark_duplicates(progress: epath.Path, chunks: int) -> None:

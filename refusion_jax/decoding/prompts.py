@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.json_input import JsonError, parse_text, read_lines
 from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
@@ -22,19 +23,16 @@ def read_prompts(
     Raises:
       UserError: naming the file and line at fault.
     """
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--input={path} cannot be read: {error}") from error
     prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         where = f"{path}:{number}"
         try:
-            item = json.loads(line)
+            item = parse_text(line)
+            json.dumps(item.get("id") if isinstance(item, dict) else None, allow_nan=False)
+        except JsonError as error:
+            raise UserError(f"{where}: {error}") from error
         except ValueError as error:
-            raise UserError(f"{where}: not JSON: {error}") from error
+            raise UserError(f"{where}: its id cannot be written: NaN and Infinity are not JSON") from error
         if not isinstance(item, dict) or not {"prompt", "prompt_ids", "template"} & set(item):
             raise UserError(
                 f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}, '
@@ -57,7 +55,7 @@ def read_request(item: dict, tokenizer: Tokenizer | FastTokenizer | None, settin
         raise UserError(f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}')
     template = item.get("template", [])
     if not isinstance(template, list) or not all(
-        isinstance(x, str) or type(x) is int or _is_id_list(x) for x in template
+        isinstance(x, str) or _is_int32(x) or _is_id_list(x) for x in template
     ):
         raise UserError(f"{where}: template must list given texts (or lists of ids) and lengths of gaps")
     own = item.get("decode", {})
@@ -83,7 +81,20 @@ def encode_prompt(
     if text is None and tokenizer is None and may_lack:
         return []  # the template brings its own ids
     _need(tokenizer, where)
+    check_characters(text or "", where)
     return tokenizer.encode_prompts([text])[0]
+
+
+def check_characters(text: str, where: str) -> None:
+    """Refuses a text of a command line that is not Unicode.
+
+    Raises:
+      UserError: naming where it stands.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: not UTF-8 (character {error.start + 1})") from error
 
 
 def encode(text: str, tokenizer: Tokenizer | FastTokenizer | None, where: str) -> list[int]:
@@ -127,4 +138,8 @@ def _need(tokenizer: Tokenizer | FastTokenizer | None, where: str) -> None:
 
 
 def _is_id_list(value: object) -> bool:
-    return isinstance(value, list) and all(type(x) is int for x in value)
+    return isinstance(value, list) and all(map(_is_int32, value))
+
+
+def _is_int32(value: object) -> bool:
+    return type(value) is int and -(2**31) <= value < 2**31

@@ -18,7 +18,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.json_input import read_object
 from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
 
@@ -71,12 +73,14 @@ def read_model_config(
     """
     file, given = path / "config.json", _read_config(path)
     rope = given.get("rope_parameters") or {}  # where transformers 5 keeps rope_theta
+    if not isinstance(rope, dict):
+        raise UserError(f"{file}: rope_parameters must be an object")
     if rope.get("rope_type", "default") != "default":
         given["rope_scaling"] = rope
     for key, supported in _SUPPORTED.items():
         if given.get(key, supported[0]) not in supported:
             raise UserError(
-                f"{file}: {key}={json.dumps(given[key])} is not supported; "
+                f"{file}: {key}={json.dumps(given[key])[:60]} is not supported; "
                 f"of Hugging Face models we read model_type=qwen3 with its defaults"
             )
     sizes = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
@@ -88,36 +92,43 @@ def read_model_config(
     if mask_token_id is None:
         mask_token_id = given.get("mask_token_id", tokenizer.mask_id if tokenizer else None)
     mask = -1 if mask_token_id is None else mask_token_id
+    for name, value in {**shape, "mask_token_id": mask}.items():
+        if type(value) not in ((int, float) if name == "rms_norm_eps" else (int,)):
+            raise UserError(f"{file}: {name} must be a number")
     if tokenizer and tokenizer.size > shape["vocab_size"]:
         shape["vocab_size"] = -(-tokenizer.size // 128) * 128
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
-    return ModelConfig(
+    described = {
         **shape,
-        rope_theta=float(theta),
-        tie_word_embeddings=given.get("tie_word_embeddings", False),
-        max_position_embeddings=given.get("max_position_embeddings", 32768),
-        num_tokens=max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
-        pad_token_id=_first(given.get("pad_token_id")),
-        bos_token_id=_first(given.get("bos_token_id")),
-        eos_token_id=_first(given.get("eos_token_id")),
-        mask_token_id=mask,
-    )
+        "rope_theta": theta,
+        "tie_word_embeddings": given.get("tie_word_embeddings", False),
+        "max_position_embeddings": given.get("max_position_embeddings", 32768),
+        "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
+        "mask_token_id": mask,
+    }
+    ids = {name: _first(given.get(name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    return to_model_config(file, described | ids)
 
 
 def _read_config(path: Path) -> dict:
-    try:
-        given = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / 'config.json'} cannot be read: {error}") from error
-    if not isinstance(given, dict):
-        raise UserError(f"{path / 'config.json'} cannot be read: it must hold an object")
-    return given
+    return read_object(path / "config.json")
 
 
 def _first(token_id: int | list[int] | None) -> int:
     """-1 where there is none; the first of several."""
-    return -1 if token_id is None else token_id[0] if isinstance(token_id, list) else token_id
+    return -1 if token_id in (None, []) else token_id[0] if isinstance(token_id, list) else token_id
+
+
+def _files_of(index: Path) -> set[str]:
+    """The files that an index names, which lie beside it."""
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise UserError(f"{index} cannot be read: weight_map must be an object of file names")
+    for name in places.values():
+        if name in ("", ".", "..") or "\0" in name or "/" in name or "\\" in name or len(name) > 255:
+            raise UserError(f"{index} cannot be read: {name[:60]!r} is no file of this directory")
+    return set(places.values())
 
 
 class Tensors:
@@ -131,10 +142,7 @@ class Tensors:
         self._path = path
         index = path / _INDEX
         if index.exists():
-            try:
-                files = set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, LookupError) as error:
-                raise UserError(f"{index} cannot be read: {error}") from error
+            files = _files_of(index)
         else:
             files = {"model.safetensors"}
         self._file_of = {}

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -26,6 +27,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 
 _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
+_MOST_CHIPS, _MOST_SLICES = 1 << 14, 1 << 10  # of a slice, which is more than there are; of a run
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"
 _OPTIMIZED = "after_optimizations.txt"
 _BEHIND = "after_optimizations_after_buffer_assignment.txt"  # written when both are complete
@@ -69,6 +71,7 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
       UserError: where there is no such topology.
     """
     find_chip(topology)
+    _check_size(topology, slices)
     options: dict = {"num_slices": slices} if slices > 1 else {}
     if topology.startswith("v4:"):
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as on a TPU VM
@@ -78,6 +81,23 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     except jax.errors.JaxRuntimeError as error:
         reason = re.sub(r"\s+", " ", str(error).removeprefix("INVALID_ARGUMENT: "))[:200]
         raise UserError(f"--topology={topology}: {reason}; one that works is {find_chip(topology).example}") from error
+
+
+def _check_size(topology: str, slices: int) -> None:
+    """Refuses what makes libtpu crash: sides of 0 chips (SIGFPE), and a thousand million slices (SIGSEGV).
+
+    Raises:
+      UserError: naming the flag.
+    """
+    shape = topology.split(":")[1]
+    is_shape = re.fullmatch(r"[1-9][0-9]{0,4}(x[1-9][0-9]{0,4}){1,2}", shape)
+    if not is_shape or math.prod(map(int, shape.split("x"))) > _MOST_CHIPS:
+        raise UserError(
+            f"--topology={topology[:60]}: the shape must be two or three sides, {_MOST_CHIPS:,} chips in all at most; "
+            f"one that works is {find_chip(topology).example}"
+        )
+    if not 1 <= slices <= _MOST_SLICES:
+        raise UserError(f"--slices={slices}: must be 1 to {_MOST_SLICES}")
 
 
 @contextlib.contextmanager

@@ -2,8 +2,14 @@
 
 import contextlib
 import difflib
+import errno
+import io
 import os
+import select
+import shlex
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +17,14 @@ from typing import Any
 from absl import app, flags, logging
 from etils import epath
 
-from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.runtime.errors import Failure, SettingError, UserError, first_line
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.runtime.storage import is_remote
 
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
 _HELP_FLAGS = {"--help", "-h"}
+flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
+_LONGEST_LINE = 2000  # characters of an error
 
 
 def run(
@@ -24,7 +33,7 @@ def run(
     names: Callable[[], Iterable[str]] | None = None,
     hidden: Callable[[], Collection[str]] = tuple,
 ) -> None:
-    """Parses the flags and runs a command; bad flags and UserError end in one line on stderr and exit code 2.
+    """Parses the flags and runs a command; whatever goes wrong ends in one line on stderr, see `guard`.
 
     Args:
       main: the command; reads its flags from absl.flags.
@@ -42,13 +51,19 @@ def run(
         except Exception as error:  # noqa: BLE001  a config file is the user's own program, and may raise anything
             fault = config_fault(argv[1:], names() if names else ())
             is_ours = isinstance(error, flags.Error | UserError)
-            _fail(fault or (error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")))
+            raise fault or (
+                error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
+            ) from error
         if rest:
-            _fail(UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag"))
+            raise UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag")
+        _check_paths(flags.FLAGS)
         return argv[:1]
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     logging.set_verbosity(logging.WARNING)
-    app.run(lambda _: guard(main), flags_parser=parse)
+    guard(lambda: app.run(lambda _: guard(main), flags_parser=parse))
 
 
 def say(line: str) -> None:
@@ -58,18 +73,114 @@ def say(line: str) -> None:
 
 
 def guard(main: Callable[[], None]) -> None:
-    """Runs a command; UserError and bad flags end in one line on stderr and exit code 2."""
+    """Runs a command; whatever ends it is told in one line on stderr, with the exit code for it.
+
+    2    the input is at fault, and nothing on disk has changed
+    1    something else went wrong (a full disk, a bug): where it is unforeseen, the full trace is written to a file
+    130  interrupted from the keyboard
+    141  nobody reads what is printed any more (`... | head -1`), which is no fault: nothing is said
+    """
     try:
         main()
+        if sys.stdout:
+            sys.stdout.flush()
     except (UserError, flags.Error) as error:
-        _fail(error)
+        _end(error, 2)
+    except Failure as error:
+        _end(error, 1)
+    except KeyboardInterrupt:
+        _end(Failure("interrupted"), 130)
+    except Exception as error:  # noqa: BLE001  whatever nobody has thought of
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            _end(None, 141)
+        if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
+            _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
+        if isinstance(error, OSError) and error.errno in _OF_A_DISK:
+            _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
+        _end(Failure(_unforeseen(error)), 1, error)
+
+
+# What is wrong with a path that a user has given, and what with the disk below it.
+_OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
+
+
+def _end(error: Exception | None, code: int, cause: Exception | None = None) -> None:
+    """Ends the process: says what is wrong in one line, after the trace where it is asked for."""
+    with contextlib.suppress(OSError):  # stderr may be closed, too
+        if error and _wants_traceback():
+            traceback.print_exception(cause or error)
+        if error:
+            explain(error)
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:  # at its end Python would try again, and complain
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    sys.exit(code)
+
+
+def _wants_traceback() -> bool:
+    return flags.FLAGS.is_parsed() and _TRACEBACK.value
+
+
+def _unforeseen(error: Exception) -> str:
+    """What to say of an exception that nobody has thought of; its trace is written to a new file."""
+    command = Path(sys.argv[0]).stem
+    hint = "--traceback prints where"
+    if not _wants_traceback():
+        with contextlib.suppress(OSError):
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", errors="replace", prefix=f"refusion_jax-{command}-", suffix=".txt", delete=False
+            ) as file:
+                file.write(f"{shlex.join(sys.argv)}\n\n")
+                traceback.print_exception(error, file=file)
+            hint = f"the full trace is in {file.name}, and --traceback prints it"
+    what = first_line(error)
+    name = type(error).__name__
+    return f"{command} failed: {name if what == name else f'{name}: {what}'} ({hint})"
+
+
+# Flags that name a file or directory, in any command.
+_PATHS = {
+    *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
+    *("compilation_cache", "hlo", "stop"),  # of a text to stop at, too, there must be something
+}
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
+
+
+def _check_paths(values: flags.FlagValues) -> None:
+    """Refuses what can be no path.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    for name in sorted(_PATHS & set(values)):
+        given = values[name].value
+        for path in given if isinstance(given, list) else [given]:
+            if path == "":
+                raise UserError(f"--{name}=: is empty")
+            if not isinstance(path, str) or name == "stop":
+                continue
+            raw = os.fsencode(path)
+            if len(raw) > _LONGEST_PATH or max(map(len, raw.split(b"/"))) > _LONGEST_NAME:
+                raise UserError(f"--{name}={path[:60]}...: is too long for a path")
 
 
 def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
     """What ml_collections does not say: that a --config file is not there, or which key does not exist."""
     for argument in argv:
         name, _, value = argument.lstrip("-").partition("=")
-        if name == "config" and value and not Path(value.split(":")[0]).is_file():
+        if name == "config" and not os.path.isfile(value.split(":")[0]):
             near = sorted(str(path) for path in Path("configs").glob("*.py"))
             return UserError(f"--config={value}: no such file; here are {', '.join(near) or 'no configs/*.py'}")
         if name.startswith("config.") and names and name.removeprefix("config.") not in names:
@@ -96,11 +207,12 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         except Exception as error:  # noqa: BLE001  each store has errors of its own
             raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
         return
-    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    path = Path(path).absolute()
+    nearest = next(p for p in (path, *path.parents) if p.exists())
     reason = None
-    if nearest == path.absolute() and path.is_dir() != directory:
+    if nearest == path and path.is_dir() != directory:
         reason = f"is a {'file' if directory else 'directory'}"
-    elif nearest != path.absolute() and not nearest.is_dir():
+    elif nearest != path and not nearest.is_dir():
         reason = f"{nearest} is a file"
     elif not os.access(nearest, os.W_OK):
         reason = f"no permission to write to {nearest}"
@@ -118,7 +230,10 @@ def define_settings(
         str: flags.DEFINE_string,
         bool: flags.DEFINE_bool,
     }
-    return {name: define[type(own.default)](f"{group}.{name}", None, explained(own)) for name, own in settings.items()}
+    return {
+        name: define[type(own.default)](f"{group}.{name}", None, explained(own), flag_values=flag_values)
+        for name, own in settings.items()
+    }
 
 
 def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
@@ -140,6 +255,7 @@ def _help(
     story = sys.modules["__main__"].__doc__
     left_out = hidden()
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
+    own.append(flags.FLAGS["traceback"])
     sections = [help_page(story, own)]
     if settings:
         sections.append(_listing("Config keys, and their values unless the config file sets others:", settings()))
@@ -165,9 +281,6 @@ def explain(error: Exception) -> int:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if any(line.startswith("Traceback") for line in lines):
         lines = [lines[0], lines[-1]]
-    print("error:", " ".join(lines), file=sys.stderr, flush=True)
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(lines))
+    print("error:", line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "...", file=sys.stderr, flush=True)
     return 2
-
-
-def _fail(error: Exception) -> None:
-    sys.exit(explain(error))

@@ -11,13 +11,18 @@ class SettingError(UserError):
     """A setting with an impossible value. Its message names the setting; a command puts the flag's prefix before it."""
 
     def __init__(self, group: str, name: str, value: Any, why: str):
-        super().__init__(f"{name}={value}: {why}")
+        shown = str(value)
+        super().__init__(f"{name}={shown if len(shown) <= 80 else shown[:80] + '...'}: {why}")
         self.group = group
 
     @property
     def as_flag(self) -> str:
         """The message with the setting spelled as a flag."""
         return f"--{self.group}.{self}"
+
+
+class Failure(RuntimeError):  # noqa: N818  it is no error of ours or the user's
+    """What went wrong through nobody's input (a full disk). The message is one line; commands exit with code 1."""
 
 
 def first_line(error: BaseException, most: int = 300) -> str:

@@ -4,7 +4,7 @@ Config keys and decode settings are both declared so; `--help`, the checks and t
 """
 
 import dataclasses
-import math
+import sys
 from typing import Any
 
 from refusion_jax.runtime.errors import SettingError
@@ -42,7 +42,7 @@ class Setting:
         wanted = (int, float) if kind is float else (list, tuple) if kind is tuple else kind
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
             return f"must be of type {kind.__name__}"
-        if kind is float and not math.isfinite(value):
+        if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
             return "must be finite"
         if self.choices and value not in self.choices:
             return f"unknown; known: {', '.join(map(str, self.choices))}"

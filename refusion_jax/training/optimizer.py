@@ -14,7 +14,7 @@ def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
     warmup = optax.linear_schedule(0.0, peak, config.warmup_steps)
     rest = config.steps - config.warmup_steps
     if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_lr_ratio)
+        after = optax.cosine_decay_schedule(peak, max(rest, 1), alpha=config.final_lr_ratio)
     elif config.schedule == "wsd":
         after = optax.linear_schedule(peak, end, config.decay_steps, transition_begin=rest - config.decay_steps)
     else:

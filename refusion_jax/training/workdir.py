@@ -16,10 +16,12 @@ from etils import epath
 
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.json_input import read_object
 from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.cli import check_output
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import UserError, first_line
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.registry import find_system
 
@@ -56,21 +58,19 @@ def claim(
 def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     """The config of a run, with the defaults of keys that came after it; UserError where the file cannot be read."""
     path, config = workdir / "config.json", default_config()
+    content = read_object(path)
     try:
         with config.unlocked():
-            config.update(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+            config.update(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # what ml_collections says of another type
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from error
     return config
 
 
 def read_model_config(workdir: epath.Path) -> ModelConfig:
     """The model of a run; UserError where the file cannot be read."""
     path = workdir / "model.json"
-    try:
-        return ModelConfig(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    return to_model_config(path, read_object(path))
 
 
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | FastTokenizer) -> ModelConfig:

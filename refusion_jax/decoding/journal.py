@@ -1,0 +1,134 @@
+"""Answers kept as they come, in a file beside the output, so that a call that was killed goes on where it was.
+
+The first line says of which call the answers are, each other line holds one: {"index": 3, "record": {...}}. Every line
+reaches the file at once, and the disk within a second. Once the output itself is whole, the journal is deleted.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from refusion_jax.data.json_input import JsonError, parse_json
+from refusion_jax.runtime.errors import Failure, UserError
+
+_SYNC_SECONDS = 1.0  # the work that a machine may lose when it dies; a process that is killed loses none
+
+
+class Journal:
+    """The finished answers of one call; `records` maps the index of a prompt to what is written for it.
+
+    Nothing is made on disk before the first `add`. While it is open no other process can write to it.
+    """
+
+    def __init__(self, path: Path, call: dict[str, str], count: int):
+        """Reads what a call before has left.
+
+        Args:
+          path: of the journal.
+          call: what the answers depend on, by name, as short texts.
+          count: prompts of the call.
+
+        Raises:
+          UserError: where the journal is of another call, is written by another process, or is no journal of ours.
+        """
+        self.path, self._call, self._count = path, call, count
+        self._file: int | None = None
+        self._synced = time.monotonic()
+        self.records: dict[int, dict[str, Any]] = {}
+        if os.path.lexists(path):
+            self._open(0)
+            self._read()
+
+    def _open(self, flags: int) -> None:
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{self.path} is being written by another process; name another output") from error
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror}") from error
+        about = os.fstat(self._file)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+            raise UserError(f"{self.path} is no file of this user: move it away")
+
+    def _read(self) -> None:
+        size = os.fstat(self._file).st_size
+        content = b""
+        while len(content) < size and (block := os.pread(self._file, size - len(content), len(content))):
+            content += block
+        end = content.rfind(b"\n") + 1
+        first, *lines = content[:end].split(b"\n") if end else (b"",)
+        if not end and content:  # killed in its very first line, unless it is something else
+            if not b'{"call": '.startswith(content[:9]):
+                raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
+        elif content:
+            self._check_call(first)
+        os.ftruncate(self._file, end)  # what a kill, or a full disk, has cut off
+        for line in lines:
+            entry = _parse(line)
+            if isinstance(entry, dict) and isinstance(entry.get("record"), dict):
+                index = entry.get("index")
+                if type(index) is int and 0 <= index < self._count:
+                    self.records[index] = entry["record"]
+
+    def _check_call(self, line: bytes) -> None:
+        entry = _parse(line)
+        call = entry.get("call") if isinstance(entry, dict) else None
+        if not isinstance(call, dict):
+            raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
+        if other := [name for name, value in self._call.items() if call.get(name) != value]:
+            raise UserError(
+                f"{self.path} holds answers of a call that was cut off, with another {' and '.join(other)}: give what "
+                f"it was begun with and it goes on, or delete it"
+            )
+
+    def add(self, index: int, record: dict[str, Any]) -> None:
+        """Keeps an answer.
+
+        Raises:
+          Failure: where it cannot be written; those before are kept.
+          UserError: where another process has begun to write the same output.
+        """
+        if self._file is None:
+            self._open(os.O_CREAT)
+        if not os.fstat(self._file).st_size:
+            self._write({"call": self._call})
+        self._write({"index": index, "record": record})
+        self.records[index] = record
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file)
+            self._synced = time.monotonic()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            raise Failure(
+                f"{self.path} cannot be written: {error.strerror}; {len(self.records)} of {self._count} answers are "
+                f"kept in it, and the same command goes on"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the file and leaves it there."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def delete(self) -> None:
+        """Deletes the file: the output holds all answers now."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        self.close()
+
+
+def _parse(line: bytes) -> Any:
+    with contextlib.suppress(JsonError):
+        return parse_json(line)
+    return None  # of a machine that lost the last blocks of its disk

@@ -1,0 +1,51 @@
+"""Which shapes a transformer can have: what a file says of one is checked before anything is built."""
+
+from pathlib import Path
+from typing import Any
+
+from refusion_jax.data.json_input import JsonError, build
+from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.runtime.errors import UserError
+
+_LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "num_hidden_layers": 2**14,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "intermediate_size": 2**22,
+    "max_position_embeddings": 2**28,
+    "num_tokens": 2**24,
+}
+
+
+def to_model_config(path: Path, content: dict[str, Any]) -> ModelConfig:
+    """The model that the values read from a file describe.
+
+    Raises:
+      UserError: naming the file and the key that is missing, of another type, or impossible.
+    """
+    try:
+        config = build(ModelConfig, content)
+    except JsonError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if fault := _fault(config):
+        raise UserError(f"{path} describes no model: {fault}")
+    return config
+
+
+def _fault(c: ModelConfig) -> str | None:
+    for name, largest in _LARGEST.items():
+        if not 1 <= getattr(c, name) <= largest:
+            return f"{name}={getattr(c, name)} must be 1 to {largest}"
+    if c.num_attention_heads % c.num_key_value_heads:
+        return f"num_attention_heads={c.num_attention_heads} must be a multiple of {c.num_key_value_heads} kv heads"
+    if c.head_dim % 2:
+        return f"head_dim={c.head_dim} must be even"
+    if not (0 < c.rope_theta <= 1e12 and 0 < c.rms_norm_eps <= 1):
+        return f"rope_theta={c.rope_theta:g} must be above 0, and rms_norm_eps={c.rms_norm_eps:g} from 0 to 1"
+    for kind in ("pad", "bos", "eos", "mask"):
+        if not -1 <= getattr(c, f"{kind}_token_id") < c.vocab_size:
+            return f"{kind}_token_id={getattr(c, f'{kind}_token_id')} is no row of the embedding"
+    return None

@@ -1,0 +1,71 @@
+"""Runs commands of ours quickly: a process that has imported everything once forks for each of them.
+
+Reads one JSON object a line, {"command", "flags", "seconds"}; answers {"code", "out", "err", "cpu"}. A code below 0 is
+the signal that ended the command, -9 also where it took longer than it may.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import resource
+import runpy
+import signal
+import sys
+import tempfile
+import time
+
+import refusion_jax
+
+COMMANDS = {module.name for module in pkgutil.iter_modules(refusion_jax.__path__) if not module.ispkg}
+
+
+def main() -> None:
+    """Serves until nobody asks any more; a fork returns from here, to end as any other process does."""
+    for module in pkgutil.walk_packages(refusion_jax.__path__, "refusion_jax."):
+        if module.name.removeprefix("refusion_jax.") not in COMMANDS and ".benchmarks." not in module.name:
+            importlib.import_module(module.name)
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if not (pid := os.fork()):
+                os.setsid()
+                for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out.fileno(), 1), (err.fileno(), 2)):
+                    os.dup2(source, target)
+                answers.close()
+                run(asked["command"], asked["flags"])
+                return
+            code = wait(pid, asked["seconds"])
+            spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
+            said = {}
+            for name, file in (("out", out), ("err", err)):
+                file.seek(0)
+                said[name] = file.read().decode(errors="replace")
+        print(json.dumps({"code": code, "cpu": cpu, **said}), file=answers, flush=True)
+
+
+def run(command: str, flags: list[str]) -> None:
+    """As `python -m refusion_jax.COMMAND` does."""
+    sys.argv = [f"{refusion_jax.__path__[0]}/{command}.py", *flags]
+    if command in ("plan", "bench"):
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    runpy.run_module(f"refusion_jax.{command}", run_name="__main__", alter_sys=True)
+
+
+def wait(pid: int, seconds: float) -> int:
+    """The exit code of a process, which is ended with all that it has started where it takes too long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+if __name__ == "__main__":
+    main()

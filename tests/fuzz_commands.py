@@ -1,0 +1,239 @@
+"""Calls of our commands with something wrong with them, at random but the same each time."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+from conftest import TINY_RUN
+from fuzz_inputs import write_files
+
+NASTY = [
+    *("", " ", "-1", "0", "1", "2", "-0", "1.5", "1e-400", "1e999", "nan", "inf", "-inf", "9" * 20, "9" * 5000, "0x10"),
+    *(
+        "None",
+        "True",
+        "x",
+        "x" * 300,
+        "a/" * 3000,
+        "[",
+        "(1,",
+        "(1,2)",
+        "{}",
+        "\n",
+        "\t\x1b[31m",
+        "\udcff",
+        "ü\u2028",
+        "%s",
+    ),
+    *(
+        "/dev/null",
+        "/",
+        ".",
+        "..",
+        "/proc/self/mem",
+        "/nowhere/at/all",
+        "gs:",
+        "://",
+        "-",
+        "--",
+        "=",
+        "*",
+        "[!",
+        "~root",
+    ),
+    *("v5p:0x0x0", "v5p:", "v5e:9999x9999", "v5p:2x2x2x2", "v9:2x2", "1e9", "4294967296", "18446744073709551616"),
+]
+FLAGS = {
+    "generate": [
+        *("checkpoint", "input", "prompt", "output", "stop", "dtype", "mesh.data", "mesh.tensor", "decode.method"),
+        *(
+            "decode.max_new_tokens",
+            "decode.temperature",
+            "decode.top_k",
+            "decode.top_p",
+            "decode.seed",
+            "decode.mask_id",
+        ),
+        *("decode.batch_size", "decode.cache_length", "decode.eos_id", "decode.slot_size", "decode.slot_threshold"),
+        *("decode.serial_blocks", "decode.token_threshold", "compilation_cache", "json", "promtp"),
+    ],
+    "train": [
+        *("config", "workdir", "config.seed", "config.steps", "config.batch_size", "config.learning_rate"),
+        *("config.schedule", "config.warmup_steps", "config.clip_norm", "config.weight_decay", "config.beta1"),
+        *(
+            "config.slots.sizes",
+            "config.slots.eps",
+            "config.slots.mdm_weight",
+            "config.model.rope_theta",
+            "config.remat",
+        ),
+        *("config.model.hidden_size", "config.mesh.fsdp", "config.data.weights", "config.checkpoint.keep", "config.x"),
+        *("config.profile_steps", "config.accumulation", "config.row_length", "config.objective", "config.init_from"),
+    ],
+    "prepare": [
+        *("input", "output", "tokenizer", "row_length", "text_packing", "dedup", "held_out", "on_error", "shard_mib"),
+        *("query_field", "text_field", "workers", "mask_piece"),
+    ],
+    "inspect_data": ["data", "row", "seed", "step", "mask_piece", "labels"],
+    "goodput": ["workdir", "json"],
+    "train_tokenizer": ["input", "output", "vocab_size", "query_field"],
+    "convert": ["from", "to", "format", "dtype", "mask_token_id"],
+}
+PROMPT = json.dumps({"prompt": "Sort 7 3 9.", "id": "x", "decode": {"seed": 1, "temperature": 0.5}}).encode()
+VALUES = [
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        10**400,
+        float("nan"),
+        "",
+        "x",
+        "\0",
+        "\ud800",
+        "\u2028",
+        "a" * 9999,
+        "../x",
+        [],
+        [0],
+        {},
+    ),
+    *(
+        [[]],
+        {"x": 1},
+        {"max_new_tokens": -1},
+        {"temperature": 10**400},
+        [1, -5, 10**20],
+        ["Sort", 4],
+        [4],
+        ["a", 2**40],
+    ),
+]
+LITERAL = [
+    *(b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xff", b"\x00", b"NaN", b"Infinity", b'"\\ud800"', b"{", b"[]", b""),
+    *(b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a"', b"\xef\xbb\xbf", b"\xff\xfe", b'{"\\u0000": 1}', b"1e999"),
+]
+
+
+class Calls:
+    """Makes calls out of good things: a trained run, rows that `prepare` wrote, a Hugging Face directory."""
+
+    def __init__(self, run: Path, prepared: Path, exported: Path, seed: int):
+        self.run, self.prepared, self.exported = run, prepared, exported
+        self.rng = random.Random(seed)
+
+    def make(self, directory: Path) -> tuple[str, list[str]]:
+        """One call, (command, flags); the files that it is about are written to a new directory."""
+        directory.mkdir()
+        kinds = [self._flag] * 5 + [self._prompts] * 4 + [self._run] * 2 + [self._rows, self._data, self._foreign] * 2
+        return self.rng.choice(kinds)(directory)
+
+    def _flag(self, directory: Path) -> tuple[str, list[str]]:
+        """A flag with a value that may mean nothing; what follows is never to begin."""
+        rng = self.rng
+        command = rng.choice([*FLAGS, "generate", "train"])
+        base = {
+            "generate": [f"--checkpoint={self.run}", f"--input={directory}/none.jsonl", f"--output={directory}/out"],
+            "train": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
+            "prepare": [
+                f"--input={directory}/none",
+                f"--output={directory}/new",
+                f"--tokenizer={self.run}/tokenizer.model",
+            ],
+            "inspect_data": [f"--data={self.prepared}", "--row=99999"],
+            "goodput": [f"--workdir={directory}"],
+            "train_tokenizer": [f"--input={directory}/none", f"--output={directory}/new"],
+            "convert": [f"--from={directory}/none", f"--to={directory}/new", "--format=orbax"],
+        }[command]
+        return command, [*base, f"--{rng.choice(FLAGS[command])}={rng.choice(NASTY)}"]
+
+    def _prompts(self, directory: Path) -> tuple[str, list[str]]:
+        lines = [self._line() for _ in range(self.rng.randrange(1, 4))]
+        lines.append(self.rng.choice(LITERAL[:4]))  # so that none is decoded
+        (directory / "in.jsonl").write_bytes(self.rng.choice([b"\n", b"\r\n", b"\n\n"]).join(lines))
+        flags = [f"--checkpoint={self.run}", f"--input={directory}/in.jsonl", f"--output={directory}/out.jsonl"]
+        if self.rng.random() < 0.3:
+            journal = self.rng.choice([*LITERAL, b'{"call": {}}\n', b'{"call": 3}\n', PROMPT + b"\n"])
+            (directory / "out.jsonl.partial").write_bytes(journal)
+        return "generate", flags
+
+    def _line(self) -> bytes:
+        rng = self.rng
+        kind = rng.randrange(5)
+        if kind == 0:
+            return rng.choice(LITERAL)
+        if kind == 1:
+            return self._damaged(PROMPT)
+        names = ["prompt", "prompt_ids", "template", "decode", "id", "x"]
+        item = json.loads(PROMPT) | {rng.choice(names): rng.choice(VALUES) for _ in range(rng.randrange(1, 3))}
+        return json.dumps(item, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+
+    def _run(self, directory: Path) -> tuple[str, list[str]]:
+        """A run with one file of its directory damaged."""
+        shutil.copytree(
+            self.run, directory / "run", ignore=shutil.ignore_patterns("checkpoints", "tensorboard", "*cache*")
+        )
+        (directory / "run" / "checkpoints").symlink_to(self.run / "checkpoints")
+        name = self.rng.choice(["model.json", "config.json", "tokenizer.model"])
+        self._spoil(directory / "run" / name)
+        (directory / "in.jsonl").write_bytes(b'{"prompt_ids": [9999999]}')  # so that none is decoded
+        return "generate", [
+            f"--checkpoint={directory}/run",
+            f"--input={directory}/in.jsonl",
+            f"--output={directory}/out",
+        ]
+
+    def _rows(self, directory: Path) -> tuple[str, list[str]]:
+        shutil.copytree(self.prepared, directory / "rows")
+        self._spoil(self.rng.choice([p for p in sorted((directory / "rows").iterdir()) if p.is_file()]))
+        return "inspect_data", [f"--data={directory}/rows", self.rng.choice(["--row=99999", "--verify"])]
+
+    def _data(self, directory: Path) -> tuple[str, list[str]]:
+        write_files(directory, 1, self.rng.randrange(2**32))
+        flags = [f"--input={directory}/00", f"--output={directory}/new", f"--tokenizer={self.run}/tokenizer.model"]
+        return "prepare", [*flags, "--workers=1", "--row_length=64"]
+
+    def _foreign(self, directory: Path) -> tuple[str, list[str]]:
+        """A Hugging Face directory with one file damaged, or another chat template."""
+        shutil.copytree(self.exported, directory / "theirs")
+        files = ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors", "template"]
+        name = self.rng.choice([name for name in files if name == "template" or (directory / "theirs" / name).exists()])
+        if name == "template":
+            templates = [
+                "{% for",
+                "{{ 'a' * 10**11 }}",
+                "{{ x.y }}",
+                "{{ messages * 10**9 }}",
+                "\udcff",
+                "{{ 1 // 0 }}",
+            ]
+            content = self.rng.choice(templates).encode(errors="surrogateescape")
+            (directory / "theirs" / "chat_template.jinja").write_bytes(content)
+        else:
+            self._spoil(directory / "theirs" / name)
+        (directory / "in.jsonl").write_bytes(b'{"prompt": "x"}\n{"prompt_ids": [9999999]}')
+        return "generate", [f"--checkpoint={directory}/theirs", f"--input={directory}/in.jsonl"]
+
+    def _spoil(self, path: Path) -> None:
+        content = path.read_bytes()
+        if path.suffix == ".json" and self.rng.random() < 0.7:
+            item = json.loads(content)
+            inner = self.rng.choice([item, *(x for x in item.values() if isinstance(x, dict) and x)])
+            key = self.rng.choice(sorted(inner))
+            if self.rng.random() < 0.2:
+                del inner[key]
+            else:
+                inner[key] = self.rng.choice(VALUES)
+            path.write_text(json.dumps(item))
+        else:
+            path.write_bytes(self.rng.choice([self._damaged(content), self.rng.choice(LITERAL)]))
+
+    def _damaged(self, content: bytes) -> bytes:
+        at, kind = self.rng.randrange(len(content) + 1), self.rng.randrange(3)
+        if kind == 0:
+            return content[:at]
+        wrong = self.rng.randbytes(self.rng.randrange(1, 9))
+        return content[:at] + wrong + content[at + (len(wrong) if kind == 1 else 0) :]

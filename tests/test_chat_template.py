@@ -1,0 +1,46 @@
+"""A chat template is a program by strangers: what it may take, and that nothing but the conversation comes of it."""
+
+import pytest
+
+from refusion_jax import UserError
+from refusion_jax.data import chat_template
+from refusion_jax.data.chat_template import ChatTemplate
+
+TURNS = [{"role": "user", "content": "a\u2028 \U0001f600"}, {"role": "assistant", "content": "b"}]
+
+
+def test_a_template_renders_turn_after_turn():
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m['content'] }}{{ x }}\n{% endfor %}", "here")
+    for x in (1, True, None):
+        assert template.render(messages=TURNS, x=x) == f"user: a\u2028 \U0001f600{x}\nassistant: b{x}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for", "here: the chat template cannot be read: "),
+        ("{{ 'a' * 10**11 }}", "it needs more than 1024 MiB"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "cannot be read: it is nested too deeply"),
+        ("{{ messages[0].content * 10**11 }}", "fails: it needs more than 1024 MiB"),
+        ("{{ 9 ** (9 ** 9) }}", "it takes too much time"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes too much time"),
+        ("{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "fails: it gives more than 16,777,216 characters"),
+        ("{{ messages.__class__.__mro__ }}", "fails: access to attribute"),
+        ("{{ nobody.knows }}", "fails: 'nobody' is undefined"),
+    ],
+)
+def test_what_it_may_not_do(source, said, monkeypatch):
+    monkeypatch.setattr(chat_template, "_SECONDS", 1.0)
+    with pytest.raises(UserError, match=said):
+        ChatTemplate(source, "here").render(messages=TURNS)
+
+
+def test_one_failure_does_not_spoil_the_next_conversation(monkeypatch):
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
+    template = ChatTemplate("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}{{ n }}", "here")
+    for n in (2, 99999, 3, 100001, 4):
+        if n < 9:
+            assert template.render(n=n) == str(n)
+        else:
+            with pytest.raises(UserError, match="too much time" if n < 100_000 else "Range too big"):
+                template.render(n=n)

@@ -1,0 +1,71 @@
+"""How a command ends: one line for whatever went wrong, and the exit code that says whose fault it was."""
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from refusion_jax import UserError
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import Failure, SettingError
+
+
+def ended(error, capsys) -> tuple[int, str]:
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        cli.guard(main)
+    return end.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("in.jsonl:3:\n  not JSON"), 2, "error: in.jsonl:3: not JSON\n"),
+        (UserError("--stop=\x1b[2J\ud800\0"), 2, "error: --stop=\\x1b[2J\\ud800\\x00\n"),
+        (
+            SettingError("decode", "seed", 10**400, "must be less"),
+            2,
+            f"error: --decode.seed=1{'0' * 79}...: must be less\n",
+        ),
+        (UserError("x" * 9999), 2, f"error: {'x' * 2000}...\n"),
+        (Failure("the disk is full"), 1, "error: the disk is full\n"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "error: x: File name too long\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "error: the output: No space left on device\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_one_line_and_a_code(error, code, said, capsys):
+    assert ended(error, capsys) == (code, said)
+
+
+def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(capsys):
+    code, err = ended(KeyError("where"), capsys)
+    assert code == 1
+    found = re.fullmatch(
+        r"error: \S+ failed: KeyError: 'where' \(the full trace is in (\S+), and --traceback prints it\)\n", err
+    )
+    file = Path(found[1])
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "Traceback (most recent call last)" in file.read_text()
+    assert "raise error" in file.read_text()
+    file.unlink()
+
+
+@pytest.mark.parametrize("path", ["", "x" * 256, "a/" * 2048, "\udcff" * 300])
+def test_what_can_be_no_path(path):
+    values = cli.flags.FlagValues()
+    cli.flags.DEFINE_string("workdir", None, "", flag_values=values)
+    values(["program", f"--workdir={path}"])
+    with pytest.raises(UserError, match="--workdir=.*: is (empty|too long for a path)"):
+        cli._check_paths(values)
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--output=.*/file is a file"):
+        cli.check_output("output", tmp_path / "file" / "below")
+    cli.check_output("output", Path(os.devnull))

@@ -1,0 +1,106 @@
+"""The journal of answers: what a kill, a full disk, another call and another process leave of it."""
+
+import json
+import os
+import resource
+
+import pytest
+
+from refusion_jax import UserError
+from refusion_jax.decoding.journal import Journal
+from refusion_jax.runtime.errors import Failure
+
+CALL = {"model": "a", "prompts": "b", "settings": "c"}
+ANSWERS = [{"id": i, "text": "\u2028" * i} for i in range(5)]
+
+
+def written(path, count=3):
+    journal = Journal(path, CALL, 5)
+    for i in range(count):
+        journal.add(i, ANSWERS[i])
+    journal.close()
+    return path.read_bytes()
+
+
+def test_answers_outlive_a_kill_at_any_byte(tmp_path):
+    path = tmp_path / "j"
+    whole = written(path)
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        journal = Journal(path, CALL, 5)
+        kept = len(journal.records)
+        assert kept == max(whole[:cut].count(b"\n") - 1, 0)
+        assert journal.records == dict(enumerate(ANSWERS[:kept]))
+        journal.add(4, ANSWERS[4])
+        journal.close()
+        journal = Journal(path, CALL, 5)
+        journal.close()
+        assert journal.records == {**dict(enumerate(ANSWERS[:kept])), 4: ANSWERS[4]}
+
+
+def test_nothing_is_made_before_the_first_answer_and_nothing_stays_behind_the_last(tmp_path):
+    journal = Journal(tmp_path / "j", CALL, 5)
+    assert not list(tmp_path.iterdir())
+    journal.add(3, ANSWERS[3])
+    journal.delete()
+    assert not list(tmp_path.iterdir())
+
+
+def test_lines_that_make_no_sense_are_left_out(tmp_path):
+    path = tmp_path / "j"
+    junk = [
+        b"\0" * 9,
+        b"[]",
+        b'{"index": 9, "record": {}}',
+        b'{"index": true, "record": {}}',
+        b'{"index": 1}',
+        b"[" * 9999,
+    ]
+    path.write_bytes(
+        b"\n".join([json.dumps({"call": CALL}).encode(), *junk, b'{"index": 2, "record": {"id": 2}}', b""])
+    )
+    assert Journal(path, CALL, 5).records == {2: {"id": 2}}
+
+
+def test_what_is_in_the_way_is_not_touched(tmp_path):
+    written(tmp_path / "journal")
+    (tmp_path / "text").write_text("a letter\nof mine")
+    (tmp_path / "short").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "journal")
+    os.mkfifo(tmp_path / "pipe")
+    before = (tmp_path / "journal").read_bytes()
+    for name, call, said in (
+        ("journal", CALL | {"prompts": "x", "settings": "y"}, "with another prompts and settings: give what it was"),
+        ("text", CALL, "no journal of answers: move it away"),
+        ("short", CALL, "no journal of answers: move it away"),
+        ("link", CALL, "cannot be written: "),
+        ("pipe", CALL, "is no file of this user"),
+    ):
+        with pytest.raises(UserError, match=f"{name} .*{said}"):
+            Journal(tmp_path / name, call, 5)
+    assert (tmp_path / "journal").read_bytes() == before
+    assert (tmp_path / "text").read_text() == "a letter\nof mine"
+
+
+def test_two_cannot_write_to_one(tmp_path):
+    first, second = (Journal(tmp_path / "j", CALL, 5) for _ in range(2))
+    first.add(0, ANSWERS[0])
+    for begin in (lambda: second.add(1, ANSWERS[1]), lambda: Journal(tmp_path / "j", CALL, 5)):
+        with pytest.raises(UserError, match="is being written by another process"):
+            begin()
+
+
+def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
+    path = tmp_path / "j"
+    size = len(written(path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+    try:
+        journal = Journal(path, CALL, 5)
+        with pytest.raises(Failure, match="File too large; 3 of 5 answers are kept in it"):
+            journal.add(3, ANSWERS[3])
+        journal.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(path.read_bytes()) == size + 20
+    assert Journal(path, CALL, 5).records == dict(enumerate(ANSWERS[:3]))
