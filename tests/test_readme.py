@@ -116,6 +116,8 @@ def test_a_command_works_as_written(command, user):
         small += " --config.model.vocab_size=512 --config.data.on_error=skip"
     if ".bench decode" in command:
         small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH) + " --prompts_per_row=1 --repeats=1"
+    if ".inspect_data --config" in command:
+        small += " --config.data.examples=500"
     if ".quickstart " in command:
         small += " --problems=3"
     if "pytest" in command:

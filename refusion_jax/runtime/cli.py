@@ -16,6 +16,7 @@ from refusion_jax.runtime.settings import Setting
 from refusion_jax.runtime.storage import is_remote
 
 _HELP_FLAGS = {"--help", "-h"}
+flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
 
 
 def run(
@@ -118,7 +119,10 @@ def define_settings(
         str: flags.DEFINE_string,
         bool: flags.DEFINE_bool,
     }
-    return {name: define[type(own.default)](f"{group}.{name}", None, explained(own)) for name, own in settings.items()}
+    return {
+        name: define[type(own.default)](f"{group}.{name}", None, explained(own), flag_values=flag_values)
+        for name, own in settings.items()
+    }
 
 
 def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
