@@ -36,7 +36,7 @@ WRITES = [command for command in COMMANDS if command.startswith("echo ")]  # inp
 FILES = [  # (path in the checkout, code) of the files that a document has its reader write
     found
     for road in ROADS
-    for found in re.findall(r"Put this into `(\S+)`.*?```python\n(.*?)```", road.read_text(), re.S)
+    for found in re.findall(r"Put this into\s`(\S+)`.*?```python\n(.*?)```", road.read_text(), re.S)
 ]
 SCRIPTS = [
     pytest.param(code, id=str(document.relative_to(ROOT)))
