@@ -156,7 +156,8 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
 
 
 @pytest.mark.parametrize(
-    ("name", "flag"), [("decode", "batch_sizes"), ("train", "lengths"), ("data", "mebibytes"), ("infill", "slot_sizes")]
+    ("name", "flag"),
+    [("decode", "decode.slot_size"), ("train", "lengths"), ("data", "mebibytes"), ("infill", "slot_sizes")],
 )
 def test_a_benchmark_explains_itself(name, flag):
     out, _ = run("bench", name, "--help")
@@ -175,3 +176,6 @@ def test_help_explains_every_flag(command):
     assert all(lines[i + 1].startswith("      ") and len(lines[i + 1].split()) > 1 for i in flags)
     if command == "train":
         assert "  --config.model.hidden_size" in lines
+    if command == "generate":  # settings of the default decoder, and of no other
+        assert "  --decode.slot_size" in lines
+        assert "  --decode.block_length" not in lines

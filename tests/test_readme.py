@@ -1,35 +1,65 @@
-"""Every command of the README is run as it is written, made small by flags behind it."""
+"""Every command of README.md and of the folders' READMEs is run as it is written, made small by flags behind it."""
 
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_RUN, tiny_model
+from conftest import QUICK_COMPILE, ROOT, TINY_RUN, tiny_model
 from test_adaptation import write_tokenizer
 
 from refusion_jax.model import huggingface
 
-README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-]
-OURS = [command for command in COMMANDS if re.search(r"python -m refusion_jax\.|launch/(local_hosts|tpu_vm)", command)]
+FRONT_DOOR = ROOT / "README.md"
+ROADS = sorted(path for top in ("launch", "refusion_jax") for path in (ROOT / top).rglob("README.md"))
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The code of a document in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
+
+
+# In the order of the documents, each once, however many documents show it.
+COMMANDS = list(
+    dict.fromkeys(
+        line.split(" #")[0].strip()
+        for document in (FRONT_DOOR, *ROADS)
+        for block in blocks(document, "bash")
+        for line in block.splitlines()
+    )
+)
+OURS = [c for c in COMMANDS if re.search(r"python -m (refusion_jax\.|pytest )|launch/(local_hosts|tpu_vm)", c)]
 WRITES = [command for command in COMMANDS if command.startswith("echo ")]  # input for the others
+FILES = [  # (path in the checkout, code) of the files that a document has its reader write
+    found
+    for road in ROADS
+    for found in re.findall(r"Put this into\s`(\S+)`.*?```python\n(.*?)```", road.read_text(), re.S)
+]
+SCRIPTS = [
+    pytest.param(code, id=str(document.relative_to(ROOT)))
+    for document in (FRONT_DOOR, *ROADS)
+    for code in blocks(document, "python")
+    if code not in dict(FILES).values()
+]
+
 SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
 SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128", "--config.decay_steps=1"]
+SMALLER_BENCH = ["max_new_tokens=16", "serial_blocks=2", "slot_size=4"]
+CHEAP_TESTS = "'one_shot and (never_seen or own_key or plain_reference or committed_once)'"  # the others compile more
 
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory, trained_run):
-    """A directory as a user's who has run the quickstart and has text of their own."""
+    """A checkout as a user's who has run the quickstart, has text of their own, and follows every document."""
     home = tmp_path_factory.mktemp("user")
-    (home / "configs").symlink_to(ROOT / "configs")
-    (home / "launch").symlink_to(ROOT / "launch")
+    for name in ("configs", "launch", "tests", "pyproject.toml"):
+        (home / name).symlink_to(ROOT / name)
+    link_all(ROOT / "refusion_jax", home / "refusion_jax", real={"systems"})
+    for path, code in FILES:
+        (home / path).write_text(code)
     (home / "runs").mkdir()
     (home / "runs" / "quickstart").symlink_to(trained_run)
     (home / "prompts.jsonl").write_text('{"prompt": "Sort 3 1."}\n{"prompt_ids": [1, 7, 9]}\n')
@@ -42,6 +72,16 @@ def user(tmp_path_factory, trained_run):
     return home
 
 
+def link_all(source: Path, target: Path, real: set[str] = frozenset()) -> None:
+    """A folder of links to what is in another one; those named in `real` are folders of links themselves."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.name in real:
+            link_all(path, target / path.name)
+        elif path.name != "__pycache__":
+            (target / path.name).symlink_to(path)
+
+
 def tiny_qwen3(path) -> None:
     """What a download of Qwen3 looks like, in the sizes of TINY_RUN."""
     write_tokenizer(path)
@@ -51,19 +91,25 @@ def tiny_qwen3(path) -> None:
 
 
 def shell(command: str, home) -> str:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILE, "PYTHONPATH": str(home), "PYTHON": sys.executable}
     done = subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def test_the_two_commands_are_the_ones_that_ci_and_the_quickstart_test_run():
-    others = [c for c in COMMANDS if c not in OURS and not c.startswith("echo ")]
+    others = [c for c in COMMANDS if c not in OURS and c not in WRITES]
     assert others == ["bash launch/quickstart.sh", "bash launch/test.sh"]
     assert "bash launch/test.sh" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("command", OURS)
+def short(command: str) -> str:
+    """What a test of a command is called; pytest numbers those that share a name."""
+    return re.search(r"refusion_jax\.(\w+)|pytest|local_hosts|tpu_vm", command)[0]
+
+
+@pytest.mark.parametrize("command", OURS, ids=short)
 def test_a_command_works_as_written(command, user):
     if ".plan " in command and importlib.util.find_spec("libtpu") is None:
         pytest.skip("needs the TPU compiler: pip install libtpu (Linux)")
@@ -74,18 +120,43 @@ def test_a_command_works_as_written(command, user):
         small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""
         small += " --config.model.vocab_size=512 --config.data.on_error=skip"
     if ".bench decode" in command:
-        small += " --max_new_tokens=16 --serial_blocks=2 --slot_size=4 --prompts_per_row=1 --repeats=1"
+        small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH) + " --prompts_per_row=1 --repeats=1"
+    if ".inspect_data --config" in command:
+        small += " --config.data.examples=500"
+    if ".quickstart " in command:
+        small += " --problems=3"
+    if "pytest" in command:
+        small += f" -q -k {CHEAP_TESTS}"
     small = small.replace("--vocab_size=8192", "--vocab_size=400")
     assert shell(small, user).strip()
 
 
-def test_the_python_example_works(user):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (user / "example.py").write_text(example)
+@pytest.mark.parametrize("code", SCRIPTS)
+def test_a_python_example_works(code, user):
+    (user / "example.py").write_text(code)
     assert shell(f"{sys.executable} example.py", user).strip()
 
 
-def test_every_file_that_documents_link_to_is_there():
-    for document in ("README.md", "BENCHMARKS.md"):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / document).read_text()):
-            assert (ROOT / target).exists(), f"{document} links to {target}"
+def test_the_front_door_is_short_and_leads_to_every_road():
+    text = FRONT_DOOR.read_text()
+    assert len(text.splitlines()) <= 150
+    for road in ROADS:
+        assert f"]({road.relative_to(ROOT)})" in text, f"README.md does not lead to {road}"
+
+
+def anchors(document: Path) -> set[str]:
+    """What links into a document may name: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "document", [FRONT_DOOR, ROOT / "BENCHMARKS.md", *ROADS], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_every_link_leads_to_what_is_there(document):
+    prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", prose):
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), f"{document} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{document} links to {link}"
