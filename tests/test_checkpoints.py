@@ -13,6 +13,7 @@ from flax import nnx
 from refusion_jax import UserError
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.runtime import checksums, sharding
+from refusion_jax.training import checkpoints as checkpoints_module
 from refusion_jax.training.checkpoints import Checkpoints, find_step, is_complete, restore_params, saved_steps
 from refusion_jax.training.train_step import Guard, init_state, state_shardings
 
@@ -260,3 +261,14 @@ def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, ca
         (tmp_path / "away").rename(tmp_path / "checkpoints")
         checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
     assert saved_steps(tmp_path) == [1, 3]
+
+
+def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk, monkeypatch):
+    monkeypatch.setattr(checkpoints_module, "_PAUSE_SECONDS", 0.01)
+    with Checkpoints(tmp_path, 3, failures=1000) as checkpoints:
+        full_disk(1)
+        with pytest.raises(UserError, match="the last checkpoint, 1, could not be written in 4 attempts"):
+            checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)
+        full_disk(-1)
+        checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)
+    assert saved_steps(tmp_path) == [1]

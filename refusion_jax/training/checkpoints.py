@@ -29,6 +29,7 @@ from refusion_jax.training.train_step import Guard, TrainState
 ITEMS = ("params", "optimizer", "data")
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of what is being written
 _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit; nothing of the run is in it
+_LAST_ATTEMPTS = 4
 _PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; twice that the next time
 
 
@@ -79,10 +80,15 @@ class Checkpoints:
         """
         self._settle()
         self._begin(step, state, data)
-        pause = _PAUSE_SECONDS
-        while last and not self._settle():
-            time.sleep(pause)
-            pause *= 2
+        for attempt in range(1, _LAST_ATTEMPTS + 1 if last else 1):
+            if self._settle():
+                return
+            if attempt == _LAST_ATTEMPTS:  # nobody waits for ever for a process that was told to go
+                raise UserError(
+                    f"the last checkpoint, {step}, could not be written in {attempt} attempts: make room or mend "
+                    f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
+                )
+            time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1))
             self._begin(step, state, data)
 
     def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
