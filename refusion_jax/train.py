@@ -225,6 +225,7 @@ def session(run: Run, start_over: bool) -> str:
                 clock.flush()
                 with log.timed("evaluate", step=step):
                     evaluated = jax.block_until_ready(run.held_out(state.params))
+                watchdog.alive(step)
             if step % config.log_every == 0 or step == config.steps or evaluated:
                 pending = step, step_metrics | epochs(rows, rows_used) | evaluated
             is_last = run.preemption.reached(step) or step == config.steps
