@@ -39,11 +39,11 @@ def test_answers_outlive_a_kill_at_any_byte(tmp_path):
 
 
 def test_nothing_is_made_before_the_first_answer_and_nothing_stays_behind_the_last(tmp_path):
-    journal = Journal(tmp_path / "j", CALL, 5)
+    journal = Journal(tmp_path / "new" / "j", CALL, 5)
     assert not list(tmp_path.iterdir())
     journal.add(3, ANSWERS[3])
     journal.delete()
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_lines_that_make_no_sense_are_left_out(tmp_path):

@@ -46,6 +46,8 @@ class Journal:
 
     def _open(self, flags: int) -> None:
         try:
+            if flags & os.O_CREAT:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
