@@ -88,10 +88,11 @@ def show_row(
             highlight=False,
         )
         is_mask, positions = batch.inputs[given] == tokenizer.mask_id, batch.positions[given]
-        in_prompt = ~rows.is_response[text]
-        kinds = np.where(in_prompt[positions], "prompt", np.where(is_mask, "masked", "clean"))
+        in_prompt, is_in = ~rows.is_response[text], positions < len(text)  # behind it a system may have put filler
+        from_prompt = is_in & in_prompt[np.minimum(positions, len(text) - 1)]
+        kinds = np.where(from_prompt, "prompt", np.where(is_mask, "masked", "clean"))
         of_text = np.where(in_prompt, "prompt", "clean")
-        of_text[positions[kinds == "masked"]] = "masked"
+        of_text[positions[is_in & (kinds == "masked")]] = "masked"
         console.print(Text("text   ", "bold") + _spans(tokenizer, rows.tokens[text], of_text, np.arange(len(text))))
         console.print(Text("given  ", "bold") + _spans(tokenizer, batch.inputs[given], kinds, positions))
         if labels:
