@@ -11,7 +11,7 @@ from refusion_jax.batch.rows import Rows
 from refusion_jax.config import check
 from refusion_jax.systems import d2f
 
-OBJECTIVE = d2f.BlockForcing(mask_id=MASK, block_length=2, least=0.2, most=0.7)
+OBJECTIVE = d2f.BlockForcing(mask_id=MASK, block_length=2, padding=0.0, least=0.2, most=0.7)
 ROWS = Rows(
     tokens=jnp.arange(5, 25, dtype=jnp.int32)[None],
     segment_ids=jnp.array([[1] * 6 + [2] * 9 + [3] * 3 + [0] * 2]),

@@ -41,29 +41,6 @@ def per_document_sum(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
     return jax.vmap(one_row)(x, segment_ids)
 
 
-def draw_masks(rows: Rows, keys: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """The noise of masked diffusion: response tokens are masked with a probability of each document's own.
-
-    Args:
-      rows: [B, T].
-      keys: [B] PRNG keys.
-      eps: least probability; p = (1 - eps) t + eps with t ~ U(0, 1) for each document.
-
-    Returns:
-      (is_masked [B, T] bool, p [B, T] float32 of each token's document).
-    """
-    T = rows.tokens.shape[1]
-    document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
-
-    def draw(key):
-        t_key, mask_key = jax.random.split(key)
-        return (1 - eps) * jax.random.uniform(t_key, (T,)) + eps, jax.random.uniform(mask_key, (T,))
-
-    p, u = jax.vmap(draw)(keys)
-    p = jnp.take_along_axis(p, document, axis=1)
-    return rows.is_response & (u < p), p
-
-
 def noise_keys(seed: int, step: jax.Array, batch_size: int) -> jax.Array:
     """[B] PRNG keys: a row's noise depends on (seed, step, its index in the global batch) and on nothing else."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from refusion_jax.batch.batch import Batch
+from refusion_jax.batch.masking import PADDING, pad_answers
 from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
 from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
@@ -54,6 +55,7 @@ _BLOCK = 16  # the paper's
 
 KEYS = {
     "block_length": Setting(_BLOCK, "tokens of a block; decode with the same", at_least=1, at_most=2**20),
+    "padding": PADDING,
     "least": Setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1),
     "most": Setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1),
 }
@@ -73,6 +75,7 @@ class BlockForcing:
 
     mask_id: int
     block_length: int
+    padding: float
     least: float
     most: float
 
@@ -83,9 +86,10 @@ class BlockForcing:
 
     def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
         """Masks response tokens with a probability that rises from block to block of a document."""
+        rows, source = pad_answers(rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
         block = response_blocks(rows, self.block_length)
-        is_masked, p = self._draw(rows, block, keys)
+        is_masked, p = self._draw(rows, block, keys, source)
         weight = is_masked / (p * jnp.maximum(jnp.sum(is_masked), 1).astype(jnp.float32))
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
@@ -96,8 +100,8 @@ class BlockForcing:
             facts={"mask_ratio": p},
         )
 
-    def _draw(self, rows: Rows, block: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(is_masked [B, T] bool, p [B, T] float32 of each token's block)."""
+    def _draw(self, rows: Rows, block: jax.Array, keys: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(is_masked [B, T] bool, p [B, T] float32 of each token's block, and of padding that of its EOS)."""
         T = rows.tokens.shape[1]
         document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
         draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
@@ -109,7 +113,8 @@ class BlockForcing:
         blocks = per_document_sum(begins, rows.segment_ids)
         p = first + (self.most - first) / jnp.maximum(blocks - 1, 1) * rises
         p = jnp.clip(p, self.least, self.most)
-        return rows.is_response & (draws[:, 2] < p), p
+        p, u = (jnp.take_along_axis(x, source, axis=1) for x in (p, draws[:, 2]))
+        return rows.is_response & (u < p), p
 
     def input_length(self, row_length: int) -> int:
         """T."""

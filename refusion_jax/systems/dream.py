@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from refusion_jax.batch.batch import Batch
-from refusion_jax.batch.rows import Rows, draw_masks, text_positions
+from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers
+from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding.masked_text import MaskedText
@@ -46,6 +47,7 @@ from refusion_jax.systems.interface import System
 
 KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
+    "padding": PADDING,
     "cart_p": Setting(0.3, "how fast a clean token's weight falls with the distance to it", above=0, at_most=1),
 }
 
@@ -61,12 +63,14 @@ class ShiftedDiffusion:
 
     mask_id: int
     eps: float
+    padding: float
     cart_p: float
 
     def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
         """Masks response tokens with a probability of each document's own; labels stand one place earlier."""
+        rows, source = pad_answers(rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
-        is_masked, p = draw_masks(rows, keys, self.eps)
+        is_masked, p = draw_masks(rows, source, keys, self.eps)
         is_masked = is_masked & (positions > 0)
         is_clean = (rows.segment_ids > 0) & ~is_masked
         weight = is_masked * cart_weights(is_clean, rows.segment_ids, self.cart_p)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from refusion_jax.batch.batch import Batch, count_documents
-from refusion_jax.batch.rows import Rows, draw_masks, per_document_sum, text_positions
+from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers
+from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding import settings as shared
@@ -38,7 +39,10 @@ from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 
-KEYS = {"eps": Setting(1e-3, "least probability of masking a token", above=0, below=1)}
+KEYS = {
+    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
+    "padding": PADDING,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +54,12 @@ class MaskedDiffusion:
 
     mask_id: int
     eps: float
+    padding: float
 
     def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
         """Masks response tokens with a probability of each document's own."""
-        is_masked, p = draw_masks(rows, keys, self.eps)
+        rows, source = pad_answers(rows, keys, self.padding)
+        is_masked, p = draw_masks(rows, source, keys, self.eps)
         response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),

@@ -1,0 +1,69 @@
+"""The noise that systems of masked diffusion share: padding behind answers, and masks of response tokens.
+
+Axes: B rows, T row length.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.batch.rows import Rows, row_index, text_positions
+from refusion_jax.runtime.settings import Setting
+
+# The config key of `pad_answers`, for systems whose decoders fill a text of more masks than the answer has tokens.
+PADDING = Setting(
+    0.3, "share of documents that give way to padding of the one before, so that a model learns where answers end",
+    at_least=0, below=1,
+)  # fmt: skip
+
+
+def pad_answers(rows: Rows, keys: jax.Array, share: float) -> tuple[Rows, jax.Array]:
+    """Rows in which some documents give way to padding of the one before them: repeats of its last token, its EOS.
+
+    A decoder of masked text fills more masks than an answer has tokens, and what it fills them with behind the end must
+    be learnt (LLaDA pads answers with EOS, inside the loss). Packed rows have no room for that, so documents make room;
+    the first of a row stays, and what is empty at the end of a row is padding, too. With the second document given up:
+
+        tokens     p a E q b E r c E .        source    0 1 2 2 2 2 6 7 8 8
+                   p a E E E E r c E E
+
+    Args:
+      rows: [B, T], of documents that end in an EOS.
+      keys: [B] PRNG keys.
+      share: of documents given up; 0 changes nothing.
+
+    Returns:
+      (the rows, source [B, T] int32: the index of the token that each one repeats, its own where it is no padding).
+    """
+    if not share:
+        return rows, row_index(rows.tokens)
+    index, is_real = row_index(rows.tokens), rows.segment_ids > 0
+    start = index - text_positions(rows.segment_ids)
+    draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)
+    stays = is_real & ((start == 0) | (jnp.take_along_axis(draws, start, axis=1) >= share))
+    source = jax.lax.cummax(jnp.where(stays, index, 0), axis=1)
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1), rows), source
+
+
+def draw_masks(rows: Rows, source: jax.Array, keys: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Masks response tokens with a probability of each document's own; an EOS and its repeats all or none.
+
+    One EOS that is seen would give the others away (Dream's code masks them as one, too).
+
+    Args:
+      rows, source: from `pad_answers`.
+      keys: [B] PRNG keys.
+      eps: least probability; p = (1 - eps) t + eps with t ~ U(0, 1) for each document.
+
+    Returns:
+      (is_masked [B, T] bool, p [B, T] float32 of each token's document).
+    """
+    T = rows.tokens.shape[1]
+    document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
+
+    def draw(key):
+        t_key, mask_key = jax.random.split(key)
+        return (1 - eps) * jax.random.uniform(t_key, (T,)) + eps, jax.random.uniform(mask_key, (T,))
+
+    p, u = jax.vmap(draw)(keys)
+    p = jnp.take_along_axis(p, document, axis=1)
+    return rows.is_response & (jnp.take_along_axis(u, source, axis=1) < p), p
