@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_decoder
-from conftest import BOS, EOS, MASK, PROMPTS, settings, sharp_model, sharp_models, tiny_model
+from conftest import BOS, EOS, PROMPTS, settings, sharp_model, sharp_models, tiny_model
 from flax import nnx
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from refusion_jax import DecodeSettings, decode
 from refusion_jax.decoding import queue as batching
 from refusion_jax.decoding.queue import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.settings import Settings
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.refusion.decoder import PlanAndInfill
 from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, RECOMPUTE, VERIFY
@@ -117,7 +115,7 @@ def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
 def test_refusion_decodes_as_the_plain_method_without_a_cache(blocks, slot, token):
     s = settings(blocks=blocks, slot=slot, token=token)
     for model in sharp_models()[:3]:
-        expected = [reference_decoder.refusion(model, Request(prompt, settings=s)) for prompt in PROMPTS]
+        expected = [plan_and_infill(model, Request(prompt, settings=s)) for prompt in PROMPTS]
         for planning, infilling in itertools.product((False, True), repeat=2):
             out = decode(model, PROMPTS, dataclasses.replace(s, overlap_planning=planning, overlap_infilling=infilling))
             for name in ("tokens", "commit_order", "rounds"):
@@ -153,7 +151,7 @@ def test_overlapped_infilling_saves_forwards():
 def test_the_cases_above_meet_every_phase_and_every_way_to_end():
     """Otherwise the comparison would prove little."""
     expected = [
-        reference_decoder.refusion(model, Request(prompt, settings=settings(blocks=blocks, slot=slot, token=token)))
+        plan_and_infill(model, Request(prompt, settings=settings(blocks=blocks, slot=slot, token=token)))
         for model in sharp_models()[:3]
         for blocks, slot, token in THRESHOLDS
         for prompt in PROMPTS
@@ -167,38 +165,6 @@ def test_the_cases_above_meet_every_phase_and_every_way_to_end():
         sum(e["forwards"] < len(e["commit_order"]) for e in expected),
     ]
     assert min(counts) > 10, counts
-
-
-def left_to_right(model, prompt: list[int], s: Settings) -> dict:
-    """`sequential` and `ar` without a cache: one token a forward."""
-    text = reference_decoder.Text(model, Request(prompt, settings=s))
-    for offset in range(s.max_new_tokens):
-        place = len(prompt) + offset
-        if s.method == "sequential" and offset % s.slot_size == 0:
-            p = text.probabilities("first", [(MASK, place)])
-        else:  # the last committed token is fed once more, and seen once: by itself
-            last = text.tokens.pop(), text.places.pop()
-            text.seen.pop()
-            p = {place: text.probabilities("next", [last])[last[1]]}
-            text.commit([last])
-        token = text.best(p)[place]
-        text.commit([(token, place)])
-        if token == EOS:
-            break
-    return text.result(0)
-
-
-@pytest.mark.parametrize("method", ["sequential", "ar"])
-def test_one_token_a_forward_equals_forwards_without_a_cache(method):
-    s = settings(method)
-    for seed in range(3):
-        model = sharp_model(seed)
-        out = decode(model, PROMPTS, s)
-        for i, prompt in enumerate(PROMPTS):
-            expected = left_to_right(model, prompt, s)
-            assert out.tokens[i] == expected["tokens"]
-            assert out.commit_order[i] == expected["commit_order"]
-            assert out.forwards[i] == len(out.tokens[i]) == expected["forwards"]
 
 
 @pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from refusion_jax.systems import registry
+
 PACKAGE = ROOT / "refusion_jax"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -106,3 +108,18 @@ def test_every_requirement_has_a_range_and_is_used():
         assert re.search(rf"^(import|from) {modules.get(package, package)}\b", source, re.MULTILINE), (
             f"{package} is unused"
         )
+
+
+def test_a_system_is_named_in_its_own_room_alone():
+    """No shared room has the name of a system, a decoder or a section as a value: it asks the system."""
+    systems = registry.systems().values()
+    named = {word for s in systems for word in (s.name, s.section, *s.decoders)} - {""}
+    rooms = {f"systems.{system.name}" for system in systems}
+    for path in MODULES:
+        if any(name(path) == room or name(path).startswith(f"{room}.") for room in rooms):
+            continue
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+            assert not (is_text and node.value in named), f"{name(path)}:{node.lineno} names {node.value}"

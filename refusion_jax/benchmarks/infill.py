@@ -23,15 +23,21 @@ from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import stream
+from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_model, load_tokenizer
 
 _MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 _SLOT_THRESHOLDS = (0.9, 0.6, 0.3)
-_WAYS = (
-    "sequential",
-    *(f"refusion slot_threshold={s} token_threshold={t}" for s in _SLOT_THRESHOLDS for t in (0.9, 0.3, 0)),
-    *(f"refusion infill=exact slot_threshold={s} infill_blend={b}" for s in _SLOT_THRESHOLDS for b in (0, 0.3, 0.5)),
-)
+
+
+def default_ways() -> list[str]:
+    """One token a forward, the authors' infilling and exact infilling, by the default system's decoders."""
+    method, one_by_one = default_system().decoders
+    theirs = [f"{method} slot_threshold={s} token_threshold={t}" for s in _SLOT_THRESHOLDS for t in (0.9, 0.3, 0)]
+    exact = [
+        f"{method} infill=exact slot_threshold={s} infill_blend={b}" for s in _SLOT_THRESHOLDS for b in (0, 0.3, 0.5)
+    ]
+    return [one_by_one, *theirs, *exact]
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -40,7 +46,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_list("slot_sizes", ["4", "8"], "Tokens a slot, each measured", flag_values=own)
     flags.DEFINE_integer("problems", 300, "How many held-out problems to decode", lower_bound=1, flag_values=own)
     flags.DEFINE_integer("batch_size", 64, "Prompts decoded at once", lower_bound=1, flag_values=own)
-    flags.DEFINE_multi_string("way", list(_WAYS), "A decoder and settings of its own", flag_values=own)
+    flags.DEFINE_multi_string("way", None, "A decoder and settings of its own", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:
@@ -51,7 +57,7 @@ def main(own: flags.FlagValues) -> None:
         raise UserError(f"--slot_sizes={','.join(own.slot_sizes)}: must be numbers of tokens, as in 4,8")
     table = Table("slot size", "way", "exact match", "tokens/forward")
     for size in map(int, own.slot_sizes):
-        for record in measure(own.checkpoint, own.way, size, own.problems, own.batch_size):
+        for record in measure(own.checkpoint, own.way or default_ways(), size, own.problems, own.batch_size):
             print(json.dumps(record), flush=True)
             table.add_row(str(size), record["way"], f"{record['accuracy']:.1%}", f"{record['tokens_per_forward']:.2f}")
     Console().print(table)

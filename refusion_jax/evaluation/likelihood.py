@@ -128,6 +128,7 @@ def held_out_bits(
       limit: rows; None: all.
       how: slot_size, order, draws, seed and method of `likelihoods`.
     """
+    needs_prompt = (system_of(how["method"]) if how.get("method") else default_system()).needs_prompt
     prompts, responses = [], []
     for index in range(min(len(rows), limit or len(rows))):
         row = rows[index]
@@ -135,7 +136,7 @@ def held_out_bits(
             here = row["segment_ids"] == segment
             prompts.append(row["tokens"][here & ~row["is_response"]])
             responses.append(row["tokens"][here & row["is_response"]])
-            if how.get("method") == "ar" and not len(prompts[-1]):  # nothing predicts the first token
+            if needs_prompt and not len(prompts[-1]):  # nothing predicts the first token
                 prompts[-1], responses[-1] = responses[-1][:1], responses[-1][1:]
     scored = likelihoods(model, prompts, responses, **how)
     nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))

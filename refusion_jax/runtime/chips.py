@@ -36,7 +36,6 @@ class Chip:
     example: str  # a topology
     matrix_unit: int = 128  # side of the unit that multiplies matrices: what is narrower leaves a part of it idle
     per_chip: int = 1  # JAX devices of a chip
-    attention_tile: int = 512  # largest side of the tiles of an attention kernel: `attention_tile` says why
     calibration: Calibration | None = None  # None: no published runs to speak of
 
 
@@ -58,7 +57,6 @@ CHIPS = {
     "v6e": Chip(
         *("TPU v6 lite", 918e12, 31.24 * _G, 1.64e12, 400e9, 800e9 / 8 / 8, "v6e:4x8"),
         matrix_unit=256,
-        attention_tile=1024,
         calibration=Calibration(factor=1.327, spread=0.069, runs=7),
     ),
     "tpu7x": Chip(
@@ -80,22 +78,3 @@ def find_chip(topology: str) -> Chip:
         examples = ", ".join(chip.example for chip in CHIPS.values())
         raise UserError(f"--topology={topology}: unknown; known are GENERATION:SHAPE such as {examples}")
     return CHIPS[generation]
-
-
-def attention_tile(device_kind: str, length: int, least: int = 128) -> int:
-    """Side of the tiles on which an attention kernel works, by what divides the part of a row that a chip has.
-
-    512 keeps scores and operands of head size 128 in the 16 MiB of vector memory that a compiled program may use on
-    every generation from v4 to v6e. On v6e 1,024 fits, too, and is reported a third faster (apple/axlearn#958): its
-    matrix unit is twice as wide, so that it waits for what surrounds the products. Larger tiles compute more on the
-    diagonal: at 4,096 tokens 25 % more than needed instead of 12 %.
-
-    Args:
-      device_kind: what jax.Device.device_kind says.
-      length: of a chip's part of a row, a multiple of `least`.
-      least: the smallest tile.
-    """
-    most = max((chip.attention_tile for chip in CHIPS.values() if chip.device_kind == device_kind), default=512)
-    while most > least and length % most:
-        most //= 2
-    return most

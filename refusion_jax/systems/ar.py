@@ -179,6 +179,7 @@ SYSTEM = System(
     name="ar",
     objective=lambda mask_id: NextToken(),
     decoders={"ar": LeftToRight},
+    needs_prompt=True,
     references={"ar": reference},
     feed=feed,
 )

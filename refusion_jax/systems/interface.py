@@ -64,6 +64,7 @@ class System:
     check: Callable[[Any], None] = lambda section: None  # raises SettingError where values do not fit together
     decodes: tuple[str, ...] = ()  # names of the systems whose models its decoders serve, too
     feed: Callable[[Text], Feed] | None = None  # by which forward a text is scored, if its likelihood is known
+    needs_prompt: bool = False  # the first token of a text is read from the one before it, which must be there
     is_bound: bool = False  # the feed is drawn at random, and the mean over draws bounds log p from below
     shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     is_default: bool = False  # what is trained unless the config says otherwise; one system alone
