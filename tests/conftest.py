@@ -4,6 +4,7 @@ import atexit
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,11 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
+
+# A shell that starts the tests in the background, or nohup, has them ignore signals that tests send to commands of ours.
+for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(ignored) == signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
 QUICK_COMPILE = os.environ["XLA_FLAGS"].split()[0]
 

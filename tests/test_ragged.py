@@ -71,7 +71,7 @@ def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):
 
 
 def test_some_compiled_shape_holds_any_rows_and_a_lone_row_packs_nothing():
-    settings = DecodeSettings("refusion", 64, 4, 2)
+    settings = DecodeSettings("refusion", max_new_tokens=64, slot_size=4, serial_blocks=2)
     widths = decoder_for(prepare([Request([1, 2])], settings, tiny_config()), tiny_config()).widths
     widest = widths[-1]
     assert shapes_of(1, widths) == [(width, width) for width in widths]
