@@ -30,7 +30,11 @@ def test_prompts_in_answers_out_line_by_line(trained_run, tmp_path):
     first, second = ({key: a[key] for key in KEYS[1:]} for a in answers[:2])
     assert first == second
     prompts = [ids, ids, tokenizer.encode_prompts(["Quote ann fig bob."])[0]]
-    out = decode(load_model(trained_run), prompts, DecodeSettings("refusion", 16, 4, token_threshold=0.3))
+    out = decode(
+        load_model(trained_run),
+        prompts,
+        DecodeSettings("refusion", max_new_tokens=16, slot_size=4, token_threshold=0.3),
+    )
     for i, answer in enumerate(answers):
         assert answer["tokens"] == out.tokens[i]
         assert answer["commit_order"] == out.commit_order[i]
