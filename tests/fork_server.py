@@ -4,6 +4,7 @@ Reads one JSON object a line, {"command", "flags", "seconds"}; answers {"code", 
 the signal that ended the command, -9 also where it took longer than it may.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ def main() -> None:
     for module in pkgutil.walk_packages(refusion_jax.__path__, "refusion_jax."):
         if module.name.removeprefix("refusion_jax.") not in COMMANDS and ".benchmarks." not in module.name:
             importlib.import_module(module.name)
+    gc.freeze()  # or a collection in a fork would copy all that it shares with this process
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         asked = json.loads(line)
