@@ -177,8 +177,8 @@ def main() -> None:
     # 2. Where the answers go: to a file by way of a journal; to anything else as soon as their turn comes.
     with contextlib.ExitStack() as stack:
         journal = None
-        if output and not is_remote(output) and (output.is_file() or not output.exists()):
-            target = Path(os.path.realpath(output))
+        target = Path(os.path.realpath(output)) if output and not is_remote(output) else None
+        if target and (target.is_file() or not target.exists()):  # to etils a device is a file, too
             journal = Journal(target.with_name(f"{target.name}.partial"), describe_call(ids, requests), len(requests))
             stack.callback(journal.close)
             add, records = journal.add, journal.records

@@ -98,6 +98,7 @@ def test_devices_are_written_to_and_stay_devices(many):
     _, err = run("generate", *many, "--output=/dev/full", code=1)
     assert err == "error: the output: No space left on device\n"
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    assert not os.path.lexists("/dev/full.partial")
 
 
 @pytest.mark.parametrize("flag", ["--nojson", "--json"])

@@ -46,6 +46,8 @@ def run(
         if _HELP_FLAGS & set(argv):
             print(_help(argv, settings, hidden))
             sys.exit(0)
+        if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
+            raise missing
         try:
             rest = flags.FLAGS(argv)[1:]
         except Exception as error:  # noqa: BLE001  a config file is the user's own program, and may raise anything
