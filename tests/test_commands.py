@@ -78,7 +78,7 @@ BAD = {
         "holds a run with another config (differs in learning_rate, seed)",
     ),
     "impossible value": ([*TRAIN, NEW, "--config.schedule=step"], "--config.schedule=step: unknown; known: cosine"),
-    "batch that does not divide": ([*TRAIN, NEW, "--config.accumulation=3"], "must be a multiple of --config.accum"),
+    "batch that does not divide": ([*TRAIN, NEW, "--config.accumulation=3"], "must be a multiple of accum"),
     "mesh that does not divide": ([*TRAIN, NEW, "--config.mesh.data=3"], "mesh.data=3 does not multiply to the 1 dev"),
     "missing data": ([*TRAIN, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks, stdlib)"),
     "empty data": ([*TRAIN, NEW, DATA + "empty.jsonl"], "empty.jsonl: the file is empty"),

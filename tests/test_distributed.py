@@ -195,7 +195,7 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(stand_in):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--config.batch_size=7"], "--config.batch_size=7 does not divide into 2 parts"),
+        (["--config.batch_size=7"], "--config.batch_size=7: does not divide into 2 parts"),
         (["--config.data.path=none.jsonl"], "--config.data.path: none.jsonl does not exist"),
     ],
     ids=["batch", "data"],
