@@ -34,7 +34,9 @@ from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file of the training, such as configs/quickstart.py")
-_WORKDIR = flags.DEFINE_string("workdir", "", "Run of that config, for its tokenizer; without one it is trained again")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Run of that config, for its tokenizer; without one it is trained again"
+)
 _PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", lower_bound=0)
 _STEP = flags.DEFINE_integer("step", 0, "Steps taken before: of the rows and of the noise", lower_bound=0)
 _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote, instead of --config")

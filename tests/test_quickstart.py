@@ -65,7 +65,7 @@ def decoded(*answers: tuple[bytes, list[int]]) -> Decoded:
 def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
     dropped = [12, 13, 14, 15]  # behind the end, and written first
     answer = decoded((b"ABCDEFGHIJ", [*dropped, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9]))
-    assert quickstart.written_slots(answer, 0, Letters()) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
+    assert quickstart.written_pieces(answer, 0, Letters(), 4) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
 
 
 def test_examples_are_right_of_three_families_and_show_planning():
@@ -76,7 +76,7 @@ def test_examples_are_right_of_three_families_and_show_planning():
     problems += [tasks.Problem("reverse", f"Reverse {word}.", ""), tasks.Problem("quote", f"Quote {word}.", "")]
     texts = [word.encode()] * 4 + [b'"pear", "pear", "pear"']
     answers = decoded(*zip(texts, (forward, jumpy, jumpy, jumpy[4:], forward), strict=True))
-    assert quickstart.examples(problems, answers, Letters()) == [1, 3, 4]
+    assert quickstart.examples(problems, answers, Letters(), 4) == [1, 3, 4]
 
 
 def test_every_answer_fits_into_the_tokens_allowed():

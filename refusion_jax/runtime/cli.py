@@ -254,6 +254,8 @@ def _help(
     """The command's own story, its flags, and its config keys."""
     with contextlib.suppress(Exception):  # what is asked for with the help decides which settings it shows
         flags.FLAGS([argument for argument in argv if argument not in _HELP_FLAGS], known_only=True)
+    if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used
+        flags.FLAGS.mark_as_parsed()
     story = sys.modules["__main__"].__doc__
     left_out = hidden()
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]

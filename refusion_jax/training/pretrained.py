@@ -105,6 +105,8 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
         return method or decoders_for(default_system().name)[0]  # nobody says what it was trained for
     objective = workdir.read_config(run.parent).objective
     fitting = decoders_for(objective)
+    if not fitting:
+        raise UserError(f"{checkpoint} was trained with objective={objective}, a system that is not installed here")
     if method and method not in fitting:
         raise SettingError(
             "decode",
