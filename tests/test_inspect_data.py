@@ -9,8 +9,8 @@ from flax import nnx
 
 from refusion_jax.batch.batch import loss_terms
 from refusion_jax.config import make_objective
-from refusion_jax.inspect_data import training_batch
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.program import train_program
 from refusion_jax.training.workdir import model_config, read_config
 

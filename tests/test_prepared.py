@@ -19,7 +19,7 @@ from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs, host_batches, host_rows, row_order
 from refusion_jax.data.order import RowOrder
 from refusion_jax.data.prepared import MixedRows, PreparedRows
-from refusion_jax.inspect_data import verify
+from refusion_jax.training.inspection import verify
 from refusion_jax.training.metrics import read_metrics
 
 __all__ = ["tokenizer_file"]  # a fixture

@@ -163,7 +163,13 @@ def requests_for(name: str, model, **changes) -> list[Request]:
     return prepare([*PROMPTS, *templates], s, model.config)
 
 
-@pytest.mark.parametrize(("name", "changes"), [(name, v) for name in DECODERS for v in [{}, *VARIANTS.get(name, [])]])
+def ways_of(name: str) -> list:
+    """A decoder as it is, and its variants; those behind the first compile for minutes together."""
+    cases = [{}, *VARIANTS.get(name, [])]
+    return [pytest.param(name, case, marks=[pytest.mark.slow] if i > 1 else []) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("name", "changes"), [case for name in DECODERS for case in ways_of(name)])
 def test_a_decoder_is_its_plain_reference(name, changes):
     system = next(s for s in registry.systems().values() if name in s.decoders)
     compared = 0
