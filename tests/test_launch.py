@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_RUN
+from conftest import QUICK_COMPILE, ROOT, TINY_RUN
 
 from refusion_jax.training import events
 from refusion_jax.training.metrics import read_metrics
@@ -37,7 +37,7 @@ def gcloud(tmp_path):
 
 def start(gcloud, *arguments: str) -> subprocess.Popen:
     env = os.environ | {"PATH": f"{gcloud / 'bin'}:{os.environ['PATH']}", "GCLOUD_STUB": str(gcloud)}
-    env |= {"POLL_SECONDS": "0.2", "XDG_STATE_HOME": str(gcloud), "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    env |= {"POLL_SECONDS": "0.2", "XDG_STATE_HOME": str(gcloud), "PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILE}
     line = ["bash", str(ROOT / "launch" / "tpu_vm.sh"), *arguments]
     return subprocess.Popen(line, env=env, cwd=gcloud, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
