@@ -123,6 +123,7 @@ BAD = {
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
     "no gcsfs": ([*TRAIN, "--workdir=az://bucket/run"], "--workdir=az://bucket/run cannot be reached: "),
+    "no store": (["train_tokenizer", "--input=://", "--output={dir}/t.model"], "--input=://: names no store before"),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
     "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),
     "input that is malformed": ([*PREPARE, "--input={dir}/malformed.jsonl"], "malformed.jsonl:3: not JSON"),

@@ -173,6 +173,8 @@ def _check_paths(values: flags.FlagValues) -> None:
                 raise UserError(f"--{name}=: is empty")
             if not isinstance(path, str) or name == "stop":
                 continue
+            if path.startswith("://"):
+                raise UserError(f"--{name}={path}: names no store before ://, such as gs")
             raw = os.fsencode(path)
             if len(raw) > _LONGEST_PATH or max(map(len, raw.split(b"/"))) > _LONGEST_NAME:
                 raise UserError(f"--{name}={path[:60]}...: is too long for a path")
