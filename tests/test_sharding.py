@@ -70,7 +70,8 @@ def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
     """Adafactor's means over an axis (at most 6 MiB each here) are: the axis that was split may be the one averaged."""
     config = load(ROOT / "configs" / "refusion_8b.py")(size)
     config.optimizer = optimizer
-    state = train_program(config, model_shape(config), sharding.make_mesh(config.mesh)).target
+    mesh = sharding.make_mesh(ONES | {"fsdp": 8})
+    state = train_program(config, model_shape(config), mesh).target
     for path, x in jax.tree.leaves_with_path(state):
         is_mean = optimizer == "adafactor" and "v_" in jax.tree_util.keystr(path)
         if x.size > 1_000_000 and not is_mean:
