@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_models, tiny_model
+from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_model, sharp_models, tiny_model
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.rows import Rows
@@ -56,8 +56,7 @@ def test_a_model_that_ignores_its_place_accepts_every_draft():
 
 def test_drawn_texts_are_distributed_as_next_token_predictions():
     """Two tokens at temperature 1, within top_k: their joint distribution by 3,000 draws, against softmax."""
-    model, prompt, k = tiny_model(3), [BOS, 9, 13], 3
-    model.lm_head[...] *= 3
+    model, prompt, k = sharp_model(1), [BOS, 9, 13], 3
 
     def p(text):
         logits = forward(model, jnp.array([text]), jnp.arange(len(text))[None], causal(jnp.ones((1, len(text)), int)))
@@ -72,7 +71,7 @@ def test_drawn_texts_are_distributed_as_next_token_predictions():
     out = decode(model, [prompt] * runs, s)
     seen = collections.Counter((t[0], t[1]) for t in out.tokens if len(t) > 1)
     whole = {pair: share for pair, share in expected.items() if pair[0] != 29}
-    assert sum(share > 0.02 for share in whole.values()) > 4
+    assert sum(share > 0.02 for share in whole.values()) > 3
     for pair, share in whole.items():
         assert abs(seen[pair] / runs - share) < 5 * (share * (1 - share) / runs) ** 0.5 + 1e-9, pair
 

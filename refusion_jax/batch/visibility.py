@@ -118,8 +118,8 @@ class CausalStreams(Pattern):
 
     def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         index = np.arange(length // 2, dtype=np.int32)
-        offset, step = index % self.size, self.size + 1
-        rank = np.concatenate([(index - offset) * step + offset, index * step + self.size])
+        offset = index % self.size
+        rank = np.concatenate([(index - offset) * self.size + offset, (index + 1) * self.size])
         return rank.astype(np.int32), np.concatenate([index // self.size + 1, 0 * index]).astype(np.int32)
 
 
