@@ -3,6 +3,8 @@
 import http.server
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -63,6 +65,20 @@ def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(tmp_path)
     assert process.returncode == 75, err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+IN_A_CALLBACK = "gc.callbacks.append(lambda *_: os.kill(os.getpid(), 15)); gc.collect(); gc.callbacks.pop()"
+IN_A_FINALIZER = "type('Dying', (), {'__del__': lambda _: os.kill(os.getpid(), 15)})()"
+
+
+@pytest.mark.parametrize("moment", [IN_A_CALLBACK, IN_A_FINALIZER])
+def test_a_signal_is_heard_where_python_drops_exceptions(moment):
+    program = "import gc, os, time; from refusion_jax.runtime.preemption import Preemption; Preemption();"
+    command = [sys.executable, "-c", f"{program} {moment}; time.sleep(60)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == preemption.EXIT_CODE, done.stderr
+    if moment == IN_A_CALLBACK:
+        assert not done.stderr
 
 
 @pytest.fixture

@@ -4,11 +4,14 @@ Every host saves the same step, once, and leaves with EXIT_CODE, on which the sc
 A second INT, HUP or QUIT (Ctrl-C again) leaves at once; TERM may come as often as it likes, as from schedulers.
 """
 
+import atexit
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -19,6 +22,7 @@ from jax.experimental import multihost_utils
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not an error of the input, try again
 POLL_SECONDS = 5.0
+INSIST_SECONDS = 2.0
 
 # Values of the metadata server that announce the end of the machine (a live migration does not).
 _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
@@ -33,6 +37,8 @@ class Preemption:
     def __init__(self):
         self.training = False
         self._told = False
+        self._ended = threading.Event()
+        atexit.register(self._ended.set)
         if not jax.distributed.is_initialized():  # else JAX listens, and tells the other hosts
             signal.signal(signal.SIGTERM, self._hear)
         for number in _IMPATIENT:
@@ -41,9 +47,14 @@ class Preemption:
         if server := _metadata_server():
             threading.Thread(target=_watch_maintenance, args=(server,), name="maintenance", daemon=True).start()
 
-    def _hear(self, number: int, _: object) -> None:
+    def _hear(self, number: int, frame: types.FrameType | None) -> None:
         if not self.training:
-            sys.exit(EXIT_CODE)
+            if not self._told:
+                self._told = True
+                threading.Thread(target=self._insist, args=(number,), name="preemption", daemon=True).start()
+            if not _collects(frame):
+                sys.exit(EXIT_CODE)
+            return
         if self._told and number in _IMPATIENT:
             os.write(2, b"left at once; the same command resumes from the newest whole checkpoint\n")
             os._exit(128 + number)
@@ -51,11 +62,29 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)  # JAX tells the other hosts
         self._told = True
 
+    def _insist(self, number: int) -> None:
+        """Repeats the signal until the process ends or trains: what a handler raises in a finalizer is dropped."""
+        while not self._ended.wait(INSIST_SECONDS) and not self.training:
+            os.kill(os.getpid(), number)
+        if self.training and jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def reached(self, step: int) -> bool:
         """Whether to save and leave behind this step; the same step on all hosts. To be asked at every step."""
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
         return self._told
+
+
+def _collects(frame: types.FrameType | None) -> bool:
+    """Whether `frame` runs inside a callback of the garbage collector (JAX has one): Python prints and drops what is
+    raised there, and a run was seen to train on as if nobody had spoken."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _metadata_server() -> str | None:
