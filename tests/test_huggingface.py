@@ -141,6 +141,14 @@ BAD = {
     "missing shard": (lambda p: next(p.glob("*.safetensors")).unlink(), "model-00001-of-00001.safetensors is missing"),
     "truncated": (cut_off, "model-00001-of-00001.safetensors is damaged: "),
     "wrong shape": (lambda p: change_tensors(p, lambda t: t | {Q: t[Q][1:]}), f"{Q} has shape (31, 16), but"),
+    "not floats": (
+        lambda p: change_tensors(p, lambda t: t | {Q: t[Q].astype(np.int8)}),
+        f"model-00001-of-00001.safetensors: {Q} has dtype I8; we read F64, F32, F16, BF16",
+    ),
+    "not finite": (
+        lambda p: change_tensors(p, lambda t: t | {Q: np.where(t[Q] == t[Q].max(), np.nan, t[Q])}),
+        f"model-00001-of-00001.safetensors: {Q} holds values that are not finite as float32",
+    ),
     "missing tensor": (lambda p: change_tensors(p, lambda t: {k: t[k] for k in t if k != Q}), f"holds no tensor {Q}"),
     "another architecture": (lambda p: change_config(p, model_type="llama"), 'model_type="llama" is not supported; of'),
     "scaled rope": (lambda p: change_config(p, rope_scaling={"type": "yarn"}), "rope_scaling="),

@@ -41,6 +41,7 @@ _LAYER = {
 _TOP = {"embed_tokens": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
 _INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 4 << 30  # of the shards we write
+_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of those that weights may have
 
 # What a config.json may say beside the sizes; anything else would need another transformer.
 _SUPPORTED = {
@@ -135,7 +136,7 @@ class Tensors:
     """The tensors of one or many safetensors files, read one at a time.
 
     Raises:
-      UserError: where a file is missing or cut off, or lacks a tensor, or one has another shape.
+      UserError: where a file is missing or cut off, or lacks a tensor, or one has another shape or holds no floats.
     """
 
     def __init__(self, path: Path):
@@ -161,10 +162,19 @@ class Tensors:
             raise UserError(f"{self._path} holds no tensor {name}")
         # Opened anew each time: the pages of a mapping that is closed do not count as ours.
         with safetensors.safe_open(self._path / self._file_of[name], "numpy") as file:
-            found = tuple(file.get_slice(name).get_shape())
+            about = file.get_slice(name)
+            found = tuple(about.get_shape())
+            if about.get_dtype() not in _DTYPES:
+                raise UserError(
+                    f"{self.place_of(name)}: {name} has dtype {about.get_dtype()}; we read {', '.join(_DTYPES)}"
+                )
             if found != shape:
                 raise UserError(f"{self._path}: {name} has shape {found}, but config.json makes it {shape}")
             return file.get_tensor(name)
+
+    def place_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._path / self._file_of[name]
 
 
 def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -176,14 +186,25 @@ def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None]
       path: the Hugging Face directory.
       target: shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros.
       progress: called after each tensor.
+
+    Raises:
+      UserError: as `Tensors`, and where a weight is infinite or not a number, in the file or in the target's dtype.
     """
     tensors = Tensors(path)
+
+    def read(name: str, shape: tuple[int, ...], target: jax.ShapeDtypeStruct, inputs: int = 0) -> jax.Array:
+        tensor = tensors.read(name, _their_shape(shape, inputs))
+        placed = _place(tensor.T.reshape(shape) if inputs else tensor, target)
+        if not _is_finite(placed):
+            raise UserError(f"{tensors.place_of(name)}: {name} holds values that are not finite as {target.dtype}")
+        progress()
+        return placed
+
     params = {name: None for name in target if name != "layers"}
     for name in params:
         rows = (_read_config(path)["vocab_size"],) if name != "final_norm" else ()
         shape = rows + target[name].shape[len(rows) :]
-        params[name] = _place(tensors.read(f"{_TOP[name]}.weight", shape), target[name])
-        progress()
+        params[name] = read(f"{_TOP[name]}.weight", shape, target[name])
     params["layers"] = {}
     for name, (theirs, inputs) in _LAYER.items():
         goal = target["layers"][name]
@@ -192,10 +213,7 @@ def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None]
         )
         stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
         for index in range(goal.shape[0]):
-            tensor = tensors.read(f"model.layers.{index}.{theirs}.weight", _their_shape(layer.shape, inputs))
-            tensor = tensor.T.reshape(layer.shape) if inputs else tensor
-            stacked = _put(stacked, _place(tensor, layer), index)
-            progress()
+            stacked = _put(stacked, read(f"model.layers.{index}.{theirs}.weight", layer.shape, layer, inputs), index)
         params["layers"][name] = stacked
     return params
 
@@ -211,6 +229,11 @@ def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
         tensor = np.pad(tensor, ((0, target.shape[0] - tensor.shape[0]), (0, 0)))
     placed = jax.device_put(tensor, target.sharding).astype(target.dtype)
     return placed.block_until_ready()  # or the next tensor would be read while this one is still held
+
+
+@jax.jit
+def _is_finite(tensor: jax.Array) -> jax.Array:
+    return jnp.isfinite(jnp.max(jnp.abs(tensor)))  # all(isfinite) holds a third of the tensor more on a CPU
 
 
 @functools.partial(jax.jit, donate_argnums=0)
