@@ -24,6 +24,7 @@ import jax
 import ml_collections
 import pytest
 from flax import nnx
+from fork_server import ForkServer
 
 from refusion_jax import DecodeSettings
 from refusion_jax.batch.visibility import CAUSAL, Visibility
@@ -69,22 +70,30 @@ def _free_compiled_programs():
     jax.clear_caches()
 
 
-def start(command: str, *flags: str, devices: int = 1, stdout: int = subprocess.PIPE) -> subprocess.Popen:
-    """Starts a command of ours as a user would, on the CPU."""
-    env = os.environ | {
+FORKS = ForkServer()
+atexit.register(FORKS.close)
+
+
+def environment(devices: int) -> dict[str, str]:
+    """That of a command of ours, as a user's on the CPU."""
+    return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILE}",
     }
+
+
+def start(command: str, *flags: str, devices: int = 1, stdout: int = subprocess.PIPE) -> subprocess.Popen:
+    """Starts a command of ours as a user would, on the CPU."""
+    env = environment(devices)
     line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
     return subprocess.Popen(line, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 def run(command: str, *flags: str, devices: int = 1, code: int = 0) -> tuple[str, str]:
     """Runs a command to its end, which must be this exit code: (stdout, stderr)."""
-    process = start(command, *flags, devices=devices)
-    out, err = process.communicate()
-    assert process.returncode == code, f"{command} {' '.join(flags)}\n{out}\n{err}"
-    return out, err
+    ended = FORKS.ask(command, [*map(str, flags)], environment(devices))
+    assert ended["code"] == code, f"{command} {' '.join(map(str, flags))}\n{ended['out']}\n{ended['err']}"
+    return ended["out"], ended["err"]
 
 
 @pytest.fixture(scope="session")

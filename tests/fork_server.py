@@ -1,7 +1,8 @@
 """Runs commands of ours quickly: a process that has imported everything once forks for each of them.
 
-Reads one JSON object a line, {"command", "flags", "seconds"}; answers {"code", "out", "err", "cpu"}. A code below 0 is
-the signal that ended the command, -9 also where it took longer than it may.
+To import JAX and ourselves takes 2 s of processor time, longer than most commands that a test starts.
+The process reads one JSON object a line, {"command", "flags", "environment", "seconds"}, and answers {"code", "out",
+"err", "cpu"}. A code below 0 is the signal that ended the command, -9 also where it took longer than it may.
 """
 
 import gc
@@ -12,13 +13,41 @@ import pkgutil
 import resource
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import refusion_jax
 
+ROOT = Path(__file__).parent.parent
 COMMANDS = {module.name for module in pkgutil.iter_modules(refusion_jax.__path__) if not module.ispkg}
+
+
+class ForkServer:
+    """The process, started when it is first asked."""
+
+    def __init__(self):
+        self._process = None
+
+    def ask(self, command: str, flags: list[str], environment: dict[str, str], seconds: float = 600) -> dict:
+        """Runs `python -m refusion_jax.COMMAND` to its end: {"code", "out", "err", "cpu" (seconds)}."""
+        if self._process is None:
+            line = [sys.executable, "-W", "ignore", __file__]
+            env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+        asked = {"command": command, "flags": flags, "environment": environment, "seconds": seconds}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process:
+            self._process.communicate()
+            self._process = None
 
 
 def main() -> None:
@@ -37,6 +66,8 @@ def main() -> None:
                 for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out.fileno(), 1), (err.fileno(), 2)):
                     os.dup2(source, target)
                 answers.close()
+                os.environ.clear()
+                os.environ.update(asked["environment"])
                 run(asked["command"], asked["flags"])
                 return
             code = wait(pid, asked["seconds"])

@@ -8,6 +8,9 @@ from pathlib import Path
 from conftest import TINY_RUN
 from fuzz_inputs import write_files
 
+from refusion_jax.config import names
+from refusion_jax.systems.api import all_settings
+
 NASTY = [
     *("", " ", "-1", "0", "1", "2", "-0", "1.5", "1e-400", "1e999", "nan", "inf", "-inf", "9" * 20, "9" * 5000, "0x10"),
     *(
@@ -44,41 +47,23 @@ NASTY = [
     ),
     *("v5p:0x0x0", "v5p:", "v5e:9999x9999", "v5p:2x2x2x2", "v9:2x2", "1e9", "4294967296", "18446744073709551616"),
 ]
-FLAGS = {
-    "generate": [
-        *("checkpoint", "input", "prompt", "output", "stop", "dtype", "mesh.data", "mesh.tensor", "decode.method"),
-        *(
-            "decode.max_new_tokens",
-            "decode.temperature",
-            "decode.top_k",
-            "decode.top_p",
-            "decode.seed",
-            "decode.mask_id",
-        ),
-        *("decode.batch_size", "decode.cache_length", "decode.eos_id", "decode.slot_size", "decode.slot_threshold"),
-        *("decode.serial_blocks", "decode.token_threshold", "compilation_cache", "json", "promtp"),
-    ],
-    "train": [
-        *("config", "workdir", "config.seed", "config.steps", "config.batch_size", "config.learning_rate"),
-        *("config.schedule", "config.warmup_steps", "config.clip_norm", "config.weight_decay", "config.beta1"),
-        *(
-            "config.slots.sizes",
-            "config.slots.eps",
-            "config.slots.mdm_weight",
-            "config.model.rope_theta",
-            "config.remat",
-        ),
-        *("config.model.hidden_size", "config.mesh.fsdp", "config.data.weights", "config.checkpoint.keep", "config.x"),
-        *("config.profile_steps", "config.accumulation", "config.row_length", "config.objective", "config.init_from"),
-    ],
-    "prepare": [
-        *("input", "output", "tokenizer", "row_length", "text_packing", "dedup", "held_out", "on_error", "shard_mib"),
-        *("query_field", "text_field", "workers", "mask_piece"),
-    ],
-    "inspect_data": ["data", "row", "seed", "step", "mask_piece", "labels"],
-    "goodput": ["workdir", "json"],
-    "train_tokenizer": ["input", "output", "vocab_size", "query_field"],
-    "convert": ["from", "to", "format", "dtype", "mask_token_id"],
+DECODE = " ".join(f"decode.{name}" for name in all_settings())
+CONFIG = " ".join(f"config.{name}" for name in names())
+FLAGS = {  # of each command, and one that is none
+    "generate": f"checkpoint input prompt output stop dtype mesh.data mesh.tensor json promtp {DECODE}",
+    "train": f"config workdir peer_seconds start_over config.x {CONFIG}",
+    "prepare": "input output tokenizer row_length text_packing dedup held_out on_error shard_mib query_field "
+    "response_field text_field workers mask_piece",
+    "inspect_data": "data row seed step place workdir config mask_piece labels verify",
+    "goodput": "workdir json",
+    "train_tokenizer": "input output vocab_size query_field",
+    "convert": "from to format dtype mask_token_id",
+    "evaluate": "checkpoint tasks data output include_path task_data limit num_fewshot chat order draws dtype "
+    f"mesh.data mesh.tensor unsafe {DECODE}",
+    "plan": f"config topology slices hlo what rows_per_chip search json {CONFIG} {DECODE}",
+    "drill": "config workdir faults seed hosts kinds config.steps config.data.path",
+    "quickstart": "workdir problems started decode.batch_size decode.slot_size",
+    "bench": "checkpoint config output x",
 }
 PROMPT = json.dumps({"prompt": "Sort 7 3 9.", "id": "x", "decode": {"seed": 1, "temperature": 0.5}}).encode()
 VALUES = [
@@ -123,12 +108,14 @@ class Calls:
 
     def __init__(self, run: Path, prepared: Path, exported: Path, seed: int):
         self.run, self.prepared, self.exported = run, prepared, exported
+        self.tokenizer = f"--tokenizer={run}/tokenizer.model"
         self.rng = random.Random(seed)
 
     def make(self, directory: Path) -> tuple[str, list[str]]:
         """One call, (command, flags); the files that it is about are written to a new directory."""
         directory.mkdir()
-        kinds = [self._flag] * 5 + [self._prompts] * 4 + [self._run] * 2 + [self._rows, self._data, self._foreign] * 2
+        kinds = [self._flag] * 6 + [self._prompts] * 3 + [self._rows, self._data, self._foreign, self._run] * 2
+        kinds += [self._checkpoint, self._log]
         return self.rng.choice(kinds)(directory)
 
     def _flag(self, directory: Path) -> tuple[str, list[str]]:
@@ -138,17 +125,18 @@ class Calls:
         base = {
             "generate": [f"--checkpoint={self.run}", f"--input={directory}/none.jsonl", f"--output={directory}/out"],
             "train": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
-            "prepare": [
-                f"--input={directory}/none",
-                f"--output={directory}/new",
-                f"--tokenizer={self.run}/tokenizer.model",
-            ],
+            "prepare": [f"--input={directory}/none", f"--output={directory}/new", self.tokenizer],
             "inspect_data": [f"--data={self.prepared}", "--row=99999"],
             "goodput": [f"--workdir={directory}"],
             "train_tokenizer": [f"--input={directory}/none", f"--output={directory}/new"],
             "convert": [f"--from={directory}/none", f"--to={directory}/new", "--format=orbax"],
+            "evaluate": [f"--checkpoint={self.run}", f"--data={directory}/none", f"--output={directory}/new"],
+            "plan": ["--config=configs/quickstart.py", "--topology=v9:2x2"],
+            "drill": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
+            "quickstart": [f"--workdir={directory}/none"],
+            "bench": [rng.choice(["decode", "infill", "train", "data", "none", ""]), f"--checkpoint={directory}/none"],
         }[command]
-        return command, [*base, f"--{rng.choice(FLAGS[command])}={rng.choice(NASTY)}"]
+        return command, [*base, f"--{rng.choice(FLAGS[command].split())}={rng.choice(NASTY)}"]
 
     def _prompts(self, directory: Path) -> tuple[str, list[str]]:
         lines = [self._line() for _ in range(self.rng.randrange(1, 4))]
@@ -173,18 +161,35 @@ class Calls:
 
     def _run(self, directory: Path) -> tuple[str, list[str]]:
         """A run with one file of its directory damaged."""
-        shutil.copytree(
-            self.run, directory / "run", ignore=shutil.ignore_patterns("checkpoints", "tensorboard", "*cache*")
-        )
-        (directory / "run" / "checkpoints").symlink_to(self.run / "checkpoints")
-        name = self.rng.choice(["model.json", "config.json", "tokenizer.model"])
-        self._spoil(directory / "run" / name)
+        run = self._copy_run(directory, "checkpoints")
+        (run / "checkpoints").symlink_to(self.run / "checkpoints")
+        self._spoil(run / self.rng.choice(["model.json", "config.json", "tokenizer.model"]))
+        return self._generate(directory)
+
+    def _checkpoint(self, directory: Path) -> tuple[str, list[str]]:
+        """A run with one file of a checkpoint damaged, or gone."""
+        step = self.rng.choice(sorted((self._copy_run(directory) / "checkpoints").iterdir()))
+        file = self.rng.choice([path for path in sorted(step.rglob("*")) if path.is_file()])
+        if self.rng.random() < 0.2:
+            file.unlink()
+        else:
+            file.write_bytes(self._damaged(file.read_bytes()))
+        return self._generate(directory, self.rng.choice(["", f"/checkpoints/{step.name}"]))
+
+    def _log(self, directory: Path) -> tuple[str, list[str]]:
+        """A run with one of its logs damaged."""
+        run = self._copy_run(directory, "checkpoints")
+        self._spoil(run / self.rng.choice(["metrics.jsonl", "events.jsonl", "config.json"]))
+        return self.rng.choice([("goodput", [f"--workdir={run}"]), ("quickstart", [f"--workdir={run}"])])
+
+    def _copy_run(self, directory: Path, *without: str) -> Path:
+        ignored = shutil.ignore_patterns(*without, "tensorboard", "*cache*")
+        return shutil.copytree(self.run, directory / "run", ignore=ignored)
+
+    def _generate(self, directory: Path, step: str = "") -> tuple[str, list[str]]:
         (directory / "in.jsonl").write_bytes(b'{"prompt_ids": [9999999]}')  # so that none is decoded
-        return "generate", [
-            f"--checkpoint={directory}/run",
-            f"--input={directory}/in.jsonl",
-            f"--output={directory}/out",
-        ]
+        checkpoint = f"--checkpoint={directory}/run{step}"
+        return "generate", [checkpoint, f"--input={directory}/in.jsonl", f"--output={directory}/out"]
 
     def _rows(self, directory: Path) -> tuple[str, list[str]]:
         shutil.copytree(self.prepared, directory / "rows")
@@ -193,7 +198,7 @@ class Calls:
 
     def _data(self, directory: Path) -> tuple[str, list[str]]:
         write_files(directory, 1, self.rng.randrange(2**32))
-        flags = [f"--input={directory}/00", f"--output={directory}/new", f"--tokenizer={self.run}/tokenizer.model"]
+        flags = [f"--input={directory}/00", f"--output={directory}/new", self.tokenizer]
         return "prepare", [*flags, "--workers=1", "--row_length=64"]
 
     def _foreign(self, directory: Path) -> tuple[str, list[str]]:
@@ -202,15 +207,8 @@ class Calls:
         files = ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors", "template"]
         name = self.rng.choice([name for name in files if name == "template" or (directory / "theirs" / name).exists()])
         if name == "template":
-            templates = [
-                "{% for",
-                "{{ 'a' * 10**11 }}",
-                "{{ x.y }}",
-                "{{ messages * 10**9 }}",
-                "\udcff",
-                "{{ 1 // 0 }}",
-            ]
-            content = self.rng.choice(templates).encode(errors="surrogateescape")
+            bad = ["{% for", "{{ 'a' * 10**11 }}", "{{ x.y }}", "{{ messages * 10**9 }}", "\udcff", "{{ 1 // 0 }}"]
+            content = self.rng.choice(bad).encode(errors="surrogateescape")
             (directory / "theirs" / "chat_template.jinja").write_bytes(content)
         else:
             self._spoil(directory / "theirs" / name)

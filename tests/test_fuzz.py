@@ -3,15 +3,12 @@
 REFUSION_FUZZ_CASES=10000 REFUSION_FUZZ_SEED=7 runs more of them, and others.
 """
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import FORKS, run
 from fuzz_commands import Calls
 
 CASES = int(os.environ.get("REFUSION_FUZZ_CASES", "250"))
@@ -37,25 +34,6 @@ def good(trained_run, tmp_path_factory) -> tuple[Path, Path, Path]:
     return trained_run, directory / "rows", directory / "exported"
 
 
-@pytest.fixture(scope="module")
-def server():
-    """Runs a command with flags: {"code", "out", "err", "cpu"}."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-W", "ignore", ROOT / "tests" / "fork_server.py"]
-    process = subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-    def ask(command, flags):
-        process.stdin.write(json.dumps({"command": command, "flags": flags, "seconds": 10 * SECONDS}) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
-    yield ask
-    process.communicate()
-    assert process.returncode == 0
-
-
 def contents(directory: Path) -> dict[Path, tuple]:
     return {p: (p.lstat().st_mode, p.lstat().st_size, p.lstat().st_mtime_ns) for p in directory.rglob("*")}
 
@@ -75,13 +53,13 @@ def fault(answer: dict, changed: bool) -> str | None:
     return None
 
 
-def test_malformed_calls_end_in_one_line_and_change_nothing(good, server, tmp_path):
+def test_malformed_calls_end_in_one_line_and_change_nothing(good, tmp_path):
     calls, found, codes, cpu = Calls(*good, SEED), [], {}, 0.0
     for case in range(CASES):
         directory = tmp_path / f"{case:05}"
         command, flags = calls.make(directory)
         before = contents(directory)
-        answer = server(command, flags)
+        answer = FORKS.ask(command, flags, os.environ | {"JAX_PLATFORMS": "cpu"}, 10 * SECONDS)
         if why := fault(answer, contents(directory) != before):
             found.append(f"{case} {why}: {command} {' '.join(flags)!r}\n{answer['err'][-600:]}")
         else:
