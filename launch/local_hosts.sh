@@ -51,7 +51,7 @@ train() { # starts all processes and waits for them; sets code
     if ((status == 0 || code != 0)); then continue; fi
     code=$status
     first=$index
-    if ((status != 75)); then # told to go they leave together; else the others would wait for the dead one
+    if ((status != 75)); then # preempted they leave together; else the others would wait for the dead one
       sleep 1                 # if the input is at fault process 0 is about to say so itself
       if ((first != 0)) && [ -n "${pids[0]:-}" ] && kill -0 "${pids[0]}" 2>/dev/null; then
         echo "process $first ended with exit code $status:" >&2

@@ -183,7 +183,7 @@ watch() { # until the run is complete or fails by itself
       esac
     fi
     case $code in
-      75) echo "$name has been told to go, and the run is saved" ;;
+      75) echo "$name was preempted, and the run is saved" ;;
       254) echo "a machine of $name was lost" ;;
       255) echo "$name does not answer" ;;
       *) return "$code" ;;

@@ -85,7 +85,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
     Returns:
-      Whether the run is complete; else it was told to go, and is saved.
+      Whether the run is complete; else it was interrupted, and is saved.
 
     Raises:
       UserError: where config, data or directory cannot be used; nothing has been written then.
@@ -253,7 +253,7 @@ def session(run: Run, start_over: bool) -> str:
     if outcome == "complete":
         say(f"trained to step {config.steps}; the run is in {workdir}")
     else:
-        say(f"told to go: saved step {step} of {config.steps}; start it again to resume")
+        say(f"interrupted: saved step {step} of {config.steps}; start it again to resume")
     say(events.summary(workdir))
     return outcome
 

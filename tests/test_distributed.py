@@ -87,7 +87,7 @@ def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one
     assert "starting again after exit code 75 (1 of 1)" in out
     step, last = saved_steps(tmp_path)
     assert 4 < step < last == 20, "too late to show anything"
-    assert f"told to go: saved step {step} of 20" in out
+    assert f"interrupted: saved step {step} of 20" in out
     assert f"step {step} of 20" in out.split("starting again")[1]
     assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted", "complete"]
     assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)

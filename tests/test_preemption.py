@@ -1,4 +1,4 @@
-"""Being told to go, by real signals and by a metadata server as Google's machines have one."""
+"""Preemption, by real signals and by a metadata server as Google's machines have one."""
 
 import http.server
 import re
@@ -44,7 +44,7 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
     compiled = {path.name for path in (tmp_path / "compilation_cache").glob("*-cache")}
     assert any(name.startswith("jit_train_step") for name in compiled)
     assert 10 <= step < 60, "too late to show anything"
-    assert f"told to go: saved step {step} of 60; start it again to resume" in out
+    assert f"interrupted: saved step {step} of 60; start it again to resume" in out
     assert "Traceback" not in err
     out, _ = run("train", *FLAGS, f"--workdir={tmp_path}")
     assert f"step {step} of 60" in out

@@ -112,7 +112,7 @@ def together(peer_seconds: float = 300.0) -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    except SystemExit:  # told to go before the first step
+    except SystemExit:  # interrupted before the first step
         if peers:
             peers.leave()
         raise

@@ -1,4 +1,4 @@
-"""Being told to go: by a signal, or a maintenance notice of Google's machines, and what all hosts agree to do then.
+"""Preemption: by a signal, or a maintenance notice of Google's machines, and what all hosts agree to do then.
 
 Every host saves the same step, once, and leaves with EXIT_CODE, on which the scripts in launch/ start the run again.
 A second INT, HUP or QUIT (Ctrl-C again) leaves at once; TERM may come as often as it likes, as from schedulers.

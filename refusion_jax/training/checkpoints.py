@@ -83,7 +83,7 @@ class Checkpoints:
         for attempt in range(1, _LAST_ATTEMPTS + 1 if last else 1):
             if self._settle():
                 return
-            if attempt == _LAST_ATTEMPTS:  # nobody waits for ever for a process that was told to go
+            if attempt == _LAST_ATTEMPTS:  # nobody waits for ever for a process that was interrupted
                 raise UserError(
                     f"the last checkpoint, {step}, could not be written in {attempt} attempts: make room or mend "
                     f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
