@@ -1,6 +1,6 @@
 """Failure detection: the processes of a run say to the first that they are there, and are heard leaving or dying.
 
-It is held on the coordinator's port, before JAX takes that port, and its connections stay open: an operating system
+The connections are made on the coordinator's port, before JAX takes that port, and stay open: an operating system
 closes those of a dead process at once, and a machine that vanishes stops beating. So whoever survives can name who is
 missing, which JAX cannot.
 
