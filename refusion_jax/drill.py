@@ -73,12 +73,21 @@ def differences(straight: Path, faulty: Path, steps: int) -> list[str]:
 
 
 def finish(run: Subject) -> None:
-    """Starts a run until it is complete."""
+    """Starts a run until it is complete.
+
+    Raises:
+      UserError: where its flags are at fault, by what `train` says of them.
+      UnexpectedError: where it is never complete.
+    """
     for _ in range(20):
         if not run.is_running():
             run.start()
-        if run.wait() == {0}:
+        codes = run.wait()
+        if codes == {0}:
             return
+        if 2 in codes:  # it would end so again
+            said = [line for line in run.heard().splitlines() if line.startswith("error: ")]
+            raise UserError(said[-1].removeprefix("error: ") if said else "train ended with exit code 2")
     raise UnexpectedError(f"the run is never complete:\n{run.heard()[-2000:]}")
 
 
@@ -116,6 +125,7 @@ def main() -> None:
     kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
     workdir = Path(_WORKDIR.value)
     cli.check_output("workdir", workdir, directory=True)
+    is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
     given = [argument for argument in sys.argv[1:] if argument.startswith("--config")]
     given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
@@ -123,6 +133,12 @@ def main() -> None:
     faulty = Subject(given, workdir / "faulty", _HOSTS.value)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs end with it
     try:
+        try:
+            finish(straight)
+        except UserError:
+            if is_new:
+                shutil.rmtree(workdir)
+            raise
         drill(straight, faulty, kinds)
     finally:
         straight.kill()
@@ -130,9 +146,8 @@ def main() -> None:
 
 
 def drill(straight: Subject, faulty: Subject, kinds: list[str]) -> None:
-    """Runs both, prints what struck and what came of it, and exits with 1 where anything was lost."""
+    """Runs the faulty one, prints what struck and what came of it, and exits with 1 where anything was lost."""
     config = _CONFIG.value
-    finish(straight)
     chance = random.Random(_SEED.value)
     order = [kind for _ in range(-(-_COUNT.value // len(kinds))) for kind in chance.sample(kinds, len(kinds))]
     shutil.rmtree(faulty.workdir, ignore_errors=True)

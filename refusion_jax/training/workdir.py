@@ -62,7 +62,7 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     try:
         with config.unlocked():
             config.update(content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # what ml_collections says of another type
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # what ml_collections says
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
     return config
 
