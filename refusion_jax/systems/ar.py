@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, text_positions
@@ -43,7 +44,7 @@ class NextToken:
     coefficients: ClassVar[dict[str, float]] = {"ar": 1.0}
     pattern: ClassVar[Pattern] = CAUSAL
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The rows as they are, each token labelled with the next one of its document; needs no noise."""
         del keys
         is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
@@ -68,15 +69,15 @@ class State:
     cache: kv.Cache
     record: Record
     places: Places
-    keys: jax.Array  # [B] PRNG keys
+    keys: Key[Array, "B"]
     settings: RowSettings
-    last: jax.Array  # [B] int32, the last token, not in the cache yet
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
+    last: Int32[Array, "B"]  # the last token, not in the cache yet
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
 
     @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward plans one token."""
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward plans one token."""
         return self.forwards
 
 
@@ -111,7 +112,7 @@ class LeftToRight:
         """Given tokens, the places behind them and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens)
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed the last given token, to read the first new one from it."""
         given = layout.given
         zeros = jnp.zeros_like(given.length)

@@ -42,6 +42,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, row_index, text_positions
@@ -68,7 +69,7 @@ class ComplementaryBlocks(Pattern):
 
     size: int
 
-    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def rank_and_group(self, length: int) -> tuple[Int32[np.ndarray, "T"], Int32[np.ndarray, "T"]]:
         block = np.arange(length // 3, dtype=np.int32) // self.size
         rank = np.concatenate([2 * block, 2 * block, 2 * block + 1])
         return rank, np.concatenate([block + 1, block + block.max() + 2, 0 * block])
@@ -89,7 +90,7 @@ class ComplementaryMasks:
         """Drawn in the docstring of the module."""
         return ComplementaryBlocks(self.block_size)
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Both noisy copies and the clean text; each noisy block wholly its first document's."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
@@ -122,7 +123,7 @@ class ComplementaryMasks:
         return 3 * row_length
 
 
-def _join(*parts: jax.Array) -> jax.Array:
+def _join(*parts: Shaped[Array, "B _"]) -> Shaped[Array, "B _"]:
     return jnp.concatenate(parts, axis=1)
 
 
@@ -142,8 +143,8 @@ class BlockSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    sub_block: jax.Array  # [B] int32
-    threshold: jax.Array  # [B] float32
+    sub_block: Int32[ArrayLike, "*B"]
+    threshold: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -153,17 +154,17 @@ class State:
 
     cache: kv.Cache  # of whole blocks
     record: Record
-    keys: jax.Array  # [B] PRNG keys
+    keys: Key[Array, "B"]
     settings: RowSettings
-    text: jax.Array  # [B, C + K] int32, masks where nothing is revealed
-    given: jax.Array  # [B] int32, leading tokens that were given
-    end: jax.Array  # [B] int32, tokens that it may have; where an EOS is revealed it ends
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
+    text: Int32[Array, "B _"]  # C + K; masks where nothing is revealed
+    given: Int32[Array, "B"]  # leading tokens that were given
+    end: Int32[Array, "B"]  # tokens that it may have; where an EOS is revealed it ends
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
 
     @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward is one."""
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward is one."""
         return self.forwards
 
 
@@ -206,7 +207,7 @@ class BlockByBlock:
         """Given tokens, the places behind them and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows whose prompts are cached in whole blocks, but for the block that their last token is in."""
         given, K = layout.given, self.width
         cache = kv.prefill(model, given, self.chunk, block_size=K)

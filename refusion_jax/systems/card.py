@@ -32,6 +32,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
@@ -69,7 +70,7 @@ class SoftTail:
     decay: float
     own_mask: bool
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks ends of responses; each response token is labelled at the token before it."""
         is_masked, ratio = self._draw(rows, keys)
         positions = text_positions(rows.segment_ids)
@@ -87,8 +88,8 @@ class SoftTail:
             facts={"mask_ratio": ratio},
         )
 
-    def _draw(self, rows: Rows, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """([B, T] bool: which tokens are masked, [B, T] float32: the document's share of them)."""
+    def _draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
+        """(which tokens are masked, the document's share of them)."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         document = index - positions  # index of the document's first token
@@ -116,12 +117,12 @@ class SoftTail:
         return row_length
 
 
-def context_masks(is_masked: jax.Array, is_behind: jax.Array, decay: float) -> jax.Array:
-    """S [B, T] float32: how many masks stand at and before each token of its document, the nearer the heavier.
+def context_masks(is_masked: Bool[Array, "B T"], is_behind: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
+    """S: how many masks stand at and before each token of its document, the nearer the heavier.
 
     Args:
-      is_masked: [B, T] bool.
-      is_behind: [B, T] bool, tokens that another one of their document stands before.
+      is_masked: tokens that are masks.
+      is_behind: tokens that another one of their document stands before.
       decay: p.
     """
     before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & is_behind
@@ -147,8 +148,8 @@ class PassSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    passes: jax.Array  # [B] int32
-    threshold: jax.Array  # [B] float32
+    passes: Int32[ArrayLike, "*B"]
+    threshold: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -159,18 +160,18 @@ class State:
     cache: kv.Cache
     record: Record
     places: Places
-    keys: jax.Array  # [B] PRNG keys
+    keys: Key[Array, "B"]
     settings: RowSettings
-    text: jax.Array  # [B, 1 + N + K] int32: the last given token, then new ones; masks where nothing is revealed
-    start: jax.Array  # [B] int32, new tokens in front of the block
-    end: jax.Array  # [B] int32, new tokens that there may be; where an EOS is revealed they end
-    passed: jax.Array  # [B] int32, forwards over this block's masks
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
+    text: Int32[Array, "B _"]  # 1 + N + K: the last given token, then new ones; masks where nothing is revealed
+    start: Int32[Array, "B"]  # new tokens in front of the block
+    end: Int32[Array, "B"]  # new tokens that there may be; where an EOS is revealed they end
+    passed: Int32[Array, "B"]  # forwards over this block's masks
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
 
     @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward is one."""
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward is one."""
         return self.forwards
 
 
@@ -212,7 +213,7 @@ class CausalBlocks:
         """Given tokens, the places behind them and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed the last given token and their first masks."""
         given = layout.given
         zeros = jnp.zeros_like(given.length)

@@ -36,6 +36,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, text_positions
@@ -75,7 +76,7 @@ class AllMasked:
         """Drawn in the docstring of the module."""
         return CausalStreams(self.block_size)
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """[masks; rows], each labelled with the next token of its document; needs no noise."""
         del keys
         is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
@@ -99,7 +100,7 @@ class AllMasked:
         return 2 * row_length
 
 
-def _twice(x: jax.Array) -> jax.Array:
+def _twice(x: Shaped[Array, "B T"]) -> Shaped[Array, "B 2*T"]:
     return jnp.concatenate([x, x], axis=1)
 
 
@@ -121,18 +122,18 @@ class State:
     cache: kv.Cache
     record: Record
     places: Places
-    keys: jax.Array  # [B] PRNG keys
+    keys: Key[Array, "B"]
     settings: shared.RowSettings
-    pending: jax.Array  # [B] int32, the last token, not in the cache yet
-    drafts: jax.Array  # [B, N - 1] int32, behind it
-    q: jax.Array  # [B, N - 1, V] float32, what each draft was drawn from
-    drafted: jax.Array  # [B] int32, how many there are: N - 1, or none after a refusal
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
+    pending: Int32[Array, "B"]  # the last token, not in the cache yet
+    drafts: Int32[Array, "B M"]  # M = N - 1, behind it
+    q: Float32[Array, "B M V"]  # what each draft was drawn from
+    drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a refusal
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
 
     @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward drafts."""
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward drafts."""
         return self.forwards
 
 
@@ -181,7 +182,7 @@ class DraftAndCheck:
         """Given tokens, the places behind them and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens)
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed the last given token and masks."""
         given = layout.given
         zeros = jnp.zeros_like(given.length)
@@ -249,11 +250,11 @@ class DraftAndCheck:
         )
 
 
-def distribution(logits: jax.Array, settings: shared.RowSettings) -> jax.Array:
-    """[B, T, V] float32: what tokens are drawn from; at temperature 0 all of it lies on the best.
+def distribution(logits: Float32[Array, "B T V"], settings: shared.RowSettings) -> Float32[Array, "B T V"]:
+    """What tokens are drawn from; at temperature 0 all of it lies on the best.
 
     Args:
-      logits: [B, T, V] float32.
+      logits: of what may be chosen.
       settings: temperature, top_k, top_p [B, T] of each token's row.
     """
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
@@ -266,30 +267,32 @@ def distribution(logits: jax.Array, settings: shared.RowSettings) -> jax.Array:
     return jax.lax.cond(jnp.any(is_warm), warm, lambda _: best, logits)
 
 
-def _draw(p: jax.Array, keys: jax.Array, places: jax.Array, purpose: int) -> jax.Array:
-    """[B, T] int32 drawn from p [B, T, V], which need not sum to 1; noise depends on row, place and purpose."""
+def _draw(
+    p: Float32[Array, "B T V"], keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int
+) -> Int32[Array, "B T"]:
+    """Draws from p, which need not sum to 1; noise depends on row, place and purpose."""
     noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
     return jnp.argmax(jnp.log(p) + noise, axis=-1).astype(jnp.int32)
 
 
-def _uniform(keys: jax.Array, places: jax.Array) -> jax.Array:
-    """[B, T] float32 in [0, 1)."""
+def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
+    """In [0, 1)."""
     return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
 
 
-def _keys_at(keys: jax.Array, places: jax.Array, purpose: int) -> jax.Array:
-    """[B, T] PRNG keys."""
+def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:
+    """A key for each place and purpose."""
     own = jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
     return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
 
 
-def _at(p: jax.Array, tokens: jax.Array) -> jax.Array:
-    """[B, T]: p [B, T, V] of tokens [B, T]."""
+def _at(p: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
+    """p of these tokens."""
     return jnp.take_along_axis(p, tokens[:, :, None], axis=2)[:, :, 0]
 
 
-def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
-    """[B]: x [B, T] at an index [B]."""
+def _pick(x: Shaped[Array, "B T"], index: Int32[Array, "B"]) -> Shaped[Array, "B"]:
+    """x of each row at its index."""
     return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
 
 

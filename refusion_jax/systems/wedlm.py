@@ -36,6 +36,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, row_index, text_positions
@@ -71,7 +72,7 @@ class ReorderedBlocks:
         """Drawn in the docstring of the module."""
         return CausalStreams(self.block_size)
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens with a probability of each block's own, and moves them behind its observed tokens."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
@@ -110,7 +111,7 @@ class ReorderedBlocks:
         return 2 * row_length
 
 
-def _join(noisy: jax.Array, clean: jax.Array) -> jax.Array:
+def _join(noisy: Shaped[Array, "B T"], clean: Shaped[Array, "B T"]) -> Shaped[Array, "B 2*T"]:
     return jnp.concatenate([noisy, clean], axis=1)
 
 
@@ -132,8 +133,8 @@ class WindowSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    entropy_threshold: jax.Array  # [B] float32
-    distance_penalty: jax.Array  # [B] float32
+    entropy_threshold: Float32[ArrayLike, "*B"]
+    distance_penalty: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -144,17 +145,17 @@ class State:
     cache: kv.Cache
     record: Record
     places: Places
-    keys: jax.Array  # [B] PRNG keys
+    keys: Key[Array, "B"]
     settings: RowSettings
-    text: jax.Array  # [B, N + F] int32, from the first new token on; masks where nothing is filled
-    start: jax.Array  # [B] int32, leading tokens of it that are in the cache
-    end: jax.Array  # [B] int32, tokens that it may have; where an EOS is filled it ends
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
+    text: Int32[Array, "B _"]  # N + F, from the first new token on; masks where nothing is filled
+    start: Int32[Array, "B"]  # leading tokens of it that are in the cache
+    end: Int32[Array, "B"]  # tokens that it may have; where an EOS is filled it ends
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
 
     @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward fills."""
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward fills."""
         return self.forwards
 
 
@@ -202,7 +203,7 @@ class SlidingWindow:
         """Given tokens, the places behind them and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed their first masks."""
         zeros = jnp.zeros_like(layout.given.length)
         return State(
@@ -263,8 +264,8 @@ class SlidingWindow:
         )
 
 
-def entropy(logits: jax.Array) -> jax.Array:
-    """[B, T] float32, in nats, of softmax(logits [B, T, V])."""
+def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
+    """Of softmax(logits), in nats."""
     p = jax.nn.softmax(logits, axis=-1)
     return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny)), 0), axis=-1)
 
