@@ -72,6 +72,13 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
     return Cache(cache.entries, given.length)
 
 
+def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
+    """(`prefill` of all given tokens but the last one, that token): the first forward feeds it."""
+    zeros = jnp.zeros_like(given.length)
+    last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
+    return commit(prefill(model, given, chunk_length), zeros - 1), last
+
+
 def extend(
     model: Transformer,
     cache: Cache,

@@ -159,13 +159,11 @@ def commit(
     """
     took_part = s.active if took_part is None else took_part
     committed = committed & w.masked & took_part[:, None]
-    front = jnp.argsort(~committed, axis=1, stable=True)  # the committed ones first, in text order
-    tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, w.position))
     text = put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen)
     return dataclasses.replace(
         s,
         text=text,
-        record=s.record.append(tokens, positions, jnp.sum(committed, axis=1)),
+        record=s.record.append_where(committed, chosen, w.position),
         active=s.active & ~is_settled(text, s.layout, ids),
         forwards=s.forwards + took_part,
     )

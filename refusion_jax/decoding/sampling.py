@@ -33,6 +33,14 @@ class Record:
             write(self.tokens, tokens, self.count), write(self.positions, positions, self.count), self.count + count
         )
 
+    def append_where(
+        self, is_new: Bool[Array, "B T"], tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
+    ) -> "Record":
+        """Adds the tokens that are new, in their order; needs room for all T."""
+        front = jnp.argsort(~is_new, axis=1, stable=True)
+        tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
+        return self.append(tokens, positions, jnp.sum(is_new, axis=1))
+
 
 def mask_logits(
     logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"], ids: TokenIds

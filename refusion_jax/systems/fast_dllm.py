@@ -87,7 +87,7 @@ class State(MaskedText):
 
     block: Int32[Array, "B"]
     is_fresh: Bool[Array, "B"]  # the next forward of the row is over its whole text
-    entries: KeyValues  # [L, B, C, K, H], what was kept; a leading part counts
+    entries: KeyValues  # C of each row, what was kept; a leading part counts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,23 +31,23 @@ Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record, drawn_from, mask_logits
-from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import drawn_from, mask_logits
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
@@ -116,90 +116,37 @@ class StrideSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(Continuation):
     """All that the loop carries."""
 
-    cache: kv.Cache
-    record: Record
-    places: Places
-    keys: Key[Array, "B"]
-    settings: shared.RowSettings
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     drafts: Int32[Array, "B M"]  # M = N - 1, behind it
     q: Float32[Array, "B M V"]  # what each draft was drawn from
     drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a refusal
-    active: Bool[Array, "B"]
-    forwards: Int32[Array, "B"]
-
-    @property
-    def rounds(self) -> Int32[Array, "B"]:
-        """Every forward drafts."""
-        return self.forwards
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftAndCheck:
+class DraftAndCheck(Continuer):
     """The decoder, with the sizes that are compiled in."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
 
-    ids: shared.TokenIds
-    stride: int  # N
-    vocabulary: int  # V
-    new_tokens: int  # of a row, at most
-    cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
+    @classmethod
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """W: the pending token, N - 1 drafts, N - 1 masks."""
+        return 2 * requests[0].settings.stride - 1
 
     @property
-    def width(self) -> int:
-        """W: the pending token, N - 1 drafts, N - 1 masks."""
-        return 2 * self.stride - 1
-
-    @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
-
-        Raises:
-          UserError: for templates, which need what a causal model does not see.
-        """
-        for request in requests:
-            if request.template:
-                raise UserError(
-                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
-                    f"cannot fill templates"
-                )
-        stride = requests[0].settings.stride
-        return cls(
-            ids=shared.TokenIds.of(requests[0].settings, model),
-            stride=stride,
-            vocabulary=model.vocab_size,
-            new_tokens=most_new_tokens(requests),
-            cache_length=text_capacity(requests) + 2 * stride - 1,
-            chunk=prefill_chunk(requests),
-        )
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens)
+    def stride(self) -> int:
+        """N."""
+        return (self.width + 1) // 2
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed the last given token and masks."""
-        given = layout.given
-        zeros = jnp.zeros_like(given.length)
-        B, N = len(zeros), self.stride
-        return State(
-            cache=kv.commit(kv.prefill(model, given, self.chunk), zeros - 1),
-            record=Record.empty(B, self.new_tokens + self.width),
-            places=layout.places,
-            keys=keys,
-            settings=layout.settings,
-            pending=jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0],
-            drafts=jnp.zeros((B, N - 1), jnp.int32),
-            q=jnp.zeros((B, N - 1, self.vocabulary), jnp.float32),
-            drafted=zeros,
-            active=zeros == 0,
-            forwards=zeros,
-        )
+        cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
+        B, M, V = len(last), self.stride - 1, model.config.vocab_size
+        none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
+        return self.start(State, layout, keys, cache, pending=last, drafted=jnp.zeros_like(last), **none)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward; each row commits the drafts that it accepts and one token more, and drafts anew."""
