@@ -16,11 +16,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float
 
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.model import remat
 from refusion_jax.model.attention import attention
 from refusion_jax.runtime import sharding
 
 BACKENDS = ("xla", "splash", "cudnn")
-SAVED_NAME = "attention"  # under which `jax.checkpoint` policies know what the kernel computed
 
 # Side of the tiles that the kernel works on, by its largest dividing T. 512 keeps scores and operands of head size 128
 # in the 16 MiB of vector memory that a compiled program may use on every generation from v4 to v6e.
@@ -145,7 +145,7 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, interpret: bo
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=parts,
-        residual_checkpoint_name=SAVED_NAME,
+        residual_checkpoint_name=remat.ATTENTION,
         interpret=interpret,
     )
 

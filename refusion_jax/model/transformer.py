@@ -24,6 +24,7 @@ from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.remat import ATTENTION, GATE, INPUT, REMAT_POLICIES, UP
 from refusion_jax.runtime.sharding import constrain
 
 
@@ -95,24 +96,6 @@ class Layers(nnx.Module):
         self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5)
 
 
-# What the backward pass finds in memory instead of computing it again, by name (`checkpoint_name`), and where: what
-# attention gave back, and the two wide products of the mlp.
-_SAVED = (packed.SAVED_NAME, "gate", "up")
-_INPUT = "layer_input"
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "outputs": jax.checkpoint_policies.save_only_these_names(*_SAVED),
-    "attention": jax.checkpoint_policies.save_only_these_names(packed.SAVED_NAME),
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-}
-
-
 class Transformer(nnx.Module):
     """A decoder-only transformer; who sees whom is said by its caller. It computes in `dtype`; logits are float32.
 
@@ -120,7 +103,7 @@ class Transformer(nnx.Module):
       config: its shape.
       rngs: of the initial weights.
       dtype: of computation.
-      remat: which of REMAT_POLICIES the backward pass follows.
+      remat: which of `remat.REMAT_POLICIES` the backward pass follows.
       backend: one of `packed_attention.BACKENDS`, for packed rows.
     """
 
@@ -222,7 +205,7 @@ class Transformer(nnx.Module):
         """What the output head reads, of packed rows; the arguments are those of a call."""
 
         def attend(q, k, v, _):
-            return checkpoint_name(packed.packed_attention(q, k, v, visibility, self.backend), packed.SAVED_NAME), None
+            return checkpoint_name(packed.packed_attention(q, k, v, visibility, self.backend), ATTENTION), None
 
         return self._run(tokens, positions, attend, None)[0]
 
@@ -253,15 +236,15 @@ class Transformer(nnx.Module):
 
         def layer(x, inputs):
             w, own = inputs
-            x = checkpoint_name(x, _INPUT)
+            x = checkpoint_name(x, INPUT)
             h = rms_norm(x, w["attention_norm"], eps)
             q = rotate(rms_norm(linear(h, w["q_proj"]), w["q_norm"], eps), rotation)  # [B, T, N, H]
             k = rotate(rms_norm(linear(h, w["k_proj"]), w["k_norm"], eps), rotation)  # [B, T, K, H]
             heads, kept = attend(q, k, linear(h, w["v_proj"]), own)
             x = x + linear(heads, w["o_proj"], inputs=2)
             h = rms_norm(x, w["mlp_norm"], eps)
-            gate = checkpoint_name(linear(h, w["gate_proj"]), "gate")
-            up = checkpoint_name(linear(h, w["up_proj"]), "up")
+            gate = checkpoint_name(linear(h, w["gate_proj"]), GATE)
+            up = checkpoint_name(linear(h, w["up_proj"]), UP)
             x = x + linear(jax.nn.silu(gate) * up, w["down_proj"])
             return constrain(x, "batch", "length", None), kept
 
