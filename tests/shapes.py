@@ -5,10 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
-from beartype import BeartypeConf, beartype
+from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
-
-_check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as in the standard's type system
 
 
 def checked(function: Callable) -> Callable:
@@ -21,7 +19,7 @@ def checked(function: Callable) -> Callable:
     if not any(map(_says_shape, hints.values())):
         return function
     function.__annotations__ = {name: hint if _says_shape(hint) else Any for name, hint in hints.items()}
-    own = _check(function)
+    own = beartype(function)
     if function.__name__ != "__init__":
         return own
 

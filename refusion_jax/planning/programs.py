@@ -64,7 +64,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
             rows,
             f"does not divide into {parts} parts; the next size that does is {-(-rows // parts) * parts}",
         )
-    graphdef, target = abstract_transformer(shape, c.dtype, mesh)
+    graphdef, target = abstract_transformer(shape, c.dtype, mesh, flags="config.mesh")
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
     newcomers = queue.newcomers({0: 0}, requests, queue.admitted(rows), rows, decoder)
