@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers(tmp_path, shape):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     positions = np.broadcast_to(np.arange(17), (2, 17))
-    got = forward(load_model(path), tokens, positions, causal(np.ones((2, 17), int)))
+    got = forward(load_model(path), tokens, positions, causal(np.ones((2, 17), np.int32)))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 

@@ -30,7 +30,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers
@@ -135,7 +135,7 @@ class Planned:
     """Requests on their way to the device, with what each of their forwards commits."""
 
     text: Layout
-    counts: Int32[Array, "R S"]
+    counts: Int32[ArrayLike, "R S"]
 
 
 @jax.tree_util.register_dataclass
