@@ -14,11 +14,10 @@ from pathlib import Path
 
 import jax
 from absl import flags
-from flax import nnx
 from rich.progress import Progress
 
 from refusion_jax.model import huggingface
-from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
@@ -46,15 +45,9 @@ def to_orbax(source: Path, target: Path, dtype: str, mask_token_id: int | None) 
     config = huggingface.read_model_config(source, find_tokenizer(source), mask_token_id)
     if config.mask_token_id < 0:
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
     parts = math.gcd(jax.device_count(), config.hidden_size)
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": parts}, jax.devices()[:parts])
-    params = jax.tree.map(
-        lambda axes, x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding.sharding(mesh, *axes)),
-        logical_axes(model),
-        nnx.to_pure_dict(nnx.state(model)),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    _, params = abstract_transformer(config, dtype, mesh)
     with Progress() as progress:
         task = progress.add_task("reading", total=huggingface.count_tensors(config))
         params = huggingface.load_params(source, params, lambda: progress.advance(task))

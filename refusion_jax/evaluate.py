@@ -148,7 +148,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
         unsafe=_UNSAFE.value,
     )
     method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
-    has_template = getattr(tokenizer, "has_chat_template", False)
+    has_template = tokenizer.has_chat_template
     if _CHAT.value and not has_template:
         raise UserError(f"--chat: the tokenizer of {checkpoint} has no chat template")
     asked = {name: value for name, value in cli.given(_SETTINGS).items() if name != "method"}

@@ -27,6 +27,7 @@ from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import is_remote
 
 _INPUT = flags.DEFINE_multi_string(
     "input", None, "A file, a glob or a directory (all files below it), local or gs://; may be given several times"
@@ -119,7 +120,7 @@ def main() -> None:
     flag = {flag.name: flag.value for flag in _SHAPING}
     if not _INPUT.value or _OUTPUT.value is None or flag["tokenizer"] is None:
         raise UserError("--input, --output and --tokenizer are needed; --help explains")
-    if "://" not in _OUTPUT.value:
+    if not is_remote(_OUTPUT.value):
         cli.check_output("output", Path(_OUTPUT.value), directory=True)
     tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"])
     fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--")

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.data import tasks
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli

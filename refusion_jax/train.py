@@ -27,12 +27,10 @@ from etils import epath
 from ml_collections import config_flags
 
 from refusion_jax.config import check, check_mesh, explained, make_objective, names
+from refusion_jax.config.model import model_config
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import epochs, global_batches
-from refusion_jax.data.packing import PackedRows
-from refusion_jax.data.prepared import MixedRows, PreparedRows
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.compiled_code import keep_compiled
@@ -52,7 +50,7 @@ from refusion_jax.training.pretrained import check_fits, load_params
 from refusion_jax.training.program import Program, abstract_rows, train_program
 from refusion_jax.training.recovery import Health, LeftOut, leave_out
 from refusion_jax.training.train_step import TrainState, init_state, wide_to_int
-from refusion_jax.training.workdir import check_same_run, claim, model_config
+from refusion_jax.training.workdir import check_same_run, claim
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, such as configs/quickstart.py", lock_config=True
@@ -69,8 +67,8 @@ class Run:
     config: ml_collections.ConfigDict
     workdir: epath.Path
     mesh: jax.sharding.Mesh
-    tokenizer: Tokenizer | FastTokenizer
-    rows: PackedRows | PreparedRows | MixedRows
+    tokenizer: Tokenizer
+    rows: RowSource
     shape: ModelConfig
     program: Program
     held_out: HeldOut | None

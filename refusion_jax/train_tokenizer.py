@@ -14,7 +14,7 @@ from refusion_jax.config import default_config
 from refusion_jax.data.dataset import corpus
 from refusion_jax.data.packing import usable
 from refusion_jax.data.sources import read_examples
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
@@ -39,7 +39,7 @@ def main() -> None:
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})
     examples = usable(read_examples(config.data, config.seed), config.data.on_error)
-    tokenizer = Tokenizer.train(corpus(examples), _VOCAB_SIZE.value)
+    tokenizer = SentencePieceTokenizer.train(corpus(examples), _VOCAB_SIZE.value)
     write_file(output, tokenizer.model)
     print(f"{output}: {tokenizer.size} pieces from {len(examples):,} examples")
 

@@ -23,6 +23,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="refusion-tests-")
 import jax
 import ml_collections
 import pytest
+import shapes  # noqa: F401  from here on shapes are checked in what is imported of ours
 from flax import nnx
 from fork_server import ForkServer
 

@@ -74,12 +74,13 @@ def test_prompts_of_any_length_are_prefilled_in_chunks(length):
     given = np.zeros((2, 672), np.int32)
     given[:, :length] = np.random.default_rng(0).integers(5, 29, length)
     given[0, length:] = 7  # padding without meaning
-    positions = np.broadcast_to(np.arange(672), given.shape)
-    prompt = Given(given, positions, np.full(2, length))
+    positions = np.broadcast_to(np.arange(672, dtype=np.int32), given.shape)
+    prompt = Given(given, positions, np.full(2, length, np.int32))
     cache = jax.jit(lambda m, g: kv.prefill(m, g, 256))(model, prompt)
     none = KeyValues(*(jnp.zeros((2, 2, 0, 2, 8)),) * 2)
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (2, length, length))
-    _, whole = model.extend(given[:, :length], positions[:, :length], none, jnp.zeros(2, int), causal)
+    tokens, at = jnp.asarray(given[:, :length]), jnp.asarray(positions[:, :length])
+    _, whole = model.extend(tokens, at, none, jnp.zeros(2, int), causal)
     for ours, expected in zip(jax.tree.leaves(cache.entries), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours[:, :, :length], expected, atol=2e-6)
 

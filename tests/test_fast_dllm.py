@@ -57,7 +57,7 @@ def test_a_rule_commits_what_is_sure_enough_and_always_the_best():
     """Of .9 .7 .6 the factor 1 needs nothing (the best), 2/3 and 3/4: two. The .95 is no mask."""
     p = jnp.array([[0.6, 0.9, 0.95, 0.7]])
     masked = jnp.array([[True, True, False, True]])
-    w = Window(position=p, may_end=masked, is_in=masked, masked=masked)
+    w = Window(position=jnp.arange(4)[None], may_end=masked, is_in=masked, masked=masked)
 
     def committed(rule, **changes):
         own = RowSettings.of([settings("fast_dllm", **changes)])

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from refusion_jax import UserError, load_model
 from refusion_jax.model import huggingface
-from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.runtime import sharding
 
 SHAPES = {
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers(tmp_path, shape):
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
     positions = np.broadcast_to(np.arange(17), (2, 17))
-    got = forward(load_model(path), tokens, positions, causal(np.ones((2, 17), int)))
+    got = forward(load_model(path), tokens, positions, causal(np.ones((2, 17), np.int32)))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
@@ -85,13 +85,7 @@ def test_many_shards_are_read_and_written_as_one(tmp_path, monkeypatch):
 def test_weights_go_straight_to_a_mesh_and_missing_rows_become_zeros(tmp_path):
     path = saved(tmp_path / "theirs")
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4, "tensor": 2})
-    model = nnx.eval_shape(lambda: Transformer(tiny_config(vocab_size=40), nnx.Rngs(0)))
-    target = jax.tree.map(
-        lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.sharding(mesh, *axes)),
-        logical_axes(model),
-        nnx.to_pure_dict(nnx.state(model)),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    _, target = abstract_transformer(tiny_config(vocab_size=40), "float32", mesh)
     params = huggingface.load_params(path, target)
     jax.tree.map(
         lambda x, t: x.sharding == t.sharding or pytest.fail(f"{x.sharding}, not {t.sharding}"), params, target

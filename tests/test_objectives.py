@@ -86,7 +86,7 @@ def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
 
 def test_next_token_labels_are_the_responses_of_the_same_document():
     rows = rows_of([(2, 3), (0, 3), (1, 1)], row_length=12)
-    batch = NextToken().corrupt(rows, None)
+    batch = NextToken().corrupt(rows, jax.random.split(jax.random.key(0), len(rows.tokens)))
     #                      prompt  response   text    p r   padding
     labelled = np.array([[0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0]], bool)
     np.testing.assert_array_equal(batch.weights["ar"] > 0, labelled)

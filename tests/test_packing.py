@@ -8,7 +8,7 @@ import pytest
 from refusion_jax import UserError
 from refusion_jax.data.examples import Example
 from refusion_jax.data.packing import Document, pack, tokenize
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 ROW = 16
 
@@ -72,7 +72,7 @@ def test_the_fingerprint_changes_with_any_token():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(["one two three four five six seven"] * 20, 300)
+    return SentencePieceTokenizer.train(["one two three four five six seven"] * 20, 300)
 
 
 def test_a_prompt_begins_with_bos_and_a_response_ends_with_eos(tokenizer):

@@ -28,7 +28,7 @@ from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.rows import check_row, decode_row, encode_row
 from refusion_jax.data.shards import Settings
-from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
+from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 
 FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
 WORDS = "one two three four five six seven".split()
@@ -37,7 +37,7 @@ WORDS = "one two three four five six seven".split()
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "t.model"
-    path.write_bytes(Tokenizer.train([" ".join(WORDS)] * 20, 300).model)
+    path.write_bytes(SentencePieceTokenizer.train([" ".join(WORDS)] * 20, 300).model)
     return path
 
 
@@ -49,7 +49,7 @@ def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, row_leng
         plan_chunks([str(source)], shard),
         epath.Path(output),
         settings,
-        Tokenizer.load(tokenizer_file),
+        SentencePieceTokenizer.load(tokenizer_file),
         command="",
         processes=processes,
         started=lambda what, size: None,
@@ -83,7 +83,7 @@ def documents(path):
 
 
 def expected(tokenizer_file, pairs):
-    tokenizer = Tokenizer.load(tokenizer_file)
+    tokenizer = SentencePieceTokenizer.load(tokenizer_file)
     return sorted((tokenizer.encode_prompts([q])[0], [*tokenizer.encode([r])[0], tokenizer.eos_id]) for q, r in pairs)
 
 
@@ -129,7 +129,7 @@ def test_texts_lose_no_token_however_they_are_cut(packing, tmp_path, tokenizer_f
     (tmp_path / "in" / "b.md").write_text("one two")
     manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "out", text_packing=packing, row_length=32)
     assert len(manifest.shards) > 5
-    tokenizer, rows = Tokenizer.load(tokenizer_file), PreparedRows(str(tmp_path / "out"))
+    tokenizer, rows = SentencePieceTokenizer.load(tokenizer_file), PreparedRows(str(tmp_path / "out"))
     tokens = [t for i in range(len(rows)) for t in rows[i]["tokens"][rows[i]["segment_ids"] > 0].tolist()]
     count = collections.Counter(tokens)
     assert (count[tokenizer.bos_id], count[tokenizer.eos_id], manifest.documents) == (2, 2, 2)
@@ -184,7 +184,7 @@ def test_what_is_held_out_depends_on_the_text_alone(tmp_path, tokenizer_file):
 
 
 def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_cuts(tmp_path, tokenizer_file):
-    tokenizer = Tokenizer.load(tokenizer_file)
+    tokenizer = SentencePieceTokenizer.load(tokenizer_file)
     texts = [" ".join(random.Random(i).choices(WORDS, k=3000)) for i in range(20)]
     held = []
     for directory, order, shard in (("a", texts, 1 << 12), ("b/c", texts[::-1], 1 << 20), ("d", texts, 5000)):

@@ -48,6 +48,10 @@ class Numbers:
     def __getitem__(self, index):
         return {"tokens": np.array([index])}
 
+    @property
+    def shares(self):
+        return [("", self.size, 1.0)]
+
 
 def read(rows, hosts, batch_size, first, last, seed=0):
     """What the hosts together read: the rows of each step, in the order of the global batch."""
@@ -189,9 +193,9 @@ def test_what_does_not_fit_is_refused_by_name(path, keys, said, prepared, tokeni
 
 
 def test_another_tokenizer_is_refused(prepared, tmp_path):
-    from refusion_jax.data.tokenizer import Tokenizer
+    from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
-    (tmp_path / "other.model").write_bytes(Tokenizer.train(["eight nine ten"] * 9, 280).model)
+    (tmp_path / "other.model").write_bytes(SentencePieceTokenizer.train(["eight nine ten"] * 9, 280).model)
     with pytest.raises(UserError, match="was made with another tokenizer than .*other.model"):
         load_dataset(config(prepared, tmp_path / "other.model", "{0}/a"), tmp_path)
 

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from refusion_jax import quickstart
 from refusion_jax.data import tasks
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.systems.api import Decoded
 
 
@@ -81,6 +81,6 @@ def test_examples_are_right_of_three_families_and_show_planning():
 
 def test_every_answer_fits_into_the_tokens_allowed():
     problems = [p for split in ("train", "test") for p in tasks.problems(split, 3000, seed=0)]
-    tokenizer = Tokenizer.train([text for p in problems for text in (p.query, p.response)], 512)
+    tokenizer = SentencePieceTokenizer.train([text for p in problems for text in (p.query, p.response)], 512)
     longest = max(map(len, tokenizer.encode([p.response for p in problems])))
     assert longest + 1 <= quickstart.MAX_NEW_TOKENS  # one for eos

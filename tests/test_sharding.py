@@ -13,8 +13,8 @@ from refusion_jax import UserError
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import noise_keys
 from refusion_jax.config import default_config, make_objective
+from refusion_jax.config.model import model_config
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.planning.programs import model_shape
 from refusion_jax.runtime import sharding
 from refusion_jax.training.program import train_program
 
@@ -71,7 +71,7 @@ def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
     config = load(ROOT / "configs" / "refusion_8b.py")(size)
     config.optimizer = optimizer
     mesh = sharding.make_mesh(ONES | {"fsdp": 8})
-    state = train_program(config, model_shape(config), mesh).target
+    state = train_program(config, model_config(config), mesh).target
     for path, x in jax.tree.leaves_with_path(state):
         is_mean = optimizer == "adafactor" and "v_" in jax.tree_util.keystr(path)
         if x.size > 1_000_000 and not is_mean:

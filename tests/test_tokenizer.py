@@ -5,7 +5,7 @@ import sentencepiece
 
 from refusion_jax import UserError
 from refusion_jax.data import tasks
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 
 def corpus():
@@ -14,7 +14,7 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.train(corpus(), 400)
+    return SentencePieceTokenizer.train(corpus(), 400)
 
 
 def any_text():
@@ -46,30 +46,30 @@ def test_a_prompt_is_bos_and_its_text(tokenizer):
 
 
 def test_digits_are_tokens_of_their_own_however_common_a_number_is():
-    tokenizer = Tokenizer.train(["room 305 is room 305"] * 50, 300)
+    tokenizer = SentencePieceTokenizer.train(["room 305 is room 305"] * 50, 300)
     assert [len(ids) for ids in tokenizer.encode(["room", "305"])] == [1, 3]
 
 
 def test_the_same_corpus_gives_the_same_tokenizer(tokenizer):
-    assert Tokenizer.train(corpus(), 400).model == tokenizer.model
+    assert SentencePieceTokenizer.train(corpus(), 400).model == tokenizer.model
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused():
     with pytest.raises(UserError, match="cannot train a tokenizer of 100 pieces"):
-        Tokenizer.train(corpus(), 100)
+        SentencePieceTokenizer.train(corpus(), 100)
 
 
 def test_a_file_is_read_back(tokenizer, tmp_path):
     (tmp_path / "t.model").write_bytes(tokenizer.model)
-    assert Tokenizer.load(tmp_path / "t.model").mask_id == tokenizer.mask_id
+    assert SentencePieceTokenizer.load(tmp_path / "t.model").mask_id == tokenizer.mask_id
 
 
 def test_files_that_will_not_do_are_named(tmp_path):
     with pytest.raises(UserError, match="tokenizer .*none.model: No such file"):
-        Tokenizer.load(tmp_path / "none.model")
+        SentencePieceTokenizer.load(tmp_path / "none.model")
     (tmp_path / "text.model").write_text("not a model")
     with pytest.raises(UserError, match="text.model is not a sentencepiece model"):
-        Tokenizer.load(tmp_path / "text.model")
+        SentencePieceTokenizer.load(tmp_path / "text.model")
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_a_tokenizer_without_a_special_token_is_refused(tmp_path, options, said)
         sentence_iterator=iter(corpus()), model_prefix=str(prefix), vocab_size=80, minloglevel=2, **options
     )
     with pytest.raises(UserError, match=said):
-        Tokenizer.load(prefix.with_suffix(".model"))
+        SentencePieceTokenizer.load(prefix.with_suffix(".model"))

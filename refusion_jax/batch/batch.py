@@ -12,6 +12,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from refusion_jax.batch.rows import text_positions
 from refusion_jax.batch.visibility import Visibility
@@ -22,41 +23,36 @@ from refusion_jax.batch.visibility import Visibility
 class Batch:
     """The inputs of one forward and what its logits are compared with."""
 
-    inputs: jax.Array  # [B, T] int32
-    positions: jax.Array  # [B, T] int32, of each token in its text (RoPE)
+    inputs: Int32[Array, "B T"]
+    positions: Int32[Array, "B T"]  # of each token in its text (RoPE)
     visibility: Visibility
-    labels: jax.Array  # [B, T] int32
-    weights: dict[str, jax.Array]  # loss term -> [B, T] float32, 0 where the term has no label
-    facts: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # name -> [B, T], for reports; not trained on
+    labels: Int32[Array, "B T"]
+    weights: dict[str, Float32[Array, "B T"]]  # by loss term; 0 where it has no label
+    facts: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)  # for reports; not trained on
 
 
-def mean_over(has_label: jax.Array) -> jax.Array:
-    """Weights [B, T] float32 that make a weighted sum the mean over the labels; all 0 where there is none."""
+def mean_over(has_label: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+    """Weights that make a weighted sum the mean over the labels; all 0 where there is none."""
     return has_label / jnp.maximum(jnp.sum(has_label), 1).astype(jnp.float32)
 
 
-def count_documents(segment_ids: jax.Array) -> jax.Array:
-    """float32 scalar: documents in the batch, at least 1."""
+def count_documents(segment_ids: Int32[Array, "B T"]) -> Float32[Array, ""]:
+    """Documents in the batch, at least 1."""
     is_first = (text_positions(segment_ids) == 0) & (segment_ids > 0)
     return jnp.maximum(jnp.sum(is_first), 1).astype(jnp.float32)
 
 
-def loss_terms(logits: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-    """`weigh` of the logits of a batch, for where they are at hand: the definition of the loss.
-
-    Args:
-      logits: [B, T, V] float32.
-      batch: of the same rows.
-    """
+def loss_terms(logits: Float32[Array, "B T V"], batch: Batch) -> dict[str, Float32[Array, ""]]:
+    """`weigh` of the logits of a batch, for where they are at hand: the definition of the loss."""
     label_logits = jnp.take_along_axis(logits, batch.labels[..., None], axis=-1)[..., 0]
     return weigh(jax.nn.logsumexp(logits, axis=-1) - label_logits, batch)
 
 
-def weigh(cross_entropy: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-    """Every term's weighted sum of cross-entropies [B, T] float32, a float32 scalar each."""
+def weigh(cross_entropy: Float32[Array, "B T"], batch: Batch) -> dict[str, Float32[Array, ""]]:
+    """Every term's weighted sum of cross-entropies."""
     return {name: jnp.sum(weight * cross_entropy) for name, weight in batch.weights.items()}
 
 
-def is_labelled(batch: Batch) -> jax.Array:
-    """[B, T] bool: tokens that some term of the loss looks at."""
+def is_labelled(batch: Batch) -> Bool[Array, "B T"]:
+    """Tokens that some term of the loss looks at."""
     return functools.reduce(jnp.logical_or, (weight > 0 for weight in batch.weights.values()))

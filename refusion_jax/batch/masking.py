@@ -5,6 +5,7 @@ Axes: B rows, T row length.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.rows import Rows, row_index, text_positions
 from refusion_jax.runtime.settings import Setting
@@ -16,7 +17,7 @@ PADDING = Setting(
 )  # fmt: skip
 
 
-def pad_answers(rows: Rows, keys: jax.Array, share: float) -> tuple[Rows, jax.Array]:
+def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> tuple[Rows, Int32[Array, "B T"]]:
     """Rows in which some documents give way to padding of the one before them: repeats of its last token, its EOS.
 
     A decoder of masked text fills more masks than an answer has tokens, and what it fills them with behind the end must
@@ -27,12 +28,12 @@ def pad_answers(rows: Rows, keys: jax.Array, share: float) -> tuple[Rows, jax.Ar
                    p a E E E E r c E E
 
     Args:
-      rows: [B, T], of documents that end in an EOS.
-      keys: [B] PRNG keys.
+      rows: of documents that end in an EOS.
+      keys: one a row.
       share: of documents given up; 0 changes nothing.
 
     Returns:
-      (the rows, source [B, T] int32: the index of the token that each one repeats, its own where it is no padding).
+      (the rows, source: the index of the token that each one repeats, its own where it is no padding).
     """
     if not share:
         return rows, row_index(rows.tokens)
@@ -44,18 +45,20 @@ def pad_answers(rows: Rows, keys: jax.Array, share: float) -> tuple[Rows, jax.Ar
     return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1), rows), source
 
 
-def draw_masks(rows: Rows, source: jax.Array, keys: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+def draw_masks(
+    rows: Rows, source: Int32[Array, "B T"], keys: Key[Array, "B"], eps: float
+) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
     """Masks response tokens with a probability of each document's own; an EOS and its repeats all or none.
 
     One EOS that is seen would give the others away (Dream's code masks them as one, too).
 
     Args:
       rows, source: from `pad_answers`.
-      keys: [B] PRNG keys.
+      keys: one a row.
       eps: least probability; p = (1 - eps) t + eps with t ~ U(0, 1) for each document.
 
     Returns:
-      (is_masked [B, T] bool, p [B, T] float32 of each token's document).
+      (which tokens are masked, p of each token's document).
     """
     T = rows.tokens.shape[1]
     document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token

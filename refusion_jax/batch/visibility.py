@@ -31,6 +31,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Int32
 
 
 def sees(rank_q, group_q, rank_k, group_k):
@@ -42,12 +43,14 @@ def sees(rank_q, group_q, rank_k, group_k):
 class Pattern:
     """Ranks and groups that follow from the index in the row alone, so that kernels can skip what nobody sees."""
 
-    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """[T] int32 each."""
+    def rank_and_group(self, length: int) -> tuple[Int32[np.ndarray, "T"], Int32[np.ndarray, "T"]]:
+        """Of every place of a row of T tokens."""
         raise NotImplementedError
 
-    def dense(self, length: int, queries: slice = slice(None), keys: slice = slice(None)) -> np.ndarray:
-        """[queries, keys] bool, a part of the mask of one row that is one document."""
+    def dense(
+        self, length: int, queries: slice = slice(None), keys: slice = slice(None)
+    ) -> Bool[np.ndarray, "queries keys"]:
+        """A part of the mask of one row that is one document."""
         rank, group = _cached(self, length)
         return sees(rank[queries, None], group[queries, None], rank[None, keys], group[None, keys])
 
@@ -133,19 +136,19 @@ CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
 class Visibility:
     """Who sees whom in a batch. Where ranks and groups follow a pattern it is named, for the kernel to use."""
 
-    segment_ids: jax.Array  # [B, T] int32, the document of each token; 0 is padding
-    rank: jax.Array  # [B, T] int32
-    group: jax.Array  # [B, T] int32
+    segment_ids: Int32[ArrayLike, "B T"]  # the document of each token; 0 is padding
+    rank: Int32[ArrayLike, "B T"]
+    group: Int32[ArrayLike, "B T"]
     pattern: Pattern | None = None
 
     @classmethod
-    def of(cls, pattern: Pattern, segment_ids: jax.Array) -> "Visibility":
+    def of(cls, pattern: Pattern, segment_ids: Int32[ArrayLike, "B T"]) -> "Visibility":
         """Packed rows that follow a pattern, each document for itself."""
         rank, group = (jnp.broadcast_to(x, segment_ids.shape) for x in _cached(pattern, segment_ids.shape[1]))
         return cls(segment_ids, rank, group, pattern)
 
-    def mask(self, queries: slice = slice(None), keys: slice = slice(None)) -> jax.Array:
-        """[B, queries, keys] bool: a part of the dense mask."""
+    def mask(self, queries: slice = slice(None), keys: slice = slice(None)) -> Bool[Array, "B queries keys"]:
+        """A part of the dense mask."""
         segment_q, rank_q, group_q = (x[:, queries, None] for x in (self.segment_ids, self.rank, self.group))
         segment_k, rank_k, group_k = (x[:, None, keys] for x in (self.segment_ids, self.rank, self.group))
         return (segment_q == segment_k) & sees(rank_q, group_q, rank_k, group_k)

@@ -35,7 +35,7 @@ from refusion_jax.data.packing import fit
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.shards import Settings
-from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
+from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import init_state, make_train_step
@@ -82,7 +82,7 @@ def write_text(path: Path, mebibytes: int) -> None:
 
 def train_tokenizers(directory: Path, texts: list[str]) -> dict[str, Path]:
     """A sentencepiece model and a byte-level BPE tokenizer of Hugging Face's library, of 16,000 pieces each."""
-    (directory / "tokenizer.model").write_bytes(Tokenizer.train(texts, 16_000).model)
+    (directory / "tokenizer.model").write_bytes(SentencePieceTokenizer.train(texts, 16_000).model)
     fast = tokenizers.Tokenizer(tokenizers.models.BPE())
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=16_000, special_tokens=["<eos>", "<pad>"], show_progress=False)
@@ -95,7 +95,7 @@ def train_tokenizers(directory: Path, texts: list[str]) -> dict[str, Path]:
 def measure_prepare(directory: Path, lines: list[dict], library: str, file: Path, repeats: int) -> dict:
     """Tokens a second of one core: the tokenizer alone, and the whole of `prepare`, in turns; the best of each."""
     tokenizer = load_tokenizer_file(file, MASK_PIECE)
-    if isinstance(tokenizer, Tokenizer):
+    if isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.threads = 1
     settings = Settings(str(file), MASK_PIECE, 4096, "best_fit", "skip", False, 0.0, Fields(flag="--"))
     alone, whole = [], []

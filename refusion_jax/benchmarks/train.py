@@ -22,7 +22,7 @@ from rich.table import Table
 
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import default_config, make_objective
-from refusion_jax.planning.programs import model_shape
+from refusion_jax.config.model import model_config
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.training.program import train_program
@@ -124,7 +124,7 @@ def make_rows(lengths: np.ndarray, batch_size: int, row_length: int, pack: bool)
 def ours(config, rows: Rows) -> Callable[[], None]:
     """One of our steps, on all devices."""
     mesh = sharding.make_mesh(config.mesh)
-    program = train_program(config, model_shape(config), mesh)
+    program = train_program(config, model_config(config), mesh)
     with jax.set_mesh(mesh):
         state = jax.jit(program.fresh_state, out_shardings=program.shardings)()
     rows = jax.device_put(rows, sharding.sharding(mesh, "batch", "length"))

@@ -3,7 +3,7 @@
 A system's own keys are declared in its room and stand in a section of their own.
 """
 
-from refusion_jax.model.transformer import REMAT_POLICIES
+from refusion_jax.model import remat
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.systems.registry import default_system, systems, trainable
 
@@ -50,11 +50,7 @@ _TRAINING = {
     "beta2": Setting(0.95, "of AdamW", at_least=0, below=1),
     "clip_norm": Setting(1.0, "gradients are scaled down to this global norm", above=0, at_most=1e6),
     "accumulation": _count(1, "micro-batches a step: less memory, same result"),
-    "remat": Setting(
-        "none",
-        "what the backward pass computes again: none | outputs (keeps attention and mlp) | attention | full | offload",
-        choices=tuple(REMAT_POLICIES),
-    ),
+    "remat": Setting("none", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
     "dtype": Setting(
         "float32",
         "of computation, float32 | bfloat16; weights, softmax and loss are float32 always",

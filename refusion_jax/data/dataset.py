@@ -7,23 +7,21 @@ from etils import epath
 
 from refusion_jax.data.examples import Example
 from refusion_jax.data.fast_tokenizer import (
-    FastTokenizer,
     find_tokenizer_file,
     load_tokenizer_file,
     tokenizer_hash,
 )
+from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.order import block_counts
-from refusion_jax.data.packing import PackedRows, pack, tokenize, usable
+from refusion_jax.data.packing import pack, tokenize, usable
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.data.sources import read_examples
-from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
+from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
 from refusion_jax.runtime.errors import UserError
 
 
-def load_dataset(
-    config: ml_collections.ConfigDict, workdir: epath.Path
-) -> tuple[Tokenizer | FastTokenizer, PackedRows | PreparedRows | MixedRows]:
+def load_dataset(config: ml_collections.ConfigDict, workdir: epath.Path) -> tuple[Tokenizer, RowSource]:
     """The tokenizer and the rows that config.data names: prepared ones are opened, others packed into memory.
 
     Args:
@@ -47,7 +45,7 @@ def load_dataset(
     elif saved := find_tokenizer_file(workdir):
         tokenizer = load_tokenizer_file(saved, data.mask_piece)
     else:
-        tokenizer = Tokenizer.train(corpus(examples), config.model.vocab_size)
+        tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size)
     documents = tokenize(examples, tokenizer, config.row_length, data.on_error)
     return tokenizer, pack(documents, config.row_length)
 
@@ -64,7 +62,7 @@ def _prepared_paths(path: str) -> list[str]:
 
 def _open_prepared(
     config: ml_collections.ConfigDict, paths: list[str], workdir: epath.Path
-) -> tuple[Tokenizer | FastTokenizer, PreparedRows | MixedRows]:
+) -> tuple[Tokenizer, RowSource]:
     """Opens prepared directories and the tokenizer that made them."""
     data = config.data
     parts = [PreparedRows(path, data.verify) for path in paths]
@@ -93,9 +91,7 @@ def _open_prepared(
     return tokenizer, MixedRows(parts, names if len(set(names)) == len(names) else paths, weights)
 
 
-def read_rows(
-    config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer | FastTokenizer, key: str
-) -> PackedRows | PreparedRows:
+def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, key: str) -> RowSource:
     """Rows of other data than the run's own, as the run's are: prepared ones are opened, others packed into memory.
 
     Args:

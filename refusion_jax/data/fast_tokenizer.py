@@ -7,8 +7,9 @@ from etils import epath
 
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.json_input import kind_of, read_object
-from refusion_jax.data.tokenizer import Tokenizer, plain_prompt
+from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
 from refusion_jax.runtime.errors import UserError, first_line
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
@@ -144,10 +145,10 @@ def _content(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def load_tokenizer_file(path: epath.PathLike, mask_piece: str) -> Tokenizer | FastTokenizer:
+def load_tokenizer_file(path: epath.PathLike, mask_piece: str) -> Tokenizer:
     """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model."""
     path = epath.Path(path)
-    return FastTokenizer(path, mask_piece) if path.suffix == ".json" else Tokenizer.load(path, mask_piece)
+    return FastTokenizer(path, mask_piece) if path.suffix == ".json" else SentencePieceTokenizer.load(path, mask_piece)
 
 
 def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
@@ -156,7 +157,7 @@ def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def tokenizer_hash(tokenizer: Tokenizer | FastTokenizer) -> str:
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """The same for two tokenizers that are made of the same files: ids mean the same text."""
     digest = hashlib.blake2b(digest_size=16)
     for name, content in sorted(tokenizer.files.items()):

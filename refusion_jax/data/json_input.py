@@ -6,6 +6,7 @@ U+2028, U+2029 and U+0085 may stand inside a string.
 """
 
 import codecs
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from etils import epath
 
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import is_remote
 
 DEEPEST = 64  # objects and lists inside each other
 LONGEST_LINE = 16 << 20  # bytes; a line is read whole
@@ -84,6 +86,13 @@ def parse_text(raw: bytes) -> Any:
     return value
 
 
+def parse_log(content: bytes | str) -> Iterator[Any]:
+    """The values in a log of ours, one a line; what a kill or a lost disk has cut off, or is no JSON, is left out."""
+    for line in (content.encode() if isinstance(content, str) else content).split(b"\n"):
+        with contextlib.suppress(JsonError):
+            yield parse_json(line)
+
+
 def read_lines(path: epath.PathLike) -> Iterator[tuple[int, bytes]]:
     """(number from 1, bytes) of each line that is not blank.
 
@@ -125,7 +134,7 @@ def read_object(path: epath.PathLike) -> dict[str, Any]:
 
 def _check_file(path: epath.Path, largest: int | None) -> None:
     """Refuses what would never end to be read."""
-    if "://" in str(path):
+    if is_remote(path):
         return
     about = path.stat()
     is_whole = largest is not None  # lines may also come through a pipe

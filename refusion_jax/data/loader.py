@@ -14,13 +14,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from refusion_jax.batch.rows import Rows
+from refusion_jax.data.interface import RowSource
 from refusion_jax.data.order import RowOrder
-from refusion_jax.data.packing import PackedRows
-from refusion_jax.data.prepared import MixedRows, PreparedRows
 
 
 def global_batches(
-    rows: PackedRows | PreparedRows | MixedRows,
+    rows: RowSource,
     sharding: NamedSharding,
     *,
     batch_size: int,
@@ -50,7 +49,7 @@ def global_batches(
 
 
 def host_batches(
-    rows: PackedRows | PreparedRows | MixedRows,
+    rows: RowSource,
     local: Sequence[int],
     *,
     batch_size: int,
@@ -90,16 +89,15 @@ def host_rows(batch_size: int, process_index: int, process_count: int) -> range:
     return range(process_index * each, (process_index + 1) * each)
 
 
-def row_order(rows: PackedRows | PreparedRows | MixedRows, seed: int) -> RowOrder:
+def row_order(rows: RowSource, seed: int) -> RowOrder:
     """The order in which rows are trained on."""
-    if isinstance(rows, MixedRows):
-        return RowOrder([len(part) for part in rows.parts], rows.weights, seed)
-    return RowOrder([len(rows)], [1.0], seed)
+    _, sizes, weights = zip(*rows.shares, strict=True)
+    return RowOrder(sizes, weights, seed)
 
 
-def epochs(rows: PackedRows | PreparedRows | MixedRows, drawn: int) -> dict[str, float]:
+def epochs(rows: RowSource, drawn: int) -> dict[str, float]:
     """How often the data, or each part of a mixture, has been gone through after so many rows: for the metrics."""
-    names = [f"epoch_{name}" for name in rows.names] if isinstance(rows, MixedRows) else ["epoch"]
+    names = [f"epoch_{name}" if name else "epoch" for name, *_ in rows.shares]
     return dict(zip(names, row_order(rows, seed=0).epochs(drawn), strict=True))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 
 from refusion_jax.data.examples import Bad, Example
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.runtime.errors import UserError
 
 
@@ -53,6 +53,11 @@ class PackedRows:
     def fill(self) -> float:
         """Share of positions that hold a real token."""
         return float(np.mean(self.segment_ids > 0))
+
+    @property
+    def shares(self) -> list[tuple[str, int, float]]:
+        """One part, without a name."""
+        return [("", len(self), 1.0)]
 
     def fingerprint(self) -> str:
         """Changes whenever a row does."""

@@ -30,6 +30,7 @@ from refusion_jax.data.examples import (
 )
 from refusion_jax.data.json_input import LARGEST_FILE, LONGEST_LINE, kind_of
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import is_remote
 
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
@@ -60,7 +61,7 @@ def find_files(pattern: str) -> list[str]:
     path = epath.Path(pattern)
     if path.is_dir():
         return sorted(map(str, _walk(path)))
-    if "://" not in pattern:
+    if not is_remote(pattern):
         return [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
     if "**" in pattern:
         raise UserError(f"{pattern}: give the directory instead of **; all files below it are read")

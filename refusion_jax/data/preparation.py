@@ -17,15 +17,15 @@ import numpy as np
 from etils import epath
 
 from refusion_jax.data import workers
-from refusion_jax.data.fast_tokenizer import FastTokenizer, tokenizer_hash
+from refusion_jax.data.fast_tokenizer import tokenizer_hash
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.json_input import JsonError, build, read_object
 from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, write_manifest
 from refusion_jax.data.pieces import Piece, cut, find_files
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import SPLITS, Report, Settings
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.runtime.storage import is_remote, write_file
 
 _PARTITION = 1 << 22  # digests compared at a time: 130 MB
 
@@ -55,7 +55,7 @@ def prepare(
     chunks: list[list[Piece]],
     output: epath.Path,
     settings: Settings,
-    tokenizer: Tokenizer | FastTokenizer,
+    tokenizer: Tokenizer,
     *,
     command: str,
     processes: int,
@@ -97,7 +97,7 @@ def prepare(
             raise
 
 
-def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Tokenizer | FastTokenizer) -> str:
+def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Tokenizer) -> str:
     """Of all that shapes the output; stopping or skipping at an error is no part of it, for whole shards are alike."""
     shape = dataclasses.asdict(settings) | {
         "on_error": None,
@@ -137,7 +137,7 @@ def _check_unfinished(output: epath.Path, plan: str, chunks: list[list[Piece]]) 
 def _only_one(progress: epath.Path) -> Iterator[None]:
     """Two that write to one directory would tear it; a lock ends with its process."""
     progress.mkdir(parents=True, exist_ok=True)
-    if "://" in str(progress):
+    if is_remote(progress):
         yield
         return
     with open(progress / "lock", "w") as lock:

@@ -75,6 +75,11 @@ class PreparedRows:
         """Share of positions that hold a real token."""
         return self.manifest.fill
 
+    @property
+    def shares(self) -> list[tuple[str, int, float]]:
+        """One part, without a name."""
+        return [("", len(self), 1.0)]
+
     def fingerprint(self) -> str:
         """Changes whenever a row does."""
         return _digest([shard.checksum for shard in self.manifest.shards])
@@ -119,7 +124,7 @@ class MixedRows:
           names: of each, for the metrics.
           weights: the share of each in what is trained on, relative to the others.
         """
-        self.parts, self.names, self.weights = list(parts), list(names), [float(weight) for weight in weights]
+        self._parts, self._names, self._weights = list(parts), list(names), [float(weight) for weight in weights]
         self._ends = list(itertools.accumulate(map(len, parts)))
 
     def __len__(self) -> int:
@@ -127,26 +132,31 @@ class MixedRows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         part = bisect.bisect_right(self._ends, index)
-        return self.parts[part][index - self._ends[part] + len(self.parts[part])]
+        return self._parts[part][index - self._ends[part] + len(self._parts[part])]
 
     @property
     def row_length(self) -> int:
         """Tokens of a row."""
-        return self.parts[0].row_length
+        return self._parts[0].row_length
 
     @property
     def documents(self) -> int:
         """Number of documents."""
-        return sum(part.documents for part in self.parts)
+        return sum(part.documents for part in self._parts)
 
     @property
     def fill(self) -> float:
         """Share of positions that hold a real token, all rows counted alike."""
-        return sum(part.fill * len(part) for part in self.parts) / len(self)
+        return sum(part.fill * len(part) for part in self._parts) / len(self)
+
+    @property
+    def shares(self) -> list[tuple[str, int, float]]:
+        """(name, rows, weight) of each set."""
+        return list(zip(self._names, map(len, self._parts), self._weights, strict=True))
 
     def fingerprint(self) -> str:
         """Changes whenever a row or a weight does."""
-        return _digest([*(part.fingerprint() for part in self.parts), *map(repr, self.weights)])
+        return _digest([*(part.fingerprint() for part in self._parts), *map(repr, self._weights)])
 
 
 def _digest(parts: list[str]) -> str:

@@ -6,27 +6,23 @@ Axes: D documents.
 """
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import Shard
 from refusion_jax.data.packing import fit
 from refusion_jax.data.pieces import Piece, read
 from refusion_jax.data.rows import encode_row, token_type
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.runtime.storage import replacing
 
 SPLITS = ("train", "held_out")
 _BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each
@@ -97,7 +93,7 @@ def make_shard(
     pieces: Iterable[Piece],
     names: dict[str, epath.Path],
     settings: Settings,
-    tokenizer: Tokenizer | FastTokenizer,
+    tokenizer: Tokenizer,
     duplicates: set[int],
     dropped: list[Bad],
     advance: Callable[[int, int], None],
@@ -235,15 +231,11 @@ def _slices(text: str) -> list[str]:
 
 
 def _write(name: epath.Path, documents: _Documents, settings: Settings, dtype: np.dtype) -> Shard:
-    """Packs and writes a shard: under another name, then renamed, so that it is whole or not there."""
+    """Packs and writes a shard, whole or not at all."""
     tokens = np.concatenate(documents.tokens)
     documents.tokens.clear()
     rows = _pack(documents, settings)
-    is_remote = "://" in str(name)
-    if not is_remote:
-        name.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() if is_remote else contextlib.nullcontext(name.parent) as directory:
-        temporary = Path(directory) / f".tmp-{name.name}.{os.getpid()}"
+    with replacing(name) as temporary:
         writer = ArrayRecordWriter(str(temporary), _OPTIONS)
         for row in rows:
             starts, lengths, prompts = zip(*row, strict=True)
@@ -251,10 +243,8 @@ def _write(name: epath.Path, documents: _Documents, settings: Settings, dtype: n
             writer.write(encode_row(own.astype(dtype, copy=False), lengths, prompts))
         writer.close()
         with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
             checksum = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         size = temporary.stat().st_size
-        epath.Path(temporary).copy(name) if is_remote else os.replace(temporary, name)
     segments = sum(map(len, rows))
     return Shard(name.name, len(rows), documents.starts, segments, len(tokens), size, checksum)
 

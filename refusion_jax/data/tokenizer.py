@@ -14,7 +14,7 @@ _LONGEST_LINE = 2048  # sentencepiece skips training lines above 4192 bytes; lon
 _MOST_LINES = 500_000  # enough for any vocabulary of ours; more only takes longer
 
 
-class Tokenizer:
+class SentencePieceTokenizer:
     """A sentencepiece model whose four special tokens are known to exist.
 
     Encoding loses nothing (unknown characters become byte pieces) but for U+2581, which sentencepiece itself uses for
@@ -49,7 +49,7 @@ class Tokenizer:
                 raise UserError(f"{origin} has no {name} token; train it with {name}_id set")
 
     @classmethod
-    def load(cls, path: epath.PathLike, mask_piece: str = MASK_PIECE) -> "Tokenizer":
+    def load(cls, path: epath.PathLike, mask_piece: str = MASK_PIECE) -> "SentencePieceTokenizer":
         """Reads a model file; UserError where there is none."""
         try:
             return cls(epath.Path(path).read_bytes(), str(path), mask_piece)
@@ -57,7 +57,7 @@ class Tokenizer:
             raise UserError(f"tokenizer {path}: {error.strerror}") from error
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "SentencePieceTokenizer":
         """Trains byte-pair pieces with byte fallback on texts; same texts, same tokenizer.
 
         Args:
@@ -96,6 +96,11 @@ class Tokenizer:
             reason = str(error).rstrip(". ").rsplit("] ", 1)[-1]
             raise UserError(f"cannot train a tokenizer of {vocab_size} pieces on this corpus: {reason}") from error
         return cls(model.getvalue(), "the trained tokenizer")
+
+    @property
+    def has_chat_template(self) -> bool:
+        """There is none."""
+        return False
 
     @property
     def size(self) -> int:

@@ -17,11 +17,12 @@ import numpy as np
 from etils import epath
 
 from refusion_jax.data.examples import Bad
-from refusion_jax.data.fast_tokenizer import FastTokenizer, load_tokenizer_file
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import PROGRESS
 from refusion_jax.data.pieces import Piece
 from refusion_jax.data.shards import SPLITS, Report, Settings, digests, make_shard
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 
@@ -30,7 +31,7 @@ from refusion_jax.runtime.storage import write_file
 class _Worker:
     """What a process keeps between chunks."""
 
-    tokenizer: Tokenizer | FastTokenizer
+    tokenizer: Tokenizer
     settings: Settings
     output: epath.Path
     counters: object  # [bytes, tokens], shared by all processes
@@ -48,7 +49,7 @@ def _start(settings: Settings, output: str, counters) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece)
-    if isinstance(tokenizer, Tokenizer):
+    if isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.threads = 1
     _worker = _Worker(tokenizer, settings, epath.Path(output), counters)
     if parent := multiprocessing.parent_process():

@@ -10,6 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
@@ -21,8 +22,8 @@ from refusion_jax.runtime.sharding import constrain
 class Cache:
     """Keys and values of the committed tokens of every row; entries at or behind `length` mean nothing."""
 
-    entries: KeyValues  # [L, B, C, K, H]
-    length: jax.Array  # [B] int32, committed entries
+    entries: KeyValues  # C of each row
+    length: Int32[Array, "B"]  # committed entries
 
     @classmethod
     def empty(cls, model: Transformer, rows: int, capacity: int) -> "Cache":
@@ -71,20 +72,31 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
     return Cache(cache.entries, given.length)
 
 
+def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
+    """(`prefill` of all given tokens but the last one, that token): the first forward feeds it."""
+    zeros = jnp.zeros_like(given.length)
+    last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
+    return commit(prefill(model, given, chunk_length), zeros - 1), last
+
+
 def extend(
-    model: Transformer, cache: Cache, tokens: jax.Array, positions: jax.Array, visible: jax.Array
-) -> tuple[jax.Array, Cache]:
+    model: Transformer,
+    cache: Cache,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    visible: Bool[Array, "B T T"],
+) -> tuple[Float32[Array, "B T V"], Cache]:
     """One forward of T new tokens a row on top of the committed ones; their entries are written, not committed.
 
     Args:
       model: the transformer.
       cache: with room for T more entries in every row.
-      tokens: [B, T] int32.
-      positions: [B, T] int32, in the text.
-      visible: [B, T, T] bool, which of the new tokens each new token sees. All see every committed entry.
+      tokens: the new ones.
+      positions: of each in its text.
+      visible: which of the new tokens each new token sees. All see every committed entry.
 
     Returns:
-      ([B, T, V] float32 logits, the cache with the new entries behind the committed ones).
+      (logits, the cache with the new entries behind the committed ones).
     """
     logits, new = model.extend(tokens, positions, cache.entries, cache.length, visible)
     return logits, write(cache, new)
@@ -110,6 +122,6 @@ def write(cache: Cache, new: KeyValues) -> Cache:
     return Cache(jax.tree.map(put, cache.entries, new), cache.length)
 
 
-def commit(cache: Cache, count: jax.Array) -> Cache:
-    """Keeps the first `count` [B] of the entries written last."""
+def commit(cache: Cache, count: Int32[Array, "B"]) -> Cache:
+    """Keeps the first `count` of the entries written last."""
     return Cache(cache.entries, cache.length + count)

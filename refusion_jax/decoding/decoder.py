@@ -6,7 +6,7 @@ Axes: R requests admitted at once, B rows of the batch.
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, Self
 
-import jax
+from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import Record
@@ -22,12 +22,12 @@ class State(Protocol):
     """
 
     record: Record  # what was committed, in order
-    forwards: jax.Array  # [B] int32, forwards that the row took part in; the prefill is not counted
-    rounds: jax.Array  # [B] int32, plans followed, or forwards where a decoder does not plan
+    forwards: Int32[Array, "B"]  # forwards that the row took part in; the prefill is not counted
+    rounds: Int32[Array, "B"]  # plans followed, or forwards where a decoder does not plan
 
     @property
-    def active(self) -> jax.Array:
-        """[B] bool, rows that are not done."""
+    def active(self) -> Bool[Array, "B"]:
+        """Rows that are not done."""
         ...
 
 
@@ -56,13 +56,13 @@ class Decoder(Protocol):
         """The requests as a tree of numpy arrays that all lead with axis R; runs on the host."""
         ...
 
-    def init(self, model: Transformer, layout: Any, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Any, keys: Key[Array, "R"]) -> State:
         """Rows about to take their first forward, what is given already prefilled; runs inside `jit`.
 
         Args:
           model: the transformer.
           layout: from `lay_out`, as jax arrays.
-          keys: [R] PRNG keys, one a request; all randomness comes from them.
+          keys: one a request; all randomness comes from them.
         """
         ...
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.data.json_input import JsonError, parse_json
+from refusion_jax.data.json_input import parse_log
 from refusion_jax.runtime.errors import Failure, UserError
 
 _SYNC_SECONDS = 1.0  # the work that a machine may lose when it dies; a process that is killed loses none
@@ -64,22 +64,21 @@ class Journal:
         while len(content) < size and (block := os.pread(self._file, size - len(content), len(content))):
             content += block
         end = content.rfind(b"\n") + 1
-        first, *lines = content[:end].split(b"\n") if end else (b"",)
+        first, _, rest = content[:end].partition(b"\n")
         if not end and content:  # killed in its very first line, unless it is something else
             if not b'{"call": '.startswith(content[:9]):
                 raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
         elif content:
             self._check_call(first)
         os.ftruncate(self._file, end)  # what a kill, or a full disk, has cut off
-        for line in lines:
-            entry = _parse(line)
+        for entry in parse_log(rest):
             if isinstance(entry, dict) and isinstance(entry.get("record"), dict):
                 index = entry.get("index")
                 if type(index) is int and 0 <= index < self._count:
                     self.records[index] = entry["record"]
 
     def _check_call(self, line: bytes) -> None:
-        entry = _parse(line)
+        entry = next(parse_log(line), None)
         call = entry.get("call") if isinstance(entry, dict) else None
         if not isinstance(call, dict):
             raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
@@ -128,9 +127,3 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self.close()
-
-
-def _parse(line: bytes) -> Any:
-    with contextlib.suppress(JsonError):
-        return parse_json(line)
-    return None  # of a machine that lost the last blocks of its disk

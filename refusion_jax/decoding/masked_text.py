@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.decoding.requests import Layout, Request
@@ -30,25 +31,25 @@ class MaskedText:
     """All that the decoding loop carries; a decoder that needs more has a subclass of its own."""
 
     layout: Layout
-    keys: jax.Array  # [B] PRNG keys
-    text: jax.Array  # [B, C] int32, masks where nothing is committed
-    length: jax.Array  # [B] int32, of the text
+    keys: Key[Array, "B"]
+    text: Int32[Array, "B C"]  # masks where nothing is committed
+    length: Int32[Array, "B"]  # of the text
     record: Record
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
 
     @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward is one."""
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward is one."""
         return self.forwards
 
     @classmethod
-    def start(cls, layout: Layout, keys: jax.Array, ids: TokenIds, at_once: int, **own: Any) -> Self:
+    def start(cls, layout: Layout, keys: Key[Array, "B"], ids: TokenIds, at_once: int, **own: Any) -> Self:
         """Rows of which nothing is written.
 
         Args:
           layout: what is given and where to write.
-          keys: [B] PRNG keys.
+          keys: one a row.
           ids: what the special tokens are.
           at_once: K at most; the record has room for so many more.
           **own: fields of the subclass.
@@ -74,19 +75,19 @@ class MaskedText:
 class Window:
     """Some of the places to decode, in text order."""
 
-    position: jax.Array  # [B, K] int32, in the text
-    may_end: jax.Array  # [B, K] bool, an EOS may be written there
-    is_in: jax.Array  # [B, K] bool; the others are filler
-    masked: jax.Array  # [B, K] bool, in and not committed yet
+    position: Int32[Array, "B K"]  # in the text
+    may_end: Bool[Array, "B K"]  # an EOS may be written there
+    is_in: Bool[Array, "B K"]  # ; the others are filler
+    masked: Bool[Array, "B K"]  # in and not committed yet
 
     @property
-    def size(self) -> jax.Array:
-        """[B] int32, places that are no filler."""
+    def size(self) -> Int32[Array, "B"]:
+        """Places that are no filler."""
         return jnp.sum(self.is_in, axis=1)
 
 
-def window(s: MaskedText, ids: TokenIds, size: int, first: jax.Array, length: jax.Array) -> Window:
-    """The places first .. first + length - 1 [B] of those to decode, K = size of them at most."""
+def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
+    """The places first .. first + length - 1 of those to decode, K = size of them at most."""
     places, offset = s.layout.places, jnp.arange(size)[None]
     at = first[:, None] + offset
     is_in = (offset < length[:, None]) & (at < places.count[:, None])
@@ -95,13 +96,13 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: jax.Array, length: ja
     return Window(position, may_end, is_in, is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id))
 
 
-def denoise(model: Transformer, s: MaskedText, position: jax.Array, shifted: bool) -> jax.Array:
-    """One forward over the whole text: [B, K, V] logits of the tokens at some positions.
+def denoise(model: Transformer, s: MaskedText, position: Int32[Array, "B K"], shifted: bool) -> Float32[Array, "B K V"]:
+    """One forward over the whole text: logits of the tokens at some positions.
 
     Args:
       model: the transformer.
       s: the texts.
-      position: [B, K] int32.
+      position: of each.
       shifted: whether the token at j is read from the logits at j - 1.
     """
     index = jnp.arange(s.text.shape[1])[None]
@@ -111,11 +112,13 @@ def denoise(model: Transformer, s: MaskedText, position: jax.Array, shifted: boo
     return model.logits(jnp.take_along_axis(hidden, at[:, :, None], axis=1))
 
 
-def propose(logits: jax.Array, s: MaskedText, w: Window, ids: TokenIds) -> tuple[jax.Array, jax.Array, jax.Array]:
+def propose(
+    logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds
+) -> tuple[Int32[Array, "B K"], Float32[Array, "B K V"], Float32[Array, "B K V"]]:
     """A token for every place of a window: the best, or with a temperature a drawn one.
 
     Returns:
-      (the tokens [B, K] int32, logits [B, K, V] of the real vocabulary, logits of what may be chosen).
+      (the tokens, logits of the real vocabulary, logits of what may be chosen).
     """
     real, choosable = mask_logits(logits, w.may_end, ids)
     keys, settings = jax.tree.map(
@@ -125,46 +128,49 @@ def propose(logits: jax.Array, s: MaskedText, w: Window, ids: TokenIds) -> tuple
     return sample(choosable, w.masked, keys, w.position, settings), real, choosable
 
 
-def ranks(confidence: jax.Array, w: Window) -> jax.Array:
-    """[B, K] int32: 0 for the most confident mask of a window, and so on; equal ones in text order."""
+def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
+    """0 for the most confident mask of a window, and so on; equal ones in text order."""
     order = jnp.argsort(-jnp.where(w.masked, confidence, -jnp.inf), axis=1, stable=True)
     return jnp.argsort(order, axis=1, stable=True)
 
 
-def even_share(size: jax.Array, steps: jax.Array, step: jax.Array) -> jax.Array:
-    """[B] int32: what a step commits of `size` masks in `steps` steps; the first size % steps of them do one more."""
+def even_share(size: Int32[Array, "B"], steps: Int32[Array, "B"], step: Int32[Array, "B"]) -> Int32[Array, "B"]:
+    """What a step commits of `size` masks in `steps` steps; the first size % steps of them do one more."""
     return size // steps + (step < size % steps)
 
 
 def commit(
-    s: MaskedText, w: Window, chosen: jax.Array, committed: jax.Array, ids: TokenIds, took_part: jax.Array | None = None
+    s: MaskedText,
+    w: Window,
+    chosen: Int32[Array, "B K"],
+    committed: Bool[Array, "B K"],
+    ids: TokenIds,
+    took_part: Bool[Array, "B"] | None = None,
 ) -> MaskedText:
     """The state behind a forward that commits some masks of a window; a row ends where all is settled.
 
     Args:
       s: the state before.
       w: the window.
-      chosen: [B, K] int32, a token for each of its places.
-      committed: [B, K] bool.
+      chosen: a token for each of its places.
+      committed: which of them are written; those that are no masks are not.
       ids: what the special tokens are.
-      took_part: [B] bool, the active rows that the forward was for; by default all.
+      took_part: the active rows that the forward was for; by default all.
     """
     took_part = s.active if took_part is None else took_part
     committed = committed & w.masked & took_part[:, None]
-    front = jnp.argsort(~committed, axis=1, stable=True)  # the committed ones first, in text order
-    tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, w.position))
     text = put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen)
     return dataclasses.replace(
         s,
         text=text,
-        record=s.record.append(tokens, positions, jnp.sum(committed, axis=1)),
+        record=s.record.append_where(committed, chosen, w.position),
         active=s.active & ~is_settled(text, s.layout, ids),
         forwards=s.forwards + took_part,
     )
 
 
-def is_settled(text: jax.Array, layout: Layout, ids: TokenIds) -> jax.Array:
-    """[B] bool: no mask is left, or none before an EOS, so that the answer cannot change any more."""
+def is_settled(text: Int32[Array, "B C"], layout: Layout, ids: TokenIds) -> Bool[Array, "B"]:
+    """No mask is left, or none before an EOS, so that the answer cannot change any more."""
     places = layout.places
     index = jnp.arange(places.position.shape[1])[None]
     tokens = jnp.take_along_axis(text, places.position, axis=1)
@@ -176,14 +182,14 @@ def is_settled(text: jax.Array, layout: Layout, ids: TokenIds) -> jax.Array:
     return (first(ids.mask_id) == index.shape[1]) | (first(ids.eos_id) < first(ids.mask_id))
 
 
-def has_ended(record: Record, ids: TokenIds) -> jax.Array:
-    """[B] bool: an EOS was committed."""
+def has_ended(record: Record, ids: TokenIds) -> Bool[Array, "B"]:
+    """An EOS was committed."""
     is_real = jnp.arange(record.tokens.shape[1])[None] < record.count[:, None]
     return jnp.any(is_real & (record.tokens == ids.eos_id), axis=1)
 
 
-def put(text: jax.Array, at: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Text [B, C] with tokens [B, K] at indices [B, K]; those outside the text are dropped."""
+def put(text: Int32[Array, "B C"], at: Int32[Array, "B K"], tokens: Int32[Array, "B K"]) -> Int32[Array, "B C"]:
+    """The text with tokens put at indices; those outside the text are dropped."""
     return jax.vmap(lambda text, at, tokens: text.at[at].set(tokens, mode="drop"))(text, at, tokens)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Bool, Float32
 
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
@@ -36,14 +37,16 @@ class Plain:
         self.places = [at for start, length, _ in request.gaps for at in range(start, start + length)]
         self.last_given = max(places)
 
-    def forward(self, phase: str, tokens: list[int], places: list[int], visible: np.ndarray) -> np.ndarray:
-        """[n, V] probabilities at every token.
+    def forward(
+        self, phase: str, tokens: list[int], places: list[int], visible: Bool[np.ndarray, "n n"]
+    ) -> Float32[np.ndarray, "n V"]:
+        """Probabilities at every token.
 
         Args:
           phase: what the forward is for.
           tokens: n of them.
           places: of each in the text.
-          visible: [n, n] bool, which token (column) each one (row) sees.
+          visible: which token (column) each one (row) sees.
         """
         self.phases.append(phase)
         n = len(tokens)
@@ -52,14 +55,14 @@ class Plain:
         fed[:n], at[:n], seen[:n, :n] = tokens, places, visible
         return np.asarray(_probabilities(*self.model, fed, at, seen))[:n]
 
-    def best(self, p: np.ndarray, place: int) -> int:
-        """The most probable token that may be chosen at a place, from the probabilities [V] there."""
+    def best(self, p: Float32[np.ndarray, "V"], place: int) -> int:
+        """The most probable token that may be chosen at a place, from the probabilities there."""
         p = self.choosable(p, place)
         self.margin = min(self.margin, np.diff(np.sort(p)[-2:])[0])
         return int(p.argmax())
 
-    def choosable(self, p: np.ndarray, place: int) -> np.ndarray:
-        """The probabilities [V] at a place, -1 for tokens that may not be chosen there."""
+    def choosable(self, p: Float32[np.ndarray, "V"], place: int) -> Float32[np.ndarray, "V"]:
+        """The probabilities at a place, -1 for tokens that may not be chosen there."""
         p = p.copy()
         p[[self.ids.mask_id, self.ids.pad_id]] = -1
         if place < self.last_given:

@@ -5,9 +5,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.json_input import JsonError, parse_text, read_lines
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
@@ -15,9 +14,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 
 
-def read_prompts(
-    path: Path, tokenizer: Tokenizer | FastTokenizer | None, settings: Settings
-) -> list[tuple[object, Request]]:
+def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:
     """(id, request) of each line of a JSONL file.
 
     Raises:
@@ -44,7 +41,7 @@ def read_prompts(
     return prompts
 
 
-def read_request(item: dict, tokenizer: Tokenizer | FastTokenizer | None, settings: Settings, where: str) -> Request:
+def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, where: str) -> Request:
     """One line: its prompt, its template, and settings of its own.
 
     Raises:
@@ -74,9 +71,7 @@ def read_request(item: dict, tokenizer: Tokenizer | FastTokenizer | None, settin
     )
 
 
-def encode_prompt(
-    text: str | None, tokenizer: Tokenizer | FastTokenizer | None, where: str, may_lack: bool = False
-) -> list[int]:
+def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may_lack: bool = False) -> list[int]:
     """Token ids of a prompt as the model is trained on them; without a text, of no prompt at all."""
     if text is None and tokenizer is None and may_lack:
         return []  # the template brings its own ids
@@ -97,15 +92,13 @@ def check_characters(text: str, where: str) -> None:
         raise UserError(f"{where}: not UTF-8 (character {error.start + 1})") from error
 
 
-def encode(text: str, tokenizer: Tokenizer | FastTokenizer | None, where: str) -> list[int]:
+def encode(text: str, tokenizer: Tokenizer | None, where: str) -> list[int]:
     """Token ids of a given text inside a template."""
     _need(tokenizer, where)
     return tokenizer.encode([text])[0]
 
 
-def to_record(
-    id: object, answer: Answer, tokenizer: Tokenizer | FastTokenizer | None, stops: Sequence[str]
-) -> dict[str, object]:
+def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: Sequence[str]) -> dict[str, object]:
     """An answer as a line of --output; cut where the first of the stop strings begins."""
     tokens, reason = answer.tokens, answer.finish_reason
     text = tokenizer.decode(tokens) if tokenizer else None
@@ -123,7 +116,7 @@ def to_record(
     }
 
 
-def _tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer | FastTokenizer) -> list[int]:
+def _tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     """The fewest leading tokens whose text covers this beginning of theirs."""
     low, high = 0, len(tokens)
     while low < high:
@@ -132,7 +125,7 @@ def _tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer | FastTokenize
     return tokens[:low]
 
 
-def _need(tokenizer: Tokenizer | FastTokenizer | None, where: str) -> None:
+def _need(tokenizer: Tokenizer | None, where: str) -> None:
     if tokenizer is None:
         raise UserError(f"{where}: this model came without a tokenizer; give ids instead of text")
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import ArrayLike, Int32, UInt32
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder, State
@@ -33,10 +34,10 @@ _REFILL = 8  # a batch is refilled by an eighth: each time costs a prefill and a
 class Newcomers:
     """Requests on their way into the batch; behind the real ones stands filler for rows outside the batch."""
 
-    rows: Any  # [R] int32
+    rows: Int32[ArrayLike, "R"]
     layout: Any  # the decoder's own, every array leading with R
-    seeds: Any  # [R] uint32
-    noise: Any  # [R] uint32, see `Request.noise`
+    seeds: UInt32[ArrayLike, "R"]
+    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jaxtyping import ArrayLike, Bool, Int32
 
 from refusion_jax.decoding.settings import RowSettings, Settings
 from refusion_jax.model.transformer import ModelConfig
@@ -75,9 +76,9 @@ class Request:
 class Given:
     """The tokens that are committed first, padded on the right."""
 
-    tokens: jax.Array  # [R, C] int32
-    positions: jax.Array  # [R, C] int32
-    length: jax.Array  # [R] int32
+    tokens: Int32[ArrayLike, "R C"]
+    positions: Int32[ArrayLike, "R C"]
+    length: Int32[ArrayLike, "R"]
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Given":
@@ -95,9 +96,9 @@ class Given:
 class Places:
     """Where the tokens that are to be decoded stand, in text order; nothing at or behind `count`."""
 
-    position: jax.Array  # [R, N] int32, in the text
-    may_end: jax.Array  # [R, N] bool, an EOS may be written there
-    count: jax.Array  # [R] int32
+    position: Int32[ArrayLike, "R N"]  # in the text
+    may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
+    count: Int32[ArrayLike, "R"]
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Places":

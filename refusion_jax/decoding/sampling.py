@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding.settings import RowSettings, TokenIds
 
@@ -16,31 +17,41 @@ from refusion_jax.decoding.settings import RowSettings, TokenIds
 class Record:
     """Committed tokens in the order of commitment; entries at or behind `count` mean nothing."""
 
-    tokens: jax.Array  # [B, R] int32
-    positions: jax.Array  # [B, R] int32, each token's place in the text
-    count: jax.Array  # [B] int32
+    tokens: Int32[Array, "B R"]
+    positions: Int32[Array, "B R"]  # each token's place in the text
+    count: Int32[Array, "B"]
 
     @classmethod
     def empty(cls, rows: int, capacity: int) -> "Record":
         zeros = jnp.zeros((rows, capacity), jnp.int32)
         return cls(zeros, zeros, jnp.zeros((rows,), jnp.int32))
 
-    def append(self, tokens: jax.Array, positions: jax.Array, count: jax.Array) -> "Record":
-        """Adds the first `count` [B] of tokens and positions [B, T]; needs room for all T."""
+    def append(self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], count: Int32[Array, "B"]) -> "Record":
+        """Adds the first `count` of these tokens; needs room for all T."""
         write = jax.vmap(lambda buffer, new, at: jax.lax.dynamic_update_slice_in_dim(buffer, new, at, axis=0))
         return Record(
             write(self.tokens, tokens, self.count), write(self.positions, positions, self.count), self.count + count
         )
 
+    def append_where(
+        self, is_new: Bool[Array, "B T"], tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
+    ) -> "Record":
+        """Adds the tokens that are new, in their order; needs room for all T."""
+        front = jnp.argsort(~is_new, axis=1, stable=True)
+        tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
+        return self.append(tokens, positions, jnp.sum(is_new, axis=1))
 
-def mask_logits(logits: jax.Array, may_end: jax.Array, ids: TokenIds) -> tuple[jax.Array, jax.Array]:
+
+def mask_logits(
+    logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"], ids: TokenIds
+) -> tuple[Float32[Array, "B T V"], Float32[Array, "B T V"]]:
     """(logits of the real vocabulary, logits of what may be chosen): mask and pad count in softmax, but never win.
 
     The authors' code can choose the mask token; here it cannot, nor padding.
 
     Args:
-      logits: [B, T, V] float32.
-      may_end: [B, T] bool, where EOS may be chosen.
+      logits: as the model gives them.
+      may_end: where EOS may be chosen.
       ids: what the special tokens are.
     """
     token = jnp.arange(logits.shape[-1])[None, None]
@@ -50,22 +61,23 @@ def mask_logits(logits: jax.Array, may_end: jax.Array, ids: TokenIds) -> tuple[j
 
 
 def sample(
-    logits: jax.Array, draw: jax.Array, keys: jax.Array, positions: jax.Array, settings: RowSettings
-) -> jax.Array:
+    logits: Float32[Array, "B T V"],
+    draw: Bool[Array, "B T"],
+    keys: Key[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    settings: RowSettings,
+) -> Int32[Array, "B T"]:
     """Chooses a token at every place: the best, or where `draw` says so one of softmax(logits / temperature).
 
     Drawing is Gumbel-max in float32, among the top_k tokens and of those among the nucleus of top_p (Holtzman et al.,
     arXiv 1904.09751). At temperature 0 no noise is made and the best is chosen everywhere.
 
     Args:
-      logits: [B, T, V] float32.
-      draw: [B, T] bool.
-      keys: [B, T] PRNG keys of each token's row; a draw depends on this key and the token's position only.
-      positions: [B, T] int32.
+      logits: of what may be chosen.
+      draw: where to.
+      keys: of each token's row; a draw depends on this key and the token's position only.
+      positions: of each token in its text.
       settings: temperature, top_k, top_p [B, T] of each token's row.
-
-    Returns:
-      [B, T] int32.
     """
 
     def drawn(logits):
@@ -80,11 +92,11 @@ def sample(
     return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 
-def drawn_from(logits: jax.Array, settings: RowSettings) -> jax.Array:
-    """Logits [B, T, V] of the distribution that is drawn from: logits / temperature, -inf outside top_k and nucleus.
+def drawn_from(logits: Float32[Array, "B T V"], settings: RowSettings) -> Float32[Array, "B T V"]:
+    """Logits of the distribution that is drawn from: logits / temperature, -inf outside top_k and nucleus.
 
     Args:
-      logits: [B, T, V] float32.
+      logits: of what may be chosen.
       settings: temperature above 0, top_k, top_p [B, T] of each token's row.
     """
     scaled = logits / settings.temperature[:, :, None]
@@ -95,15 +107,13 @@ def drawn_from(logits: jax.Array, settings: RowSettings) -> jax.Array:
     return jnp.where((settings.top_p < 1)[:, :, None], nucleus, scaled)
 
 
-def keep_top(logits: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
+def keep_top(
+    logits: Float32[Array, "B T V"], weights: Float32[Array, "B T V"], target: Float32[ArrayLike, "B T"]
+) -> Float32[Array, "B T V"]:
     """Logits of the fewest highest tokens whose weights reach the target, -inf elsewhere; equal logits stay together.
 
     The lowest logit to keep is found by bisection over the 2^32 float32 values in their order: 32 sums over the
     vocabulary, where a sort takes many more passes.
-
-    Args:
-      logits, weights: [B, T, V] float32.
-      target: [B, T] float32.
     """
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
     ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the floats
@@ -120,7 +130,7 @@ def keep_top(logits: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Ar
     return jnp.where(ordered >= low[:, :, None], logits, -jnp.inf)
 
 
-def probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """softmax(logits)[tokens], from [B, T, V] float32 and [B, T] int32: [B, T] float32."""
+def probability(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
+    """softmax(logits)[tokens]."""
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1))

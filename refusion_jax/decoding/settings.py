@@ -10,6 +10,7 @@ from typing import Self
 
 import jax
 import numpy as np
+from jaxtyping import ArrayLike, Float32, Int32
 
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.errors import SettingError
@@ -86,9 +87,9 @@ class Settings:
 class RowSettings:
     """What is traced: settings of each row. Changing them does not recompile."""
 
-    temperature: jax.Array  # [B] float32
-    top_k: jax.Array  # [B] int32
-    top_p: jax.Array  # [B] float32
+    temperature: Float32[ArrayLike, "*B"]
+    top_k: Int32[ArrayLike, "*B"]
+    top_p: Float32[ArrayLike, "*B"]
 
     @classmethod
     def of(cls, rows: Sequence[Settings]) -> Self:

@@ -19,8 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.console import Console
 from rich.progress import track
 
-from refusion_jax.data.fast_tokenizer import FastTokenizer
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
@@ -53,7 +52,7 @@ class EvaluatedModel(TemplateLM):
     def __init__(
         self,
         model: Transformer,
-        tokenizer: Tokenizer | FastTokenizer,
+        tokenizer: Tokenizer,
         journal: Journal,
         *,
         name: str,

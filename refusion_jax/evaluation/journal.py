@@ -5,9 +5,10 @@ One JSON object a line, under a key that says what was asked of which model. A l
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from refusion_jax.data.json_input import parse_log
 
 
 def key_of(*parts: object) -> str:
@@ -29,7 +30,7 @@ class Journal:
         for path in sorted(directory.glob("answers.*.jsonl")):
             content = path.read_bytes()
             whole = content[: content.rfind(b"\n") + 1]
-            for record in _parse(whole.splitlines()):
+            for record in parse_log(whole):
                 self.known[record["key"]] = record
             if path == own and len(whole) < len(content):
                 with own.open("r+b") as file:
@@ -44,11 +45,3 @@ class Journal:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def _parse(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue  # of a machine that lost its disk's last blocks

@@ -17,10 +17,7 @@ import numpy as np
 from flax import nnx
 
 from refusion_jax.batch.visibility import Visibility
-from refusion_jax.data.fast_tokenizer import FastTokenizer
-from refusion_jax.data.packing import PackedRows
-from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
@@ -114,8 +111,8 @@ def likelihoods(
 
 def held_out_bits(
     model: Transformer,
-    tokenizer: Tokenizer | FastTokenizer,
-    rows: PackedRows | PreparedRows,
+    tokenizer: Tokenizer,
+    rows: RowSource,
     limit: int | None = None,
     **how: object,
 ) -> dict[str, object]:

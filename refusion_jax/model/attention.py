@@ -5,42 +5,45 @@ Axes: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K que
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Bool[Array, "B T S"],
+) -> Float[Array, "B T N H"]:
     """Scaled dot-product attention with grouped heads; the softmax is float32 whatever the inputs are.
 
     A query that may see no key at all (padding) gets finite numbers without meaning, not NaN.
 
     Args:
-      q: [B, T, N, H] float32 or bfloat16.
-      k, v: [B, S, K, H], of q's dtype.
-      mask: [B, T, S] bool, True where the query may see the key.
-
-    Returns:
-      [B, T, N, H], of q's dtype.
+      q: float32 or bfloat16.
+      k, v: of q's dtype, as is what is returned.
+      mask: True where the query may see the key.
     """
     weights = jax.nn.softmax(_scores(q, k, mask), axis=-1)
     return _mix(weights, v)
 
 
 def cached_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
-    cached_k: jax.Array,
-    cached_v: jax.Array,
-    is_cached: jax.Array,
-) -> jax.Array:
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    mask: Bool[Array, "B T T"],
+    cached_k: Float[Array, "B S K H"],
+    cached_v: Float[Array, "B S K H"],
+    is_cached: Bool[Array, "B S"],
+) -> Float[Array, "B T N H"]:
     """`attention` over cached keys and new ones, as if they were concatenated.
 
     Only the scores are: concatenating the keys and values themselves would copy the cache in every layer.
 
     Args:
-      q, k, v, mask: of the T new tokens, as for `attention`; mask is [B, T, T].
-      cached_k, cached_v: [B, S, K, H].
-      is_cached: [B, S] bool, the cached entries that count; every query sees them.
+      q, k, v, mask: of the T new tokens, as for `attention`.
+      cached_k, cached_v: of the tokens before them.
+      is_cached: the cached entries that count; every query sees them.
     """
     old, new = _scores(q, cached_k, is_cached[:, None]), _scores(q, k, mask)
     weights = jax.nn.softmax(jnp.concatenate([old, new], axis=-1), axis=-1)
@@ -48,8 +51,10 @@ def cached_attention(
     return _mix(weights[..., :S], cached_v) + _mix(weights[..., S:], v)
 
 
-def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
-    """Masked scaled scores [B, K, G, T, S] float32, from [B, T, N, H], [B, S, K, H] and [B, T or 1, S]."""
+def _scores(
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], mask: Bool[Array, "B #T S"]
+) -> Float32[Array, "B K G T S"]:
+    """Scaled scores, of which those that the mask hides are the least there is."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     G = N // K
@@ -61,8 +66,8 @@ def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
-def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """The values [B, S, K, H] mixed by weights [B, K, G, T, S] float32: [B, T, N, H], of v's dtype."""
+def _mix(weights: Float32[Array, "B K G T S"], v: Float[Array, "B S K H"]) -> Float[Array, "B T N H"]:
+    """The values mixed by the weights, in their own dtype."""
     B, K, G, T, S = weights.shape
     v = v.transpose(0, 2, 1, 3)  # [B, K, S, H]
     heads = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v.dtype).reshape(B, K, G * T, S), v)

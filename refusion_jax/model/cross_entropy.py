@@ -13,6 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.runtime import sharding
 
@@ -21,19 +22,21 @@ _CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits a block
 
 
 @jax.custom_vjp
-def linear_cross_entropy(x: jax.Array, head: jax.Array, labels: jax.Array, is_labelled: jax.Array) -> jax.Array:
+def linear_cross_entropy(
+    x: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    labels: Int32[Array, "B T"],
+    is_labelled: Bool[Array, "B T"],
+) -> Float32[Array, "B T"]:
     """-log softmax(x @ head.T)[label] of every labelled token, 0 elsewhere.
 
     The products run in x's dtype and are summed in float32. Differentiable in x and head.
 
     Args:
-      x: [B, T, D] float32 or bfloat16, split over the mesh as "batch", "length", None.
-      head: [V, D] float32, split as "vocab", "embed".
-      labels: [B, T] int32.
-      is_labelled: [B, T] bool.
-
-    Returns:
-      [B, T] float32.
+      x: float32 or bfloat16, split over the mesh as "batch", "length", None.
+      head: split as "vocab", "embed".
+      labels: rows of the head.
+      is_labelled: tokens that count.
     """
     return _forward(x, head, labels, is_labelled)[0]
 
@@ -65,9 +68,9 @@ def _in_specs():
 class _Blocks:
     """The tokens of one chip, labelled ones first, in blocks; filler behind them."""
 
-    x: jax.Array  # [N, R, D]
-    labels: jax.Array  # [N, R]
-    has_label: jax.Array  # [N] bool: blocks that there is anything to do for
+    x: Float[Array, "N R D"]
+    labels: Int32[Array, "N R"]
+    has_label: Bool[Array, "N"]  # blocks that there is anything to do for
 
 
 def _blocks(x, labels, is_labelled) -> tuple[_Blocks, jax.Array]:

@@ -17,9 +17,8 @@ import safetensors
 from flax import nnx
 from safetensors.numpy import save_file
 
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.json_input import read_object
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
@@ -58,9 +57,7 @@ def is_huggingface(path: Path) -> bool:
     return (path / "config.json").exists() and not (path / "model.json").exists()
 
 
-def read_model_config(
-    path: Path, tokenizer: Tokenizer | FastTokenizer | None = None, mask_token_id: int | None = None
-) -> ModelConfig:
+def read_model_config(path: Path, tokenizer: Tokenizer | None = None, mask_token_id: int | None = None) -> ModelConfig:
     """The shape that config.json describes.
 
     Args:

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jaxtyping import Array, Float
 
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.model import remat
 from refusion_jax.model.attention import attention
 from refusion_jax.runtime import sharding
 
 BACKENDS = ("xla", "splash", "cudnn")
-SAVED_NAME = "attention"  # under which `jax.checkpoint` policies know what the kernel computed
 
 # Side of the tiles that the kernel works on, by its largest dividing T. 512 keeps scores and operands of head size 128
 # in the 16 MiB of vector memory that a compiled program may use on every generation from v4 to v6e.
@@ -46,17 +47,20 @@ def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
     return "xla"
 
 
-def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, backend: str) -> jax.Array:
+def packed_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    visibility: Visibility,
+    backend: str,
+) -> Float[Array, "B T N H"]:
     """Attention of every token to the tokens that it sees.
 
     Args:
-      q: [B, T, N, H] float32 or bfloat16 (cudnn: bfloat16 only).
-      k, v: [B, T, K, H], of q's dtype.
+      q: float32 or bfloat16 (cudnn: bfloat16 only).
+      k, v: of q's dtype, as is what is returned.
       visibility: of the [B, T] tokens.
       backend: one of BACKENDS; splash serves patterns alone, and leaves everything else to xla.
-
-    Returns:
-      [B, T, N, H], of q's dtype.
     """
     if backend == "splash" and visibility.pattern:
         return splash_attention(q, k, v, visibility)
@@ -69,8 +73,15 @@ def packed_attention(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visib
     return jnp.concatenate(heads, axis=1)
 
 
-def _block(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, begin: int, end: int) -> jax.Array:
-    """[B, end - begin, N, H]: attention of some queries to the keys that any of them may see."""
+def _block(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    visibility: Visibility,
+    begin: int,
+    end: int,
+) -> Float[Array, "B {end-begin} N H"]:
+    """Attention of some queries to the keys that any of them may see."""
     T = q.shape[1]
     keys = slice(*visibility.pattern.key_range(T, begin, end)) if visibility.pattern else slice(0, T)
     mask = visibility.mask(slice(begin, end), keys)
@@ -78,8 +89,12 @@ def _block(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, beg
 
 
 def splash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, interpret: bool = False
-) -> jax.Array:
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    visibility: Visibility,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
     """`packed_attention` by the splash kernel, on every chip's own rows, heads and part of the rows.
 
     Where rows are split over the mesh, each chip attends from its part of the queries to the keys of whole rows.
@@ -130,7 +145,7 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, interpret: bo
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=parts,
-        residual_checkpoint_name=SAVED_NAME,
+        residual_checkpoint_name=remat.ATTENTION,
         interpret=interpret,
     )
 

@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +21,15 @@ class Ragged:
     rows: int  # B
     width: int  # T
     shards: int  # S
-    source: jax.Array | None  # [S, N] int32, row of the shard * T + place in the row; None: all places, as they stand
-    place: jax.Array | None  # [S, B/S * T] int32, where each place of the rows went; no meaning for filler
+    source: Int32[Array, "S N"] | None  # row of the shard * T + place in the row; None: all places, as they stand
+    place: Int32[Array, "S _"] | None  # B/S * T of each: where the places of its rows went; no meaning for filler
 
     @classmethod
-    def of(cls, length: jax.Array, width: int, size: int, shards: int) -> "Ragged":
+    def of(cls, length: Int32[Array, "B"], width: int, size: int, shards: int) -> "Ragged":
         """Packs the leading `length` tokens of every row.
 
         Args:
-          length: [B] int32, at most T each, and together at most N in every shard.
+          length: at most T each, and together at most N in every shard.
           width: T.
           size: N, at most B/S * T.
           shards: S, a divisor of B.
@@ -46,16 +47,16 @@ class Ragged:
         place = jnp.minimum(start[:, :, None] + jnp.arange(T)[None, None], size - 1)
         return cls(B, T, shards, row * T + column, place.reshape(shards, -1))
 
-    def pack(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [S, N, ...]; filler repeats some token."""
+    def pack(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "S N ..."]:
+        """Moves the tokens together; filler repeats some token."""
         x = x.reshape(self.shards, -1, *x.shape[2:])
         return x if self.source is None else _take(x, self.source)
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        """[S, N, ...] -> [B, T, ...]; filler gets the values of some token."""
+    def spread(self, x: Shaped[Array, "S N ..."]) -> Shaped[Array, "B T ..."]:
+        """Moves the tokens back; filler gets the values of some token."""
         x = x if self.place is None else _take(x, self.place)
         return x.reshape(self.rows, self.width, *x.shape[2:])
 
 
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+def _take(x: Shaped[Array, "S M ..."], index: Int32[Array, "S N"]) -> Shaped[Array, "S N ..."]:
     return jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)

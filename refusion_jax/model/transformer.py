@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.remat import ATTENTION, GATE, INPUT, REMAT_POLICIES, UP
 from refusion_jax.runtime.sharding import constrain
 
 
@@ -54,8 +56,8 @@ class ModelConfig:
 class KeyValues:
     """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis)."""
 
-    keys: jax.Array  # [L, B, S, K, H]
-    values: jax.Array  # [L, B, S, K, H]
+    keys: Float[Array, "*L B S K H"]
+    values: Float[Array, "*L B S K H"]
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
@@ -94,24 +96,6 @@ class Layers(nnx.Module):
         self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5)
 
 
-# What the backward pass finds in memory instead of computing it again, by name (`checkpoint_name`), and where: what
-# attention gave back, and the two wide products of the mlp.
-_SAVED = (packed.SAVED_NAME, "gate", "up")
-_INPUT = "layer_input"
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "outputs": jax.checkpoint_policies.save_only_these_names(*_SAVED),
-    "attention": jax.checkpoint_policies.save_only_these_names(packed.SAVED_NAME),
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-}
-
-
 class Transformer(nnx.Module):
     """A decoder-only transformer; who sees whom is said by its caller. It computes in `dtype`; logits are float32.
 
@@ -119,7 +103,7 @@ class Transformer(nnx.Module):
       config: its shape.
       rngs: of the initial weights.
       dtype: of computation.
-      remat: which of REMAT_POLICIES the backward pass follows.
+      remat: which of `remat.REMAT_POLICIES` the backward pass follows.
       backend: one of `packed_attention.BACKENDS`, for packed rows.
     """
 
@@ -139,76 +123,72 @@ class Transformer(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, visibility: Visibility) -> jax.Array:
+    def __call__(
+        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
+    ) -> Float32[Array, "B T V"]:
         """Logits of packed rows.
 
         Args:
-          tokens: [B, T] int32.
-          positions: [B, T] int32, each token's place in its text (RoPE), whatever its physical index.
+          tokens: of the rows.
+          positions: each token's place in its text (RoPE), whatever its physical index.
           visibility: who sees whom.
-
-        Returns:
-          [B, T, V] float32.
         """
         return self.logits(self.hidden(tokens, positions, visibility))
 
     def cross_entropy(
         self,
-        tokens: jax.Array,
-        positions: jax.Array,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
         visibility: Visibility,
-        labels: jax.Array,
-        is_labelled: jax.Array,
-    ) -> jax.Array:
+        labels: Int32[Array, "B T"],
+        is_labelled: Bool[Array, "B T"],
+    ) -> Float32[Array, "B T"]:
         """-log p(label) of packed rows, without ever holding their logits.
 
         Args:
           tokens, positions, visibility: as for a call.
-          labels: [B, T] int32.
-          is_labelled: [B, T] bool; the others cost nothing, and are 0.
-
-        Returns:
-          [B, T] float32.
+          labels: of each token.
+          is_labelled: the others cost nothing, and are 0.
         """
         return linear_cross_entropy(self.hidden(tokens, positions, visibility), self._head[...], labels, is_labelled)
 
     def extend(
         self,
-        tokens: jax.Array,
-        positions: jax.Array,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
         cached: KeyValues,
-        length: jax.Array,
-        visible: jax.Array,
+        length: Int32[Array, "B"],
+        visible: Bool[Array, "B T T"],
         ragged: Ragged | None = None,
-    ) -> tuple[jax.Array, KeyValues]:
+    ) -> tuple[Float32[Array, "_ _ V"], KeyValues]:
         """Logits of new tokens on top of cached ones, and the new tokens' own keys and values.
 
         The cache is only read: the caller decides which of the new keys and values to keep.
 
         Args:
-          tokens: [B, T] int32.
-          positions: [B, T] int32.
-          cached: keys and values [L, B, S, K, H].
-          length: [B] int32, the leading cached entries that every new token of the row sees.
-          visible: [B, T, T] bool, which of the new tokens each new token sees.
+          tokens: the new ones.
+          positions: of each in its text.
+          cached: keys and values of S entries a row.
+          length: the leading cached entries that every new token of the row sees.
+          visible: which of the new tokens each new token sees.
           ragged: the new tokens that count, to leave the others out of all but attention.
 
         Returns:
-          ([B, T, V] float32, keys and values [L, B, T, K, H]); with `ragged` the logits are packed, [S, N, V].
+          (logits of [B, T] tokens, or with `ragged` as it packs them; keys and values of T entries a row).
         """
         x, kept = self.extend_hidden(tokens, positions, cached, length, visible, ragged)
         return self.logits(x), kept
 
     def extend_hidden(
         self,
-        tokens: jax.Array,
-        positions: jax.Array,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
         cached: KeyValues,
-        length: jax.Array,
-        visible: jax.Array,
+        length: Int32[Array, "B"],
+        visible: Bool[Array, "B T T"],
         ragged: Ragged | None = None,
-    ) -> tuple[jax.Array, KeyValues]:
-        """`extend`, but for the output head: [B, T, D] instead of logits, for where those of some tokens are enough."""
+    ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
+        """`extend` without the output head: what it reads, for where the logits of some tokens are enough."""
         is_cached = jnp.arange(cached.keys.shape[2])[None] < length[:, None]  # [B, S]
         ragged = ragged or Ragged(*tokens.shape, len(tokens), None, None)
 
@@ -219,11 +199,13 @@ class Transformer(nnx.Module):
 
         return self._run(ragged.pack(tokens), ragged.pack(positions), attend, cached)
 
-    def hidden(self, tokens: jax.Array, positions: jax.Array, visibility: Visibility) -> jax.Array:
-        """[B, T, D]: what the output head reads, of packed rows; the arguments are those of a call."""
+    def hidden(
+        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
+    ) -> Float[Array, "B T D"]:
+        """What the output head reads, of packed rows; the arguments are those of a call."""
 
         def attend(q, k, v, _):
-            return checkpoint_name(packed.packed_attention(q, k, v, visibility, self.backend), packed.SAVED_NAME), None
+            return checkpoint_name(packed.packed_attention(q, k, v, visibility, self.backend), ATTENTION), None
 
         return self._run(tokens, positions, attend, None)[0]
 
@@ -231,8 +213,8 @@ class Transformer(nnx.Module):
     def _head(self) -> nnx.Param:
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[B, T, V] float32, from what `hidden` gave, or a part of its tokens."""
+    def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
+        """Logits from what `hidden` gave, or a part of its tokens."""
         logits = linear(x, self._head[...].astype(self.dtype).T).astype(jnp.float32)
         return constrain(logits, "batch", "length", "vocab")
 
@@ -254,15 +236,15 @@ class Transformer(nnx.Module):
 
         def layer(x, inputs):
             w, own = inputs
-            x = checkpoint_name(x, _INPUT)
+            x = checkpoint_name(x, INPUT)
             h = rms_norm(x, w["attention_norm"], eps)
             q = rotate(rms_norm(linear(h, w["q_proj"]), w["q_norm"], eps), rotation)  # [B, T, N, H]
             k = rotate(rms_norm(linear(h, w["k_proj"]), w["k_norm"], eps), rotation)  # [B, T, K, H]
             heads, kept = attend(q, k, linear(h, w["v_proj"]), own)
             x = x + linear(heads, w["o_proj"], inputs=2)
             h = rms_norm(x, w["mlp_norm"], eps)
-            gate = checkpoint_name(linear(h, w["gate_proj"]), "gate")
-            up = checkpoint_name(linear(h, w["up_proj"]), "up")
+            gate = checkpoint_name(linear(h, w["gate_proj"]), GATE)
+            up = checkpoint_name(linear(h, w["up_proj"]), UP)
             x = x + linear(jax.nn.silu(gate) * up, w["down_proj"])
             return constrain(x, "batch", "length", None), kept
 
@@ -273,7 +255,7 @@ class Transformer(nnx.Module):
         return rms_norm(x, self.final_norm[...].astype(self.dtype), eps), kept
 
 
-def linear(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
+def linear(x: Float[Array, "..."], w: Float[Array, "..."], inputs: int = 1) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of x with the first ones of w.
 
     The product is taken over flattened axes, [tokens, in] x [in, out]: a free relabelling on every backend, and on
@@ -283,22 +265,26 @@ def linear(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
     return (x.reshape(-1, size) @ w.reshape(size, -1)).reshape(x.shape[:-inputs] + w.shape[inputs:])
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*axes D"]:
     """x / rms(x) * scale over the last axis; computed in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return x32.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-def rope_rotation(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864): [B, T, 1, H/2] float32 each."""
+def rope_rotation(
+    positions: Int32[Array, "B T"], head_dim: int, theta: float
+) -> tuple[Float32[Array, "B T 1 _"], Float32[Array, "B T 1 _"]]:
+    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864)."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of each head (half-split, as Qwen3 does): [B, T, N, H]."""
+def rotate(
+    x: Float[Array, "B T N H"], rotation: tuple[Float32[Array, "B T 1 H//2"], Float32[Array, "B T 1 H//2"]]
+) -> Float[Array, "B T N H"]:
+    """Rotates the pairs (i, i + H/2) of each head (half-split, as Qwen3 does)."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -8,33 +8,19 @@ import json
 import jax
 import jax.numpy as jnp
 import ml_collections
-from flax import nnx
 from jax.sharding import Mesh
 
 from refusion_jax.config import check, check_mesh
+from refusion_jax.config.model import model_config
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.errors import SettingError
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.training.program import abstract_rows, train_program
-
-
-def model_shape(config: ml_collections.ConfigDict) -> ModelConfig:
-    """The model of a config, with token ids as a tokenizer that fills the vocabulary would give them."""
-    size = config.model.vocab_size
-    return ModelConfig(
-        **config.model,
-        max_position_embeddings=config.row_length,
-        num_tokens=size,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        mask_token_id=size - 1,
-    )
 
 
 def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
@@ -47,7 +33,7 @@ def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
     check(c)
     mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
     check_mesh(c, mesh)
-    program = train_program(c, model_shape(c), mesh)
+    program = train_program(c, model_config(c), mesh)
     with jax.set_mesh(mesh):
         return program.step.lower(program.target, abstract_rows(c, mesh))
 
@@ -63,7 +49,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     c = ml_collections.ConfigDict(json.loads(config))
     check(c)
     mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
-    shape = model_shape(c)
+    shape = model_config(c)
     capacity = settings.cache_length or c.row_length
     settings = settings.fill_in(capacity)
     length, rows = capacity - settings.new_tokens, settings.batch_size
@@ -78,20 +64,11 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
             rows,
             f"does not divide into {parts} parts; the next size that does is {-(-rows // parts) * parts}",
         )
-    model = nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0), c.dtype))
-    graphdef, weights = nnx.split(model)
-    target = jax.tree.map(
-        lambda x, axes: jax.ShapeDtypeStruct(x.shape, c.dtype, sharding=sharding.sharding(mesh, *axes)),
-        nnx.to_pure_dict(weights),
-        logical_axes(model),
-    )
+    graphdef, target = abstract_transformer(shape, c.dtype, mesh, flags="config.mesh")
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
-    everywhere = sharding.sharding(mesh)
-    newcomers = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
-        queue.newcomers({0: 0}, requests, queue.admitted(rows), rows, decoder),
-    )
+    newcomers = queue.newcomers({0: 0}, requests, queue.admitted(rows), rows, decoder)
+    newcomers = sharding.placed(newcomers, sharding.sharding(mesh))
     with jax.set_mesh(mesh):
         program = jax.jit(queue.decode_once, static_argnames=("graphdef", "rows", "decoder"))
         return program.lower(graphdef, target, newcomers, rows, decoder)
@@ -99,7 +76,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
 
 def state_bytes(config: ml_collections.ConfigDict, mesh: Mesh) -> float:
     """Bytes a chip of weights, optimizer state and counters."""
-    target = train_program(config, model_shape(config), mesh).target
+    target = train_program(config, model_config(config), mesh).target
     return float(
         sum(jnp.dtype(x.dtype).itemsize * _elements(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target))
     )

@@ -9,6 +9,7 @@ import ml_collections
 from rich.table import Table
 
 from refusion_jax.config import make_objective
+from refusion_jax.config.model import model_config
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.planning import hlo, programs
 from refusion_jax.planning.compiler import Compiled, assigned_bytes, compile_program, libtpu_version, tpu_devices
@@ -35,7 +36,7 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
     chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
     times = estimate(costs, chip)
     tokens = config.batch_size * config.row_length
-    shape = programs.model_shape(config)
+    shape = model_config(config)
     objective = make_objective(config, shape.mask_token_id)
     model_flops = config.batch_size * train_flops_per_row(objective, shape, config.row_length) / mesh.size
     state = programs.state_bytes(config, mesh)

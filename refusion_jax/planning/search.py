@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 import ml_collections
 
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.remat import REMAT_POLICIES
 from refusion_jax.planning.report import plan_decode, plan_train
 from refusion_jax.runtime.errors import UserError
 
-# From the fastest to the one that takes the least memory.
-POLICIES = ("none", "outputs", "attention", "full", "offload")
+*_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that take the least memory
 
 
 def search(
@@ -25,7 +25,7 @@ def search(
     slices: int,
     chips: int,
     tell: Callable[[dict], None],
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] = tuple(REMAT_POLICIES),
 ) -> list[dict]:
     """Plans every candidate.
 
@@ -60,10 +60,10 @@ def search(
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> str:
     """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does."""
     least = max(_accumulations(config, chips))
-    tries: list[dict] = [{"remat": "full"}] if config.remat not in ("full", "offload") else []
-    tries += [{"remat": "full", "accumulation": n} for n in sorted(_accumulations(config, chips))]
-    tries += [{"remat": "full", "accumulation": least, "mesh.data": 1, "mesh.fsdp": -1, "mesh.replica": slices}]
-    tries += [{"remat": "offload", "accumulation": least}]
+    tries: list[dict] = [{"remat": _SMALL}] if config.remat not in (_SMALL, _SMALLEST) else []
+    tries += [{"remat": _SMALL, "accumulation": n} for n in sorted(_accumulations(config, chips))]
+    tries += [{"remat": _SMALL, "accumulation": least, "mesh.data": 1, "mesh.fsdp": -1, "mesh.replica": slices}]
+    tries += [{"remat": _SMALLEST, "accumulation": least}]
     for flags in tries:
         if all(_get(config, key) == value for key, value in flags.items()):
             continue

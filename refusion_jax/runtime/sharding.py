@@ -122,6 +122,18 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
     return NamedSharding(mesh, spec(*axes))
 
 
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of arrays, or their shapes, as `jax.ShapeDtypeStruct`s that say where each is to live.
+
+    Args:
+      shapes: the tree.
+      shardings: one for all, or a tree of the same structure.
+    """
+    if isinstance(shardings, NamedSharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)
+
+
 def mesh_axes(axis: str | None) -> tuple[str, ...]:
     """The mesh axes that split a logical axis."""
     names = RULES[axis]

@@ -3,11 +3,13 @@
 Object stores know whole objects only: nothing can be appended to, and a write is atomic by itself.
 """
 
+import contextlib
 import os
 import secrets
 import stat
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from absl import logging
@@ -47,15 +49,29 @@ def write_file(path: epath.PathLike, content: bytes | str) -> None:
     if mode is not None and not stat.S_ISREG(mode):
         path.write_bytes(content)
         return
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), stat.S_IMODE(mode))
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: epath.PathLike) -> Iterator[Path]:
+    """A new local file to write, which takes the place of `path` when it is whole and on the disk, or is deleted.
+
+    It lies beside `path`, and its name begins with ".tmp-"; what is for an object store is copied there instead.
+    """
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as directory:
+            yield (temporary := Path(directory) / epath.Path(path).name)
+            epath.Path(temporary).copy(path)
+        return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".tmp-{target.name}.{secrets.token_hex(4)}")
     try:
-        with open(temporary, "xb") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), stat.S_IMODE(mode))
-            file.write(content)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:

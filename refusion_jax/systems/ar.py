@@ -8,29 +8,22 @@ Axes: B rows, T row length, N new tokens, V vocabulary.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import (
-    Layout,
-    Places,
-    Request,
-    check_no_templates,
-    most_new_tokens,
-    prefill_chunk,
-    text_capacity,
-)
-from refusion_jax.decoding.sampling import Record, mask_logits, sample
-from refusion_jax.decoding.settings import RowSettings, Settings, TokenIds
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
@@ -43,7 +36,7 @@ class NextToken:
     coefficients: ClassVar[dict[str, float]] = {"ar": 1.0}
     pattern: ClassVar[Pattern] = CAUSAL
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The rows as they are, each token labelled with the next one of its document; needs no noise."""
         del keys
         is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
@@ -62,69 +55,25 @@ class NextToken:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(Continuation):
     """All that the loop carries."""
 
-    cache: kv.Cache
-    record: Record
-    places: Places
-    keys: jax.Array  # [B] PRNG keys
-    settings: RowSettings
-    last: jax.Array  # [B] int32, the last token, not in the cache yet
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
-
-    @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward plans one token."""
-        return self.forwards
+    last: Int32[Array, "B"]  # the last token, not in the cache yet
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftToRight:
+class LeftToRight(Continuer):
     """The decoder, with the sizes that are compiled in."""
 
-    settings: ClassVar[type[Settings]] = Settings
-    width: ClassVar[int] = 1
-
-    ids: TokenIds
-    new_tokens: int  # N, of a row, at most
-    cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
-
     @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """1: the last token."""
+        return 1
 
-        Raises:
-          UserError: for templates, which need what a left-to-right model does not see.
-        """
-        check_no_templates(requests)
-        return cls(
-            ids=TokenIds.of(requests[0].settings, model),
-            new_tokens=most_new_tokens(requests),
-            cache_length=text_capacity(requests) + cls.width,
-            chunk=prefill_chunk(requests),
-        )
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens)
-
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed the last given token, to read the first new one from it."""
-        given = layout.given
-        zeros = jnp.zeros_like(given.length)
-        return State(
-            cache=kv.commit(kv.prefill(model, given, self.chunk), zeros - 1),
-            record=Record.empty(len(zeros), self.new_tokens + self.width),
-            places=layout.places,
-            keys=keys,
-            settings=layout.settings,
-            last=jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0],
-            active=zeros == 0,
-            forwards=zeros,
-        )
+        cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
+        return self.start(State, layout, keys, cache, last=last)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, one token a row."""

@@ -42,17 +42,19 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
+from refusion_jax.decoding.masked_text import put
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
@@ -68,7 +70,7 @@ class ComplementaryBlocks(Pattern):
 
     size: int
 
-    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def rank_and_group(self, length: int) -> tuple[Int32[np.ndarray, "T"], Int32[np.ndarray, "T"]]:
         block = np.arange(length // 3, dtype=np.int32) // self.size
         rank = np.concatenate([2 * block, 2 * block, 2 * block + 1])
         return rank, np.concatenate([block + 1, block + block.max() + 2, 0 * block])
@@ -89,7 +91,7 @@ class ComplementaryMasks:
         """Drawn in the docstring of the module."""
         return ComplementaryBlocks(self.block_size)
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Both noisy copies and the clean text; each noisy block wholly its first document's."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
@@ -122,7 +124,7 @@ class ComplementaryMasks:
         return 3 * row_length
 
 
-def _join(*parts: jax.Array) -> jax.Array:
+def _join(*parts: Shaped[Array, "B _"]) -> Shaped[Array, "B _"]:
     return jnp.concatenate(parts, axis=1)
 
 
@@ -142,86 +144,50 @@ class BlockSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    sub_block: jax.Array  # [B] int32
-    threshold: jax.Array  # [B] float32
+    sub_block: Int32[ArrayLike, "*B"]
+    threshold: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(Continuation):
     """All that the loop carries."""
 
-    cache: kv.Cache  # of whole blocks
-    record: Record
-    keys: jax.Array  # [B] PRNG keys
-    settings: RowSettings
-    text: jax.Array  # [B, C + K] int32, masks where nothing is revealed
-    given: jax.Array  # [B] int32, leading tokens that were given
-    end: jax.Array  # [B] int32, tokens that it may have; where an EOS is revealed it ends
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
-
-    @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward is one."""
-        return self.forwards
+    text: Int32[Array, "B _"]  # C + K; masks where nothing is revealed
+    end: Int32[Array, "B"]  # tokens that it may have; where an EOS is revealed it ends
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockByBlock:
+class BlockByBlock(Continuer):
     """The decoder, with the sizes that are compiled in."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
-
-    ids: shared.TokenIds
-    width: int  # K
-    new_tokens: int  # of a row, at most
-    cache_length: int  # C + K
-    chunk: int  # given tokens that one forward of the prefill takes, in whole blocks
+    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+        """The least sizes that serve all of these requests, with a prefill of whole blocks; see `Continuer`."""
+        own, K = super().for_requests(requests, model), cls.width_for(requests)
+        chunk = -(-own.chunk // K) * K
+        return dataclasses.replace(own, chunk=chunk, cache_length=max(own.cache_length, chunk + K))
 
-        Raises:
-          UserError: for templates, which need what a block-causal model does not see.
-        """
-        for request in requests:
-            if request.template:
-                raise UserError(
-                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
-                    f"cannot fill templates"
-                )
-        K = requests[0].settings.block_size
-        chunk = -(-prefill_chunk(requests) // K) * K
-        return cls(
-            ids=shared.TokenIds.of(requests[0].settings, model),
-            width=K,
-            new_tokens=most_new_tokens(requests),
-            cache_length=max(text_capacity(requests), chunk) + K,
-            chunk=chunk,
-        )
+    @classmethod
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """K."""
+        return requests[0].settings.block_size
 
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
-
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows whose prompts are cached in whole blocks, but for the block that their last token is in."""
         given, K = layout.given, self.width
-        cache = kv.prefill(model, given, self.chunk, block_size=K)
-        zeros = jnp.zeros_like(given.length)
+        entries = kv.prefill(model, given, self.chunk, block_size=K).entries
         is_given = row_index(given.tokens) < given.length[:, None]
-        return State(
-            cache=kv.Cache(cache.entries, (given.length - 1) // K * K),
-            record=Record.empty(len(zeros), self.new_tokens + K),
-            keys=keys,
-            settings=layout.settings,
+        return self.start(
+            State,
+            layout,
+            keys,
+            kv.Cache(entries, (given.length - 1) // K * K),
             text=jnp.where(is_given, given.tokens, self.ids.mask_id),
-            given=given.length,
             end=given.length + layout.places.count,
-            active=zeros == 0,
-            forwards=zeros,
         )
 
     def step(self, model: Transformer, s: State) -> State:
@@ -230,7 +196,7 @@ class BlockByBlock:
         offset = jnp.arange(K)[None]
         at = s.cache.length[:, None] + offset  # [B, K]; the token behind each is read at it
         index = row_index(s.text)
-        is_new = index >= s.given[:, None]  # a prompt may hold mask tokens, too
+        is_new = index >= s.places.position[:, :1]  # a prompt may hold mask tokens, too
         is_mask = (s.text == self.ids.mask_id) & is_new & (index < s.end[:, None])
         fed = jnp.where(at < s.end[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((B, K, K), bool))
@@ -247,18 +213,14 @@ class BlockByBlock:
         confidence = jnp.where(readable, probability(real, chosen), -1.0)
         is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
         reveals = readable & ((confidence > own.threshold) | is_best) & s.active[:, None]
-        end = jnp.min(jnp.where(reveals & (chosen == self.ids.eos_id), at + 2, s.end[:, None]), axis=1)
-        reveals &= at + 1 < end[:, None]
+        reveals, end = cut_behind_eos(reveals, chosen, at + 1, s.end, self.ids.eos_id)
 
-        into = jnp.where(reveals, at + 1, s.text.shape[1])
-        text = jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen)
-        front = jnp.argsort(~reveals, axis=1, stable=True)
-        new, where = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, at + 1))
+        text = put(s.text, jnp.where(reveals, at + 1, s.text.shape[1]), chosen)
         is_left = (text == self.ids.mask_id) & is_new & (index < end[:, None])
         return dataclasses.replace(
             s,
             cache=kv.commit(cache, jnp.where(s.active & is_done, K, 0)),
-            record=s.record.append(new, where, jnp.sum(reveals, axis=1)),
+            record=s.record.append_where(reveals, chosen, at + 1),
             text=text,
             end=end,
             active=s.active & jnp.any(is_left, axis=1),

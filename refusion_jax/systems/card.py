@@ -27,22 +27,24 @@ Axes: B rows, T row length, C cache entries, N new tokens, K block length, V voc
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
+from refusion_jax.decoding.masked_text import put
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
-from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import mask_logits, probability, sample
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
@@ -69,7 +71,7 @@ class SoftTail:
     decay: float
     own_mask: bool
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks ends of responses; each response token is labelled at the token before it."""
         is_masked, ratio = self._draw(rows, keys)
         positions = text_positions(rows.segment_ids)
@@ -87,8 +89,8 @@ class SoftTail:
             facts={"mask_ratio": ratio},
         )
 
-    def _draw(self, rows: Rows, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """([B, T] bool: which tokens are masked, [B, T] float32: the document's share of them)."""
+    def _draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
+        """(which tokens are masked, the document's share of them)."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         document = index - positions  # index of the document's first token
@@ -116,12 +118,12 @@ class SoftTail:
         return row_length
 
 
-def context_masks(is_masked: jax.Array, is_behind: jax.Array, decay: float) -> jax.Array:
-    """S [B, T] float32: how many masks stand at and before each token of its document, the nearer the heavier.
+def context_masks(is_masked: Bool[Array, "B T"], is_behind: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
+    """S: how many masks stand at and before each token of its document, the nearer the heavier.
 
     Args:
-      is_masked: [B, T] bool.
-      is_behind: [B, T] bool, tokens that another one of their document stands before.
+      is_masked: tokens that are masks.
+      is_behind: tokens that another one of their document stands before.
       decay: p.
     """
     before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & is_behind
@@ -147,90 +149,39 @@ class PassSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    passes: jax.Array  # [B] int32
-    threshold: jax.Array  # [B] float32
+    passes: Int32[ArrayLike, "*B"]
+    threshold: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(Continuation):
     """All that the loop carries."""
 
-    cache: kv.Cache
-    record: Record
-    places: Places
-    keys: jax.Array  # [B] PRNG keys
-    settings: RowSettings
-    text: jax.Array  # [B, 1 + N + K] int32: the last given token, then new ones; masks where nothing is revealed
-    start: jax.Array  # [B] int32, new tokens in front of the block
-    end: jax.Array  # [B] int32, new tokens that there may be; where an EOS is revealed they end
-    passed: jax.Array  # [B] int32, forwards over this block's masks
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
-
-    @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward is one."""
-        return self.forwards
+    text: Int32[Array, "B _"]  # 1 + N + K: the last given token, then new ones; masks where nothing is revealed
+    start: Int32[Array, "B"]  # new tokens in front of the block
+    end: Int32[Array, "B"]  # new tokens that there may be; where an EOS is revealed they end
+    passed: Int32[Array, "B"]  # forwards over this block's masks
 
 
 @dataclasses.dataclass(frozen=True)
-class CausalBlocks:
+class CausalBlocks(Continuer):
     """The decoder, with the sizes that are compiled in."""
 
     settings: ClassVar[type[PassSettings]] = PassSettings
-
-    ids: shared.TokenIds
-    width: int  # K
-    new_tokens: int  # N, of a row, at most
-    cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
+    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """K."""
+        return requests[0].settings.draft_length
 
-        Raises:
-          UserError: for templates, which need what a causal model does not see.
-        """
-        for request in requests:
-            if request.template:
-                raise UserError(
-                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
-                    f"cannot fill templates"
-                )
-        width = requests[0].settings.draft_length
-        return cls(
-            ids=shared.TokenIds.of(requests[0].settings, model),
-            width=width,
-            new_tokens=most_new_tokens(requests),
-            cache_length=text_capacity(requests) + width,
-            chunk=prefill_chunk(requests),
-        )
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
-
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed the last given token and their first masks."""
-        given = layout.given
-        zeros = jnp.zeros_like(given.length)
-        text = jnp.full((len(zeros), 1 + self.new_tokens + self.width), self.ids.mask_id, jnp.int32)
-        last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
-        return State(
-            cache=kv.commit(kv.prefill(model, given, self.chunk), zeros - 1),
-            record=Record.empty(len(zeros), self.new_tokens + self.width),
-            places=layout.places,
-            keys=keys,
-            settings=layout.settings,
-            text=text.at[:, 0].set(last),
-            start=zeros,
-            end=layout.places.count,
-            passed=zeros,
-            active=zeros == 0,
-            forwards=zeros,
-        )
+        cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
+        text = jnp.full((len(last), 1 + self.new_tokens + self.width), self.ids.mask_id, jnp.int32).at[:, 0].set(last)
+        start = jnp.zeros_like(last)
+        return self.start(State, layout, keys, cache, text=text, start=start, end=layout.places.count, passed=start)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward over each row's block: reveals tokens, or commits them where all are there."""
@@ -249,19 +200,15 @@ class CausalBlocks:
         reveals = is_mask & (probability(real, chosen) > own.threshold)
         is_last = (s.passed + 1 >= s.settings.passes) | ~jnp.any(reveals, axis=1)
         reveals = jnp.where(is_last[:, None], is_mask, reveals) & s.active[:, None]
-        end = jnp.min(jnp.where(reveals & (chosen == self.ids.eos_id), at + 1, s.end[:, None]), axis=1)
-        reveals &= at < end[:, None]
+        reveals, end = cut_behind_eos(reveals, chosen, at, s.end, self.ids.eos_id)
 
-        into = jnp.where(reveals, at + 1, s.text.shape[1])
-        text = jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen)
-        front = jnp.argsort(~reveals, axis=1, stable=True)
-        new, where = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, places))
+        text = put(s.text, jnp.where(reveals, at + 1, s.text.shape[1]), chosen)
         commits = jnp.where(s.active & ~is_open, K, 0)
         is_left = (text[:, 1:] == self.ids.mask_id) & (jnp.arange(text.shape[1] - 1)[None] < end[:, None])
         return dataclasses.replace(
             s,
             cache=kv.commit(cache, commits),
-            record=s.record.append(new, where, jnp.sum(reveals, axis=1)),
+            record=s.record.append_where(reveals, chosen, places),
             text=text,
             start=s.start + commits,
             end=end,

@@ -26,6 +26,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding import settings as shared
@@ -55,9 +56,9 @@ class ConvSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    steps: jax.Array  # [B] int32
-    conv_window: jax.Array  # [B] int32
-    conv_scale: jax.Array  # [B] float32
+    steps: Int32[ArrayLike, "*B"]
+    conv_window: Int32[ArrayLike, "*B"]
+    conv_scale: Float32[ArrayLike, "*B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Convolve:
         """Given tokens, the places between and behind them, and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
-    def init(self, _: Transformer, layout: Layout, keys: jax.Array) -> MaskedText:
+    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         """Rows of which nothing is written; there is no prefill."""
         return MaskedText.start(layout, keys, self.ids, self.new_tokens)
 
@@ -106,8 +107,10 @@ class Convolve:
         return canvas.commit(s, w, chosen, canvas.ranks(confidence, w) < share[:, None], self.ids)
 
 
-def known_nearby(is_known: jax.Array, position: jax.Array, reach: jax.Array) -> jax.Array:
-    """[B, N] int32: known tokens at most `reach` [B] places from each position [B, N] of texts [B, C]."""
+def known_nearby(
+    is_known: Bool[Array, "B C"], position: Int32[Array, "B N"], reach: Int32[Array, "B"]
+) -> Int32[Array, "B N"]:
+    """Known tokens of a text at most `reach` places from each position."""
     C = is_known.shape[1]
     up_to = jnp.pad(jnp.cumsum(is_known, axis=1), ((0, 0), (1, 0)))  # [B, C + 1], known before each index
     ends = jnp.minimum(position + reach[:, None] + 1, C), jnp.maximum(position - reach[:, None], 0)

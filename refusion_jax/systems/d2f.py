@@ -34,6 +34,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, pad_answers
@@ -84,7 +85,7 @@ class BlockForcing:
         """A bound: blocks are counted from where each response begins."""
         return BlockCausal(self.block_length)
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens with a probability that rises from block to block of a document."""
         rows, source = pad_answers(rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
@@ -100,8 +101,10 @@ class BlockForcing:
             facts={"mask_ratio": p},
         )
 
-    def _draw(self, rows: Rows, block: jax.Array, keys: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(is_masked [B, T] bool, p [B, T] float32 of each token's block, and of padding that of its EOS)."""
+    def _draw(
+        self, rows: Rows, block: Int32[Array, "B T"], keys: Key[Array, "B"], source: Int32[Array, "B T"]
+    ) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
+        """(which tokens are masked, p of each token's block, and of padding that of its EOS)."""
         T = rows.tokens.shape[1]
         document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
         draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
@@ -121,8 +124,8 @@ class BlockForcing:
         return row_length
 
 
-def response_blocks(rows: Rows, length: int) -> jax.Array:
-    """[B, T] int32: 0 in prompts, then 1, 2, ... for the blocks of each response."""
+def response_blocks(rows: Rows, length: int) -> Int32[Array, "B T"]:
+    """0 in prompts, then 1, 2, ... for the blocks of each response."""
     prompt = per_document_sum((rows.segment_ids > 0) & ~rows.is_response, rows.segment_ids)
     return jnp.where(rows.is_response, 1 + (text_positions(rows.segment_ids) - prompt) // length, 0)
 
@@ -154,9 +157,9 @@ class PipelineSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    threshold: jax.Array  # [B] float32
-    open_at: jax.Array  # [B] float32
-    force_at: jax.Array  # [B] float32
+    threshold: Float32[ArrayLike, "*B"]
+    open_at: Float32[ArrayLike, "*B"]
+    force_at: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -165,7 +168,7 @@ class State(MaskedText):
     """All that the loop carries."""
 
     cache: kv.Cache  # of the prompt and the leading blocks without masks
-    opened: jax.Array  # [B] int32, blocks so far
+    opened: Int32[Array, "B"]  # blocks so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +205,7 @@ class Pipeline:
         """Given tokens, the places behind them, and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows whose prompts are cached, each seen whole by itself; no block is open."""
         given = layout.given
         B, C = given.tokens.shape
@@ -244,14 +247,14 @@ class Pipeline:
             after, cache=kv.commit(cache, finished * K), opened=jnp.where(s.active, opened, s.opened)
         )
 
-    def _left(self, s: State, cached: jax.Array) -> jax.Array:
-        """[B, W] int32: masks in each of the blocks behind the cached ones, opened or not."""
+    def _left(self, s: State, cached: Int32[Array, "B"]) -> Int32[Array, "B W"]:
+        """Masks in each of the blocks behind the cached ones, opened or not."""
         K, F = self.block_length, self.width
         w = canvas.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
         return jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)
 
-    def _open(self, s: State, cached: jax.Array, left: jax.Array) -> jax.Array:
-        """[B] int32: blocks opened, with one more where the last one is far enough, there is room and no EOS yet."""
+    def _open(self, s: State, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
+        """Blocks opened, with one more where the last one is far enough, there is room and no EOS yet."""
         last = s.opened - cached - 1  # in flight; -1 where all are cached
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)

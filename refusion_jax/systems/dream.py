@@ -30,6 +30,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers
@@ -66,7 +67,7 @@ class ShiftedDiffusion:
     padding: float
     cart_p: float
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens with a probability of each document's own; labels stand one place earlier."""
         rows, source = pad_answers(rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
@@ -90,8 +91,8 @@ class ShiftedDiffusion:
         return row_length
 
 
-def cart_weights(is_clean: jax.Array, segment_ids: jax.Array, q: float) -> jax.Array:
-    """[B, T] float32: 1/2 * sum over the clean tokens i != n of the same document of q (1 - q)^(|n - i| - 1)."""
+def cart_weights(is_clean: Bool[Array, "B T"], segment_ids: Int32[Array, "B T"], q: float) -> Float32[Array, "B T"]:
+    """1/2 * sum over the clean tokens i != n of the same document of q (1 - q)^(|n - i| - 1)."""
 
     def from_left(is_clean, segment_ids):
         # s_n = (1 - q) s_(n-1) + q [n - 1 is clean], from 0 where a document begins: one scan.
@@ -134,7 +135,7 @@ class Planned:
     """Requests on their way to the device, with what each of their forwards commits."""
 
     text: Layout
-    counts: jax.Array  # [R, S] int32
+    counts: Int32[ArrayLike, "R S"]
 
 
 @jax.tree_util.register_dataclass
@@ -142,7 +143,7 @@ class Planned:
 class State(MaskedText):
     """All that the loop carries."""
 
-    counts: jax.Array  # [B, S] int32, what each forward commits
+    counts: Int32[Array, "B S"]  # what each forward commits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ class Denoise:
             counts[row, : len(own)] = own
         return Planned(Layout.of(requests, self.width, self.new_tokens), counts)
 
-    def init(self, _: Transformer, layout: Planned, keys: jax.Array) -> State:
+    def init(self, _: Transformer, layout: Planned, keys: Key[Array, "B"]) -> State:
         """Rows of which nothing is written; there is no prefill."""
         return State.start(layout.text, keys, self.ids, self.new_tokens, counts=layout.counts)
 
@@ -196,8 +197,10 @@ class Denoise:
         rank = canvas.ranks(self._confidence(real, choosable, chosen), w)
         return canvas.commit(s, w, chosen, rank < jnp.take_along_axis(s.counts, at, axis=1), self.ids)
 
-    def _confidence(self, real: jax.Array, choosable: jax.Array, chosen: jax.Array) -> jax.Array:
-        """[B, N] float32 of logits [B, N, V]."""
+    def _confidence(
+        self, real: Float32[Array, "B N V"], choosable: Float32[Array, "B N V"], chosen: Int32[Array, "B N"]
+    ) -> Float32[Array, "B N"]:
+        """How sure each choice is, by the rule of the settings."""
         if self.confidence == "maskgit":
             return probability(real, chosen)
         log_p = real - jax.nn.logsumexp(real, axis=-1, keepdims=True)

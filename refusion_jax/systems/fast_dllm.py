@@ -33,6 +33,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding import settings as shared
@@ -74,9 +75,9 @@ class FastSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    block_length: jax.Array  # [B] int32
-    threshold: jax.Array  # [B] float32
-    factor: jax.Array  # [B] float32
+    block_length: Int32[ArrayLike, "*B"]
+    threshold: Float32[ArrayLike, "*B"]
+    factor: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -84,9 +85,9 @@ class RowSettings(shared.RowSettings):
 class State(MaskedText):
     """All that the loop carries."""
 
-    block: jax.Array  # [B] int32
-    is_fresh: jax.Array  # [B] bool, the next forward of the row is over its whole text
-    entries: KeyValues  # [L, B, C, K, H], what was kept; a leading part counts
+    block: Int32[Array, "B"]
+    is_fresh: Bool[Array, "B"]  # the next forward of the row is over its whole text
+    entries: KeyValues  # C of each row, what was kept; a leading part counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class BlockCache:
         """Given tokens, the places behind them, and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to see their whole text; there is no prefill."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
         entries = Cache.empty(model, len(zeros), self.cache_length).entries
@@ -178,8 +179,8 @@ class BlockCache:
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
         return self._commit(s, w, model.logits(x[:, at]), s.active & ~s.is_fresh, jnp.zeros_like(w.masked))
 
-    def _window(self, s: State) -> tuple[Window, int, jax.Array, jax.Array]:
-        """The block, F, and where what is fed on top of the cache begins and how long it is, [B] each."""
+    def _window(self, s: State) -> tuple[Window, int, Int32[Array, "B"], Int32[Array, "B"]]:
+        """The block, F, and where what is fed on top of the cache begins and how long it is."""
         count, own = s.layout.places.count, s.layout.settings.block_length
         length = jnp.where(own > 0, own, count)
         first = s.block * length
@@ -189,8 +190,15 @@ class BlockCache:
             return w, self.block_length, start, jnp.clip(count - first, 0, length)
         return w, self.new_tokens, start, jnp.maximum(count - first, 0)
 
-    def _commit(self, s: State, w: Window, logits: jax.Array, took_part: jax.Array, always: jax.Array) -> State:
-        """Commits by the rule, and those of the block that are `always` to be, [B, K] or [1, K] bool."""
+    def _commit(
+        self,
+        s: State,
+        w: Window,
+        logits: Float32[Array, "B K V"],
+        took_part: Bool[Array, "B"],
+        always: Bool[Array, "#B K"],
+    ) -> State:
+        """Commits by the rule, and those of the block that are `always` to be."""
         chosen, real, _ = canvas.propose(logits, s, w, self.ids)
         committed = w.masked & (surest(probability(real, chosen), w, self.rule, s.layout.settings) | always)
         is_over = ~jnp.any(w.masked & ~committed, axis=1)
@@ -202,8 +210,8 @@ class BlockCache:
         )
 
 
-def surest(p: jax.Array, w: Window, rule: str, own: RowSettings) -> jax.Array:
-    """[B, K] bool: the masks of a window that a rule commits, at least the one of the highest probability p [B, K]."""
+def surest(p: Float32[Array, "B K"], w: Window, rule: str, own: RowSettings) -> Bool[Array, "B K"]:
+    """The masks of a window that a rule commits, at least the one of the highest probability p."""
     rank = canvas.ranks(p, w)
     needed = own.threshold[:, None] if rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
     return w.masked & ((p >= needed) | (rank == 0))

@@ -31,22 +31,23 @@ Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record, drawn_from, mask_logits
-from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import drawn_from, mask_logits
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
@@ -75,7 +76,7 @@ class AllMasked:
         """Drawn in the docstring of the module."""
         return CausalStreams(self.block_size)
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """[masks; rows], each labelled with the next token of its document; needs no noise."""
         del keys
         is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
@@ -99,7 +100,7 @@ class AllMasked:
         return 2 * row_length
 
 
-def _twice(x: jax.Array) -> jax.Array:
+def _twice(x: Shaped[Array, "B T"]) -> Shaped[Array, "B 2*T"]:
     return jnp.concatenate([x, x], axis=1)
 
 
@@ -115,90 +116,37 @@ class StrideSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(Continuation):
     """All that the loop carries."""
 
-    cache: kv.Cache
-    record: Record
-    places: Places
-    keys: jax.Array  # [B] PRNG keys
-    settings: shared.RowSettings
-    pending: jax.Array  # [B] int32, the last token, not in the cache yet
-    drafts: jax.Array  # [B, N - 1] int32, behind it
-    q: jax.Array  # [B, N - 1, V] float32, what each draft was drawn from
-    drafted: jax.Array  # [B] int32, how many there are: N - 1, or none after a refusal
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
-
-    @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward drafts."""
-        return self.forwards
+    pending: Int32[Array, "B"]  # the last token, not in the cache yet
+    drafts: Int32[Array, "B M"]  # M = N - 1, behind it
+    q: Float32[Array, "B M V"]  # what each draft was drawn from
+    drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a refusal
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftAndCheck:
+class DraftAndCheck(Continuer):
     """The decoder, with the sizes that are compiled in."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
 
-    ids: shared.TokenIds
-    stride: int  # N
-    vocabulary: int  # V
-    new_tokens: int  # of a row, at most
-    cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
+    @classmethod
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """W: the pending token, N - 1 drafts, N - 1 masks."""
+        return 2 * requests[0].settings.stride - 1
 
     @property
-    def width(self) -> int:
-        """W: the pending token, N - 1 drafts, N - 1 masks."""
-        return 2 * self.stride - 1
+    def stride(self) -> int:
+        """N."""
+        return (self.width + 1) // 2
 
-    @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
-
-        Raises:
-          UserError: for templates, which need what a causal model does not see.
-        """
-        for request in requests:
-            if request.template:
-                raise UserError(
-                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
-                    f"cannot fill templates"
-                )
-        stride = requests[0].settings.stride
-        return cls(
-            ids=shared.TokenIds.of(requests[0].settings, model),
-            stride=stride,
-            vocabulary=model.vocab_size,
-            new_tokens=most_new_tokens(requests),
-            cache_length=text_capacity(requests) + 2 * stride - 1,
-            chunk=prefill_chunk(requests),
-        )
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens)
-
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed the last given token and masks."""
-        given = layout.given
-        zeros = jnp.zeros_like(given.length)
-        B, N = len(zeros), self.stride
-        return State(
-            cache=kv.commit(kv.prefill(model, given, self.chunk), zeros - 1),
-            record=Record.empty(B, self.new_tokens + self.width),
-            places=layout.places,
-            keys=keys,
-            settings=layout.settings,
-            pending=jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0],
-            drafts=jnp.zeros((B, N - 1), jnp.int32),
-            q=jnp.zeros((B, N - 1, self.vocabulary), jnp.float32),
-            drafted=zeros,
-            active=zeros == 0,
-            forwards=zeros,
-        )
+        cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
+        B, M, V = len(last), self.stride - 1, model.config.vocab_size
+        none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
+        return self.start(State, layout, keys, cache, pending=last, drafted=jnp.zeros_like(last), **none)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward; each row commits the drafts that it accepts and one token more, and drafts anew."""
@@ -249,11 +197,11 @@ class DraftAndCheck:
         )
 
 
-def distribution(logits: jax.Array, settings: shared.RowSettings) -> jax.Array:
-    """[B, T, V] float32: what tokens are drawn from; at temperature 0 all of it lies on the best.
+def distribution(logits: Float32[Array, "B T V"], settings: shared.RowSettings) -> Float32[Array, "B T V"]:
+    """What tokens are drawn from; at temperature 0 all of it lies on the best.
 
     Args:
-      logits: [B, T, V] float32.
+      logits: of what may be chosen.
       settings: temperature, top_k, top_p [B, T] of each token's row.
     """
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
@@ -266,30 +214,32 @@ def distribution(logits: jax.Array, settings: shared.RowSettings) -> jax.Array:
     return jax.lax.cond(jnp.any(is_warm), warm, lambda _: best, logits)
 
 
-def _draw(p: jax.Array, keys: jax.Array, places: jax.Array, purpose: int) -> jax.Array:
-    """[B, T] int32 drawn from p [B, T, V], which need not sum to 1; noise depends on row, place and purpose."""
+def _draw(
+    p: Float32[Array, "B T V"], keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int
+) -> Int32[Array, "B T"]:
+    """Draws from p, which need not sum to 1; noise depends on row, place and purpose."""
     noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
     return jnp.argmax(jnp.log(p) + noise, axis=-1).astype(jnp.int32)
 
 
-def _uniform(keys: jax.Array, places: jax.Array) -> jax.Array:
-    """[B, T] float32 in [0, 1)."""
+def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
+    """In [0, 1)."""
     return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
 
 
-def _keys_at(keys: jax.Array, places: jax.Array, purpose: int) -> jax.Array:
-    """[B, T] PRNG keys."""
+def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:
+    """A key for each place and purpose."""
     own = jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
     return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
 
 
-def _at(p: jax.Array, tokens: jax.Array) -> jax.Array:
-    """[B, T]: p [B, T, V] of tokens [B, T]."""
+def _at(p: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
+    """p of these tokens."""
     return jnp.take_along_axis(p, tokens[:, :, None], axis=2)[:, :, 0]
 
 
-def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
-    """[B]: x [B, T] at an index [B]."""
+def _pick(x: Shaped[Array, "B T"], index: Int32[Array, "B"]) -> Shaped[Array, "B"]:
+    """x of each row at its index."""
     return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
 
 

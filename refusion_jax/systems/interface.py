@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import jax
+from jaxtyping import Array, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
@@ -31,12 +31,12 @@ class Objective(Protocol):
     coefficients: Mapping[str, float]  # of each term of the loss in the total
     pattern: Pattern  # who sees whom; where that is drawn at random, a bound of it, by which FLOPs are counted
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The batch of some rows; runs inside `jit`.
 
         Args:
-          rows: [B, T] packed rows; the global batch, so that normalizers are counted over all of it.
-          keys: [B] PRNG keys, one a row: a row's noise depends on nothing else.
+          rows: packed rows; the global batch, so that normalizers are counted over all of it.
+          keys: one a row: a row's noise depends on nothing else.
         """
         ...
 

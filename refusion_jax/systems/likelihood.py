@@ -7,18 +7,19 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float32, Int, Int32
 
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
     """The tokens of one forward that scores a text: log p is the sum of weight * log p(label)."""
 
-    tokens: np.ndarray  # [N] int32
-    positions: np.ndarray  # [N] int32, in the text
-    rank: np.ndarray  # [N] int32, as in batch/visibility.py; the text is a segment of its own
-    group: np.ndarray  # [N] int32
-    labels: np.ndarray  # [N] int32
-    weights: np.ndarray  # [N] float32; 0 where there is no label
+    tokens: Int32[np.ndarray, "N"]
+    positions: Int32[np.ndarray, "N"]  # in the text
+    rank: Int32[np.ndarray, "N"]  # as in batch/visibility.py; the text is a segment of its own
+    group: Int32[np.ndarray, "N"]
+    labels: Int32[np.ndarray, "N"]
+    weights: Float32[np.ndarray, "N"]  # 0 where there is no label
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -28,8 +29,8 @@ class Feed:
 class Text:
     """What is to be scored, and how."""
 
-    prompt: np.ndarray  # [P] int32, may be empty
-    continuation: np.ndarray  # [R] int32, at least one
+    prompt: Int[np.ndarray, "P"]  # may be empty
+    continuation: Int[np.ndarray, "R"]  # one token at least
     slot_size: int  # for systems that have slots, and this order of theirs
     order: str | Sequence[int]  # "left_to_right" | "random" | slots by their number in the text
     mask_id: int

@@ -24,6 +24,7 @@ from typing import ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers
@@ -56,7 +57,7 @@ class MaskedDiffusion:
     eps: float
     padding: float
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens with a probability of each document's own."""
         rows, source = pad_answers(rows, keys, self.padding)
         is_masked, p = draw_masks(rows, source, keys, self.eps)
@@ -95,8 +96,8 @@ class DiffusionSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    steps: jax.Array  # [B] int32
-    block_length: jax.Array  # [B] int32
+    steps: Int32[ArrayLike, "*B"]
+    block_length: Int32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -104,8 +105,8 @@ class RowSettings(shared.RowSettings):
 class State(canvas.MaskedText):
     """All that the loop carries."""
 
-    block: jax.Array  # [B] int32
-    block_step: jax.Array  # [B] int32, forwards taken in this block
+    block: Int32[Array, "B"]
+    block_step: Int32[Array, "B"]  # forwards taken in this block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Denoise:
         """Given tokens, the places between and behind them, and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
-    def init(self, _: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows of which nothing is written; there is no prefill."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
         return State.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)

@@ -31,22 +31,24 @@ Axes: B rows, T row length, C cache entries, N new tokens, W window, F = 2 W fed
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, row_index, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
+from refusion_jax.decoding.masked_text import put
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record, mask_logits, sample
-from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
+from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
@@ -71,7 +73,7 @@ class ReorderedBlocks:
         """Drawn in the docstring of the module."""
         return CausalStreams(self.block_size)
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens with a probability of each block's own, and moves them behind its observed tokens."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
@@ -110,7 +112,7 @@ class ReorderedBlocks:
         return 2 * row_length
 
 
-def _join(noisy: jax.Array, clean: jax.Array) -> jax.Array:
+def _join(noisy: Shaped[Array, "B T"], clean: Shaped[Array, "B T"]) -> Shaped[Array, "B 2*T"]:
     return jnp.concatenate([noisy, clean], axis=1)
 
 
@@ -132,91 +134,42 @@ class WindowSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    entropy_threshold: jax.Array  # [B] float32
-    distance_penalty: jax.Array  # [B] float32
+    entropy_threshold: Float32[ArrayLike, "*B"]
+    distance_penalty: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(Continuation):
     """All that the loop carries."""
 
-    cache: kv.Cache
-    record: Record
-    places: Places
-    keys: jax.Array  # [B] PRNG keys
-    settings: RowSettings
-    text: jax.Array  # [B, N + F] int32, from the first new token on; masks where nothing is filled
-    start: jax.Array  # [B] int32, leading tokens of it that are in the cache
-    end: jax.Array  # [B] int32, tokens that it may have; where an EOS is filled it ends
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
-
-    @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward fills."""
-        return self.forwards
+    text: Int32[Array, "B _"]  # N + F, from the first new token on; masks where nothing is filled
+    start: Int32[Array, "B"]  # leading tokens of it that are in the cache
+    end: Int32[Array, "B"]  # tokens that it may have; where an EOS is filled it ends
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(Continuer):
     """The decoder, with the sizes that are compiled in."""
 
     settings: ClassVar[type[WindowSettings]] = WindowSettings
-
-    ids: shared.TokenIds
-    window: int  # W
-    new_tokens: int  # N, of a row, at most
-    cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
-
-    @property
-    def width(self) -> int:
-        """F: the window, and filled places in front of it."""
-        return 2 * self.window
+    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """F: the window, and filled places in front of it."""
+        return 2 * min(requests[0].settings.window, most_new_tokens(requests))
 
-        Raises:
-          UserError: for templates, which need what a causal model does not see.
-        """
-        for request in requests:
-            if request.template:
-                raise UserError(
-                    f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it "
-                    f"cannot fill templates"
-                )
-        N = most_new_tokens(requests)
-        window = min(requests[0].settings.window, N)
-        return cls(
-            ids=shared.TokenIds.of(requests[0].settings, model),
-            window=window,
-            new_tokens=N,
-            cache_length=text_capacity(requests) + 2 * window,
-            chunk=prefill_chunk(requests),
-        )
+    @property
+    def window(self) -> int:
+        """W."""
+        return self.width // 2
 
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
-
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to feed their first masks."""
-        zeros = jnp.zeros_like(layout.given.length)
-        return State(
-            cache=kv.prefill(model, layout.given, self.chunk),
-            record=Record.empty(len(zeros), self.new_tokens + self.width),
-            places=layout.places,
-            keys=keys,
-            settings=layout.settings,
-            text=jnp.full((len(zeros), self.new_tokens + self.width), self.ids.mask_id, jnp.int32),
-            start=zeros,
-            end=layout.places.count,
-            active=zeros == 0,
-            forwards=zeros,
-        )
+        cache, start = kv.prefill(model, layout.given, self.chunk), jnp.zeros_like(layout.given.length)
+        text = jnp.full((len(start), self.new_tokens + self.width), self.ids.mask_id, jnp.int32)
+        return self.start(State, layout, keys, cache, text=text, start=start, end=layout.places.count)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward; each row commits what is filled behind its committed tokens, and fills masks."""
@@ -241,20 +194,15 @@ class SlidingWindow:
         score = jnp.where(is_mask, entropy(real) + own.distance_penalty * (at - first), jnp.inf)
         is_best = offset == jnp.argmin(score, axis=1)[:, None]
         fills = is_mask & ((score < own.entropy_threshold) | is_best) & s.active[:, None]
-        ends = jnp.where(fills & (chosen == self.ids.eos_id), at + 1, s.end[:, None])
-        end = jnp.min(ends, axis=1)
-        fills &= at < end[:, None]
+        fills, end = cut_behind_eos(fills, chosen, at, s.end, self.ids.eos_id)
 
-        into = jnp.where(fills, at, s.text.shape[1])
-        text = jax.vmap(lambda text, at, new: text.at[at].set(new, mode="drop"))(s.text, into, chosen)
-        front = jnp.argsort(~fills, axis=1, stable=True)
-        new, where = (jnp.take_along_axis(x, front, axis=1) for x in (chosen, places))
+        text = put(s.text, jnp.where(fills, at, s.text.shape[1]), chosen)
         commits = jnp.where(s.active, prefix, 0)
         is_left = (text == self.ids.mask_id) & (jnp.arange(text.shape[1])[None] < end[:, None])
         return dataclasses.replace(
             s,
             cache=kv.commit(cache, commits),
-            record=s.record.append(new, where, jnp.sum(fills, axis=1)),
+            record=s.record.append_where(fills, chosen, places),
             text=text,
             start=s.start + commits,
             end=end,
@@ -263,8 +211,8 @@ class SlidingWindow:
         )
 
 
-def entropy(logits: jax.Array) -> jax.Array:
-    """[B, T] float32, in nats, of softmax(logits [B, T, V])."""
+def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
+    """Of softmax(logits), in nats."""
     p = jax.nn.softmax(logits, axis=-1)
     return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny)), 0), axis=-1)
 

@@ -226,8 +226,8 @@ class Checkpoints:
         if not isinstance(found.data, dict) or "next_row" not in found.data:
             raise ValueError(f"{directory}/data does not hold the position in the data")
         guard = found.data.pop("guard", {})  # older runs have none
-        guard = {field.name: guard.get(field.name, 0) for field in dataclasses.fields(Guard)}
-        guard = jax.tree.map(_replicate, Guard(**guard), target.guard)
+        wanted = vars(target.guard)
+        guard = Guard(**{name: _replicate(guard.get(name, 0), like) for name, like in wanted.items()})
         return TrainState(params=found.params, guard=guard, **found.optimizer), found.data
 
 

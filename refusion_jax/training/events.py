@@ -31,6 +31,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from refusion_jax.data.json_input import parse_log
 from refusion_jax.runtime.storage import Appender
 
 FILE = "events.jsonl"
@@ -158,11 +159,7 @@ def read_log(path: epath.Path) -> str:
 def read_events(text: str) -> list[dict[str, Any]]:
     """The events of a log; what a kill cut off, or is no event, is left out."""
     events = []
-    for line in text.splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
+    for event in parse_log(text):
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             needed = ("time", *_NEEDED.get(event["event"], ()), *(["seconds"] if event["event"] in _PART_OF else []))
             if all(_is_number(event.get(name)) for name in needed):

@@ -21,11 +21,8 @@ from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import read_rows
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.manifest import is_prepared
-from refusion_jax.data.packing import PackedRows
-from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
@@ -133,7 +130,7 @@ def make_evaluation(
 
 
 def evaluate_model(
-    config: ml_collections.ConfigDict, model: Transformer, sets: list[PackedRows | PreparedRows]
+    config: ml_collections.ConfigDict, model: Transformer, sets: list[RowSource]
 ) -> dict[str, float | None]:
     """The held-out loss of a trained model, as its run would log it; None for groups that no document is in.
 
@@ -150,9 +147,7 @@ def evaluate_model(
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
 
 
-def find_held_out(
-    config: ml_collections.ConfigDict, tokenizer: Tokenizer | FastTokenizer
-) -> list[PackedRows | PreparedRows]:
+def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> list[RowSource]:
     """The held-out sets of a run: what eval.path names, or those that were prepared with its data; none at all.
 
     Raises:
@@ -164,7 +159,7 @@ def find_held_out(
     return [read_rows(config, path, tokenizer, "data.path") for path in paths if is_prepared(path)]
 
 
-def place(config: ml_collections.ConfigDict, sets: list[PackedRows | PreparedRows], mesh: Mesh) -> Rows:
+def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:
     """The first eval.rows rows of the sets, in equal parts of each, on the devices; each host reads only its own."""
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))

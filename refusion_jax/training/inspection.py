@@ -13,10 +13,9 @@ from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.loader import host_batches
 from refusion_jax.data.prepared import PreparedRows, file_checksum
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.runtime.errors import UserError
 
 _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}
@@ -31,16 +30,12 @@ def training_batch(config: ml_collections.ConfigDict, workdir: epath.Path, step:
     return tokenizer, rows, corrupted(config, tokenizer, rows, noise_keys(config.seed, step, config.batch_size))
 
 
-def corrupted(
-    config: ml_collections.ConfigDict, tokenizer: Tokenizer | FastTokenizer, rows: Rows, keys: jax.Array
-) -> Batch:
+def corrupted(config: ml_collections.ConfigDict, tokenizer: Tokenizer, rows: Rows, keys: jax.Array) -> Batch:
     """The batch that a config's objective makes of some rows [B, T] by keys [B]."""
     return jax.jit(make_objective(config, tokenizer.mask_id).corrupt)(jax.tree.map(jnp.asarray, rows), keys)
 
 
-def show_row(
-    console: Console, tokenizer: Tokenizer | FastTokenizer, rows: Rows, batch: Batch, place: int, labels: bool
-) -> None:
+def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: int, labels: bool) -> None:
     """Prints a row.
 
     Args:
@@ -77,7 +72,7 @@ def show_row(
     console.print(f"padding: {padding} of {len(rows.segment_ids)} positions", highlight=False)
 
 
-def _spans(tokenizer: Tokenizer | FastTokenizer, tokens: np.ndarray, kinds: np.ndarray, positions: np.ndarray) -> Text:
+def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, positions: np.ndarray) -> Text:
     """The tokens as colored text; runs of one kind that follow each other in the text are decoded together."""
     text, begin = Text(), 0
     for end in range(1, len(tokens) + 1):
@@ -90,7 +85,7 @@ def _spans(tokenizer: Tokenizer | FastTokenizer, tokens: np.ndarray, kinds: np.n
     return text
 
 
-def _decode(tokenizer: Tokenizer | FastTokenizer, tokens: np.ndarray) -> str:
+def _decode(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
     """Text in which special tokens can be seen."""
     special = {tokenizer.mask_id: "▒", tokenizer.eos_id: "<eos>", tokenizer.bos_id: "<bos>"}
     text, plain = "", []

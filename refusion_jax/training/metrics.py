@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
+from refusion_jax.data.json_input import parse_log
 from refusion_jax.model.flops import peak_flops
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import first_line
@@ -121,11 +122,7 @@ class MetricsWriter:
 def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
     """The logged records of a run by step, up to one; what a kill cut off, or is no record, is left out."""
     records = {}
-    for line in read_log(workdir / FILE).splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
+    for record in parse_log(read_log(workdir / FILE)):
         step = record.get("step") if isinstance(record, dict) else None
         if isinstance(step, int) and (up_to is None or step <= up_to):
             records[step] = record

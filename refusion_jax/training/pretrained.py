@@ -6,12 +6,14 @@ import jax
 from etils import epath
 from flax import nnx
 
-from refusion_jax.data.fast_tokenizer import FastTokenizer, find_tokenizer_file, load_tokenizer_file
-from refusion_jax.data.tokenizer import MASK_PIECE, Tokenizer
+from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.model import huggingface
-from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import SettingError, UserError
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, shard_count, sharding
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.systems.registry import decoders_for, default_system
 from refusion_jax.training import checkpoints, workdir
 
@@ -30,17 +32,8 @@ def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.
     """
     path = epath.Path(path)
     config = read_model_config(path)
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))
     mesh = mesh or make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
-
-    def place(x: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-        for size, name in zip(x.shape, names, strict=True):
-            if size % shard_count(mesh, name):
-                raise UserError(f"--mesh.tensor={mesh.shape['tensor']}: does not divide the model's {size} {name}")
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *names))
-
-    graphdef, abstract = nnx.split(model)
-    target = jax.tree.map(place, nnx.to_pure_dict(abstract), logical_axes(model))
+    graphdef, target = abstract_transformer(config, dtype, mesh)
     return nnx.merge(graphdef, load_params(path, target))
 
 
@@ -58,7 +51,7 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     return checkpoints.restore_params(path, target)
 
 
-def load_tokenizer(path: epath.PathLike) -> Tokenizer | FastTokenizer:
+def load_tokenizer(path: epath.PathLike) -> Tokenizer:
     """The tokenizer of a run or model, given as for `load_model`; UserError where it has none."""
     tokenizer = find_tokenizer(epath.Path(path))
     if tokenizer is None:
@@ -84,7 +77,7 @@ def check_fits(path: epath.Path, config: ModelConfig) -> None:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
 
 
-def find_tokenizer(path: epath.Path) -> Tokenizer | FastTokenizer | None:
+def find_tokenizer(path: epath.Path) -> Tokenizer | None:
     """The tokenizer of a run or model, if it has one."""
     directory = path if huggingface.is_huggingface(path) else checkpoints.find_step(path)[0]
     file = find_tokenizer_file(directory)

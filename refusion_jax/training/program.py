@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
             out_shardings=(shardings, sharding.sharding(mesh)),  # every host reads the metrics
             compiler_options=compiler_options(mesh),
         ),
-        target=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings),
+        target=sharding.placed(abstract, shardings),
         optimizer=optimizer,
         fresh_state=fresh_state,
         graphdef=graphdef,
@@ -77,9 +76,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
 
 def abstract_rows(config: ml_collections.ConfigDict, mesh: Mesh) -> Rows:
     """The shape of a batch of rows, and where it lives."""
-    where = sharding.sharding(mesh, "batch", "length")
-
-    def array(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((config.batch_size, config.row_length), dtype, sharding=where)
-
-    return Rows(array(jnp.int32), array(jnp.int32), array(jnp.bool_))
+    shape = config.batch_size, config.row_length
+    dtypes = jnp.int32, jnp.int32, jnp.bool_
+    rows = jax.eval_shape(lambda: Rows(*(jnp.zeros(shape, dtype) for dtype in dtypes)))
+    return sharding.placed(rows, sharding.sharding(mesh, "batch", "length"))

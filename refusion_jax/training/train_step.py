@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
@@ -31,10 +32,10 @@ _SPIKE_DECAY = 0.95  # of that mean, a step
 class Guard:
     """What decides whether a step counts, and how many did not: scalars. All zero where a run begins."""
 
-    loss_mean: Any  # float32, of the last good steps
-    good: Any  # int32, steps that counted
-    skipped: Any  # int32, steps whose update was not made
-    in_a_row: Any  # int32, the last of them without a good one between
+    loss_mean: Float32[Array, ""]  # of the last good steps
+    good: Int32[Array, ""]  # steps that counted
+    skipped: Int32[Array, ""]  # steps whose update was not made
+    in_a_row: Int32[Array, ""]  # the last of them without a good one between
 
 
 @jax.tree_util.register_dataclass
@@ -42,8 +43,8 @@ class Guard:
 class TrainState:
     """Everything that a step changes, and that a checkpoint must hold."""
 
-    step: jax.Array  # int32 scalar, steps taken
-    tokens: jax.Array  # [2] uint32, high and low word: real tokens trained on (int32 would last for 2 G tokens)
+    step: Int32[Array, ""]  # steps taken
+    tokens: UInt32[Array, "2"]  # high and low word: real tokens trained on (int32 would last for 2 G tokens)
     params: dict[str, Any]  # float32 master weights
     opt_state: optax.OptState
     guard: Guard
@@ -66,23 +67,20 @@ def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
       axes: logical axis names of every weight, as a tree.
       abstract: shapes of the state.
     """
-    params = jax.tree.map(lambda names: sharding.sharding(mesh, *names), axes, is_leaf=lambda x: isinstance(x, tuple))
-    everywhere = sharding.sharding(mesh)
+    axes_by_name = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
+    own = {_names(path): sharding.sharding(mesh, *names) for path, names in axes_by_name}
+    weights = {_names(path): weight for path, weight in jax.tree.leaves_with_path(abstract.params)}
 
-    own = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    weights = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(abstract.params)}
-
-    def like_weight(path, moment):
+    def like_weight(path, x):
         names = _names(path)
         name = next((names[i:] for i in range(len(names)) if names[i:] in weights), None)
-        return everywhere if name is None else _moment_sharding(moment, weights[name], own[name])
+        return sharding.sharding(mesh) if name is None else _moment_sharding(x, weights[name], own[name])
 
-    opt_state = jax.tree.map_with_path(like_weight, abstract.opt_state)
-    return TrainState(everywhere, everywhere, params, opt_state, Guard(*[everywhere] * 4))
+    return jax.tree.map_with_path(like_weight, abstract)
 
 
 def _names(path: tuple) -> tuple[str, ...]:
-    """The dictionary keys on a path: of an array of the optimizer they end with those of its weight."""
+    """The dictionary keys on a path: those of a weight, and of an array of the optimizer they end with its weight's."""
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
@@ -105,7 +103,7 @@ def make_train_step(
     accumulation: int,
     spike: float = 0.0,
     debug_nans: bool = False,
-) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Any]]]:
     """Builds the step.
 
     A step whose loss or gradient is not finite, or whose loss is a spike, leaves weights and optimizer as they are.
@@ -170,7 +168,7 @@ def make_train_step(
     return train_step
 
 
-def _watch(guard: Guard, is_good: jax.Array, loss: jax.Array) -> Guard:
+def _watch(guard: Guard, is_good: Bool[Array, ""], loss: Float32[Array, ""]) -> Guard:
     """The guard behind a step."""
     mean = jnp.where(guard.good == 0, loss, _SPIKE_DECAY * guard.loss_mean + (1 - _SPIKE_DECAY) * loss)
     return Guard(
@@ -191,13 +189,13 @@ def split_batch(batch: Any, parts: int) -> Any:
     return jax.tree.map(split, batch)
 
 
-def add_wide(words: jax.Array, count: jax.Array) -> jax.Array:
+def add_wide(words: UInt32[Array, "2"], count: Int32[Array, ""]) -> UInt32[Array, "2"]:
     """Adds a count below 2^31 to a 64-bit number held as [high, low] uint32 words."""
     low = words[1] + count.astype(jnp.uint32)
     return jnp.stack([words[0] + (low < words[1]), low])
 
 
-def wide_to_int(words: jax.Array) -> int:
+def wide_to_int(words: UInt32[ArrayLike, "2"]) -> int:
     """The number that [high, low] words hold."""
     high, low = jax.device_get(words).tolist()
     return (high << 32) + low

@@ -15,15 +15,13 @@ import ml_collections
 from etils import epath
 
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.json_input import read_object
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.cli import check_output
 from refusion_jax.runtime.errors import UserError, first_line
 from refusion_jax.runtime.storage import write_file
-from refusion_jax.systems.registry import find_system
 
 
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
@@ -44,9 +42,7 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> No
         )
 
 
-def claim(
-    workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer | FastTokenizer
-) -> None:
+def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Makes the directory this run's: writes its tokenizer and model, then its config."""
     if jax.process_index() == 0:
         for name, content in tokenizer.files.items():
@@ -71,26 +67,3 @@ def read_model_config(workdir: epath.Path) -> ModelConfig:
     """The model of a run; UserError where the file cannot be read."""
     path = workdir / "model.json"
     return to_model_config(path, read_object(path))
-
-
-def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | FastTokenizer) -> ModelConfig:
-    """The model that a run's config and tokenizer describe.
-
-    Raises:
-      UserError: where the tokenizer has more ids than the embedding has rows.
-    """
-    if tokenizer.size > config.model.vocab_size:
-        raise UserError(
-            f"--config.model.vocab_size={config.model.vocab_size} is less than the {tokenizer.size} pieces of the "
-            f"tokenizer; give at least that"
-        )
-    return ModelConfig(
-        **config.model,
-        max_position_embeddings=config.row_length,
-        num_tokens=tokenizer.size,
-        pad_token_id=tokenizer.pad_id,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-        mask_token_id=tokenizer.mask_id,
-        shifted=find_system(config.objective).shifted,
-    )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jaxtyping import ArrayLike, Bool, Float32, Int32
 
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.requests import Request
@@ -87,13 +88,13 @@ class SequentialSettings(SlotSettings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    slot_threshold: jax.Array  # [B] float32
-    token_threshold: jax.Array  # [B] float32
-    infill: jax.Array  # [B] int32, THRESHOLD or EXACT
-    infill_blend: jax.Array  # [B] float32
-    recompute: jax.Array  # [B] bool
-    overlap_planning: jax.Array  # [B] bool
-    overlap_infilling: jax.Array  # [B] bool
+    slot_threshold: Float32[ArrayLike, "*B"]
+    token_threshold: Float32[ArrayLike, "*B"]
+    infill: Int32[ArrayLike, "*B"]  # THRESHOLD or EXACT
+    infill_blend: Float32[ArrayLike, "*B"]
+    recompute: Bool[ArrayLike, "*B"]
+    overlap_planning: Bool[ArrayLike, "*B"]
+    overlap_infilling: Bool[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -101,11 +102,11 @@ class RowSettings(shared.RowSettings):
 class Canvas:
     """Where the slots of each row stand; slots of size 0 do not exist."""
 
-    start: jax.Array  # [R, N] int32, position of each slot's first token in the text
-    size: jax.Array  # [R, N] int32, its tokens; slot_size but for the last slot of a gap
-    may_end: jax.Array  # [R, N] bool, an EOS may be written there
-    per_block: jax.Array  # [R] int32, slots of a serial block
-    widest: jax.Array  # [R] int32, tokens that one forward of the row may feed
+    start: Int32[ArrayLike, "R N"]  # position of each slot's first token in the text
+    size: Int32[ArrayLike, "R N"]  # its tokens; slot_size but for the last slot of a gap
+    may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
+    per_block: Int32[ArrayLike, "R"]  # slots of a serial block
+    widest: Int32[ArrayLike, "R"]  # tokens that one forward of the row may feed
 
     @classmethod
     def of(cls, requests: Sequence[Request], slots: int) -> "Canvas":

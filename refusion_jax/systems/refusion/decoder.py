@@ -24,6 +24,7 @@ from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
@@ -78,18 +79,18 @@ class State:
     cache: kv.Cache
     record: Record
     canvas: Canvas
-    keys: jax.Array  # [B] PRNG keys
+    keys: Key[Array, "B"]
     settings: RowSettings
     work: Work
-    block: jax.Array  # [B] int32, the serial block being decoded
-    remaining: jax.Array  # [B, M] bool, its slots that are still masked
-    ended: jax.Array  # [B] bool, an EOS was committed: no further block
-    forwards: jax.Array  # [B] int32
-    rounds: jax.Array  # [B] int32, plans followed
+    block: Int32[Array, "B"]  # the serial block being decoded
+    remaining: Bool[Array, "B M"]  # its slots that are still masked
+    ended: Bool[Array, "B"]  # an EOS was committed: no further block
+    forwards: Int32[Array, "B"]
+    rounds: Int32[Array, "B"]  # plans followed
 
     @property
-    def active(self) -> jax.Array:
-        """[B] bool."""
+    def active(self) -> Bool[Array, "B"]:
+        """Rows that are not done."""
         return self.work.phase != DONE
 
 
@@ -136,7 +137,7 @@ class PlanAndInfill:
             RowSettings.of([request.settings for request in requests]),
         )
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to make their first plan."""
         canvas = layout.canvas
         B, M, K = canvas.size.shape[0], self.block_slots, self.slot_size
@@ -266,8 +267,14 @@ def forward(model: Transformer, s: State, feed: PackedFeed, decoder: PlanAndInfi
     return Reading(trusted, wanted, plan, plan_chance, guesses, guesses_chance), kv.write(s.cache, new)
 
 
-def settle(s: State, drafts: jax.Array, committed: jax.Array, feed: PackedFeed, decoder: PlanAndInfill) -> State:
-    """Commits these drafts [B, M, K]; moves rows whose block is finished to the next, or ends them.
+def settle(
+    s: State,
+    drafts: Int32[Array, "B M K"],
+    committed: Bool[Array, "B M K"],
+    feed: PackedFeed,
+    decoder: PlanAndInfill,
+) -> State:
+    """Commits these drafts; moves rows whose block is finished to the next, or ends them.
 
     A committed EOS (it is then the last token committed) drops the slots behind it and stops further blocks; slots of
     the block that lie before it go on being decoded.

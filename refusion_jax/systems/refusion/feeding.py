@@ -17,6 +17,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from refusion_jax.systems.refusion.canvas import Canvas
 
@@ -26,46 +27,48 @@ from refusion_jax.systems.refusion.canvas import Canvas
 class Block:
     """The slots of each row's serial block."""
 
-    start: jax.Array  # [B, M] int32, position of each slot's first token
-    size: jax.Array  # [B, M] int32, 0 where there is no slot
-    may_end: jax.Array  # [B, M] bool, an EOS may be written there
+    start: Int32[Array, "B M"]  # position of each slot's first token
+    size: Int32[Array, "B M"]  # 0 where there is no slot
+    may_end: Bool[Array, "B M"]  # an EOS may be written there
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedPlan:
     """What to feed, on the grid."""
 
-    drafted: jax.Array  # [B, M] int32, tokens of each slot's draft
-    planned: jax.Array  # [B, M] bool, slots of `plan_block`
+    drafted: Int32[Array, "B M"]  # tokens of each slot's draft
+    planned: Bool[Array, "B M"]  # slots of `plan_block`
     plan_block: Block
-    guessed: jax.Array  # [B, M] bool
-    cut: jax.Array  # [B, M] int32, where the guess begins
-    alone: jax.Array  # [B] bool, drafts do not see those of other slots
+    guessed: Bool[Array, "B M"]
+    cut: Int32[Array, "B M"]  # where the guess begins
+    alone: Bool[Array, "B"]  # drafts do not see those of other slots
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedFeed:
     """What a forward feeds; behind `length` stands filler."""
 
-    tokens: jax.Array  # [B, W] int32
-    positions: jax.Array  # [B, W] int32, in the text
-    visible: jax.Array  # [B, W, W] bool
-    may_end: jax.Array  # [B, W] bool, an EOS may be written there
-    weighed: jax.Array  # [B, W] int32, at drafts: the token whose probability is asked for, of those behind this one
-    is_draft: jax.Array  # [B, W] bool
-    is_plan: jax.Array  # [B, W] bool
-    length: jax.Array  # [B] int32
-    place: jax.Array  # [B, U] int32, where in the feed each place of the grid stands; no meaning for empty ones
+    tokens: Int32[Array, "B W"]
+    positions: Int32[Array, "B W"]  # in the text
+    visible: Bool[Array, "B W W"]
+    may_end: Bool[Array, "B W"]  # an EOS may be written there
+    weighed: Int32[Array, "B W"]  # at drafts: the token whose probability is asked for, of those behind this one
+    is_draft: Bool[Array, "B W"]
+    is_plan: Bool[Array, "B W"]
+    length: Int32[Array, "B"]
+    place: Int32[Array, "B U"]  # where in the feed each place of the grid stands; no meaning for empty ones
 
-    def to_grid(self, x: jax.Array, like: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Values [B, W] of the feed as [B, M, K] of drafts, plan and guesses; `like` is any [B, M, K]."""
+    def to_grid(
+        self, x: Shaped[Array, "B W"], like: Shaped[Array, "B M K"]
+    ) -> tuple[Shaped[Array, "B M K"], Shaped[Array, "B M K"], Shaped[Array, "B M K"]]:
+        """Values of the feed as those of drafts, plan and guesses; of `like` the shape counts alone."""
         B, M, K = like.shape
         parts = jnp.take_along_axis(x, self.place, axis=1).reshape(B, 3, M, K)
         return parts[:, 0], parts[:, 1], parts[:, 2]
 
 
-def block_of(canvas: Canvas, index: jax.Array, block_slots: int) -> Block:
-    """The slots of serial block `index` [B] of each row; none behind the last."""
+def block_of(canvas: Canvas, index: Int32[Array, "B"], block_slots: int) -> Block:
+    """The slots of serial block `index` of each row; none behind the last."""
     M, N = block_slots, canvas.size.shape[1]
     slot = jnp.arange(M)[None]
     at = index[:, None] * canvas.per_block[:, None] + slot
@@ -77,15 +80,20 @@ def block_of(canvas: Canvas, index: jax.Array, block_slots: int) -> Block:
 
 
 def pack_feed(
-    plan: FeedPlan, here: Block, drafts: jax.Array, weighed: jax.Array, width: int, mask_id: int
+    plan: FeedPlan,
+    here: Block,
+    drafts: Int32[Array, "B M K"],
+    weighed: Int32[Array, "B M K"],
+    width: int,
+    mask_id: int,
 ) -> PackedFeed:
     """Moves the parts of the plan together.
 
     Args:
       plan: at most W tokens a row.
       here: the block that drafts and guesses belong to.
-      drafts: [B, M, K] int32.
-      weighed: [B, M, K] int32, tokens of the same places whose probability is asked for.
+      drafts: of its slots.
+      weighed: tokens of the same places whose probability is asked for.
       width: W.
       mask_id: the mask token.
     """
@@ -124,8 +132,8 @@ def pack_feed(
     )
 
 
-def visibility(source: jax.Array, plan: FeedPlan, M: int, K: int) -> jax.Array:
-    """Which tokens of the feed each one sees: [B, W, W] bool, always itself and nothing behind it.
+def visibility(source: Int32[Array, "B W"], plan: FeedPlan, M: int, K: int) -> Bool[Array, "B W W"]:
+    """Which tokens of the feed each one sees: always itself and nothing behind it.
 
     For two slots a and b of two tokens that are checked together, a plan for slot c and a guess for the second token
     of b (row: query, column: key); `x` only where drafts are not alone
@@ -140,7 +148,7 @@ def visibility(source: jax.Array, plan: FeedPlan, M: int, K: int) -> jax.Array:
         B2      .  .  1  .   .  .   1
 
     Args:
-      source: [B, W] int32, the place on the grid of each token of the feed.
+      source: the place on the grid of each token of the feed.
       plan: says who is alone, and where guesses are cut.
       M, K: of the grid.
     """

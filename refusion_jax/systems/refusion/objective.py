@@ -6,9 +6,9 @@ Axes: B rows, T row length.
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import ml_collections
+from jaxtyping import Array, Key
 
 from refusion_jax.batch.batch import Batch, count_documents, mean_over
 from refusion_jax.batch.rows import Rows
@@ -54,8 +54,8 @@ class SlotDiffusion:
         """ar: the next token inside clean slots; mdm: the tokens of masked slots."""
         return {"ar": 1.0, "mdm": self.mdm_weight}
 
-    def corrupt(self, rows: Rows, keys: jax.Array) -> Batch:
-        """Draws noise from the keys [B] and corrupts the rows."""
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
+        """Draws noise from the keys and corrupts the rows."""
         return hybrid_batch(slots.corrupt(rows, slots.draw_noise(keys, rows, self.sizes, self.eps), self.mask_id))
 
     def input_length(self, row_length: int) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.systems.refusion.canvas import EXACT, RowSettings
 from refusion_jax.systems.refusion.feeding import Block, FeedPlan
@@ -21,31 +22,31 @@ DONE, PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE = range(6)
 class Work:
     """What a row is busy with inside its block."""
 
-    phase: jax.Array  # [B] int32
-    chosen: jax.Array  # [B, M] bool, the slots being verified or infilled
-    drafts: jax.Array  # [B, M, K] int32
-    planned: jax.Array  # [B, M, K] int32, the drafts as the plan made them
-    planned_probability: jax.Array  # [B, M, K] float32, which the plan gave them
-    accepted: jax.Array  # [B, M] int32, length of each chosen slot's accepted run
-    guess: jax.Array  # [B, M] int32, where its draft will most likely fail; its size where it cannot
+    phase: Int32[Array, "B"]
+    chosen: Bool[Array, "B M"]  # the slots being verified or infilled
+    drafts: Int32[Array, "B M K"]
+    planned: Int32[Array, "B M K"]  # the drafts as the plan made them
+    planned_probability: Float32[Array, "B M K"]  # which the plan gave them
+    accepted: Int32[Array, "B M"]  # length of each chosen slot's accepted run
+    guess: Int32[Array, "B M"]  # where its draft will most likely fail; its size where it cannot
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """What the logits of one forward say about each part of the feed, on the grid."""
 
-    trusted: jax.Array  # [B, M, K] bool, drafts that the token before them accepts; means nothing at a slot's first
-    wanted: jax.Array  # [B, M, K] int32, with exact infilling: what the token before them would have there instead
-    plan: jax.Array  # [B, M, K] int32
-    plan_probability: jax.Array  # [B, M, K] float32
-    guesses: jax.Array  # [B, M, K] int32
-    guesses_probability: jax.Array  # [B, M, K] float32
+    trusted: Bool[Array, "B M K"]  # drafts that the token before them accepts; means nothing at a slot's first
+    wanted: Int32[Array, "B M K"]  # with exact infilling: what the token before them would have there instead
+    plan: Int32[Array, "B M K"]
+    plan_probability: Float32[Array, "B M K"]
+    guesses: Int32[Array, "B M K"]
+    guesses_probability: Float32[Array, "B M K"]
 
 
 def judge(
     work: Work, here: Block, plan: FeedPlan, reading: Reading, settings: RowSettings, eos_id: int
-) -> tuple[Work, jax.Array]:
-    """What each row does next, a ready plan aside, and which of its drafts [B, M, K] it commits."""
+) -> tuple[Work, Bool[Array, "B M K"]]:
+    """What each row does next, a ready plan aside, and which of its drafts it commits."""
     phase, drafts = work.phase, work.drafts
     is_verify, is_propose, is_exact = phase == VERIFY, phase == PROPOSE, settings.infill == EXACT
     is_check = (phase == CHECK) | (phase == RECOMPUTE)
@@ -75,8 +76,12 @@ def judge(
 
 
 def blend(
-    work: Work, planned: jax.Array, following: jax.Array, following_probability: jax.Array, settings: RowSettings
-) -> jax.Array:
+    work: Work,
+    planned: Float32[Array, "B M K"],
+    following: Int32[Array, "B M K"],
+    following_probability: Float32[Array, "B M K"],
+    settings: RowSettings,
+) -> Int32[Array, "B M K"]:
     """Exact infilling: the token that is wanted at each place, the next token's or the plan's.
 
     Two conditionals tell of the same token: the one given the tokens before it, and the plan's, given mask tokens. With
@@ -86,21 +91,20 @@ def blend(
 
     Args:
       work: planned, planned_probability.
-      planned: [B, M, K] float32, probability of the plan's draft, given the tokens before it.
-      following: [B, M, K] int32, the choice given the tokens before it.
-      following_probability: [B, M, K] float32.
+      planned: probability of the plan's draft, given the tokens before it.
+      following: the choice given the tokens before it.
+      following_probability: of that choice.
       settings: temperature, infill_blend [B, 1, 1].
-
-    Returns:
-      [B, M, K] int32.
     """
     share = settings.infill_blend
     keeps = (1 - share) * (following_probability - planned) < share * work.planned_probability
     return jnp.where(keeps & (settings.temperature == 0), work.planned, following)
 
 
-def repair(work: Work, reading: Reading, runs: jax.Array, committed: jax.Array, eos_id: int) -> Work:
-    """Exact infilling: what rows do after a forward that commits these drafts [B, M, K] of the chosen slots.
+def repair(
+    work: Work, reading: Reading, runs: Int32[Array, "B M"], committed: Bool[Array, "B M K"], eos_id: int
+) -> Work:
+    """Exact infilling: what rows do after a forward that commits these drafts of the chosen slots.
 
     Whatever lies behind a committed EOS is dropped. Of the slots that are left, a draft that its predecessor would not
     have is replaced by what it would have (Jacobi iteration, arXiv 2305.10427): behind the first of them that is
@@ -110,7 +114,7 @@ def repair(work: Work, reading: Reading, runs: jax.Array, committed: jax.Array, 
     Args:
       work: before the forward.
       reading: of the forward.
-      runs: [B, M] int32, accepted tokens of each slot, the slots before it aside.
+      runs: accepted tokens of each slot, the slots before it aside.
       committed: by this forward.
       eos_id: the end of text.
     """
@@ -127,8 +131,8 @@ def repair(work: Work, reading: Reading, runs: jax.Array, committed: jax.Array, 
     )
 
 
-def follow(candidates: jax.Array, block: Block, reading: Reading, settings: RowSettings) -> Work:
-    """Chooses every candidate [B, M] above the threshold, or else the single best one."""
+def follow(candidates: Bool[Array, "B M"], block: Block, reading: Reading, settings: RowSettings) -> Work:
+    """Chooses every candidate above the threshold, or else the single best one."""
     confidence = reading.plan_probability[:, :, 0]
     confident = candidates & (confidence > settings.slot_threshold[:, None])
     best = jnp.argmax(jnp.where(candidates, confidence, -1.0), axis=1)
@@ -140,20 +144,22 @@ def follow(candidates: jax.Array, block: Block, reading: Reading, settings: RowS
     return Work(phase, chosen, reading.plan, reading.plan, reading.plan_probability, none, guess)
 
 
-def likely_failure(chance: jax.Array, runs: jax.Array, size: jax.Array, settings: RowSettings) -> jax.Array:
+def likely_failure(
+    chance: Float32[Array, "B M K"], runs: Int32[Array, "B M"], size: Int32[Array, "B M"], settings: RowSettings
+) -> Int32[Array, "B M"]:
     """Where drafts will most likely fail: the first token below the threshold, or else the least probable one.
 
     Their probabilities given mask tokens stand in for those given the drafts, which are not known yet. A slot's next
     token behind its accepted run cannot fail.
 
     Args:
-      chance: [B, M, K] float32, of each draft, where it was made.
-      runs: [B, M] int32, accepted before.
-      size: [B, M] int32.
+      chance: of each draft, where it was made.
+      runs: accepted before.
+      size: of each slot.
       settings: token_threshold.
 
     Returns:
-      [B, M] int32, a slot's size where no token can fail.
+      The place in the slot; the slot's size where no token can fail.
     """
     offset = jnp.arange(chance.shape[2])[None, None]
     can_fail = (offset > runs[:, :, None]) & (offset < size[:, :, None])
@@ -163,8 +169,10 @@ def likely_failure(chance: jax.Array, runs: jax.Array, size: jax.Array, settings
     return jnp.where(jnp.any(can_fail, axis=2), fails, size)
 
 
-def verify(work: Work, here: Block, reading: Reading, eos_id: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(chosen slots, their own accepted runs [B, M], the drafts [B, M, K] to commit).
+def verify(
+    work: Work, here: Block, reading: Reading, eos_id: int
+) -> tuple[Bool[Array, "B M"], Int32[Array, "B M"], Bool[Array, "B M K"]]:
+    """(chosen slots, their own accepted runs, the drafts to commit).
 
     Committed is what the accepted prefix of the concatenation covers: up to its first EOS, or else its whole slots. A
     slot's first token is accepted always, and so is the one behind the run that exact infilling knows to be final. An
@@ -181,8 +189,10 @@ def verify(work: Work, here: Block, reading: Reading, eos_id: int) -> tuple[jax.
     return work.chosen, jnp.minimum(run_length(accepted), here.size), is_fed & covered
 
 
-def check(work: Work, here: Block, reading: Reading, eos_id: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(chosen slots, their accepted runs [B, M], the drafts [B, M, K] to commit): none until all runs are whole.
+def check(
+    work: Work, here: Block, reading: Reading, eos_id: int
+) -> tuple[Bool[Array, "B M"], Int32[Array, "B M"], Bool[Array, "B M K"]]:
+    """(chosen slots, their accepted runs, the drafts to commit): none until all runs are whole.
 
     Runs grow by one token at least. Once an accepted token is EOS, the rest of its slot counts as accepted and the
     chosen slots behind it are dropped. (The authors' code drops by the index among the chosen slots and can lose
@@ -203,16 +213,16 @@ def check(work: Work, here: Block, reading: Reading, eos_id: int) -> tuple[jax.A
     return chosen, runs, finished[:, None, None] & is_fed & covered
 
 
-def select(rows: jax.Array, new, old):
-    """A tree of per-row arrays: new where rows [B] is True, old elsewhere."""
+def select(rows: Bool[Array, "B"], new, old):
+    """A tree of per-row arrays: new where rows is True, old elsewhere."""
     return jax.tree.map(lambda n, o: jnp.where(rows.reshape(rows.shape + (1,) * (n.ndim - 1)), n, o), new, old)
 
 
-def run_length(flags: jax.Array) -> jax.Array:
-    """Length of the leading run of True over the last axis, int32."""
+def run_length(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
+    """Length of the leading run of True over the last axis."""
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=-1), axis=-1)
 
 
-def first(flags: jax.Array) -> jax.Array:
-    """Index of the first True over the last axis, its length where there is none; int32."""
+def first(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
+    """Index of the first True over the last axis, its length where there is none."""
     return run_length(~flags)

@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
@@ -31,17 +32,17 @@ class State:
     cache: kv.Cache
     record: Record
     canvas: Canvas
-    keys: jax.Array  # [B] PRNG keys
+    keys: Key[Array, "B"]
     settings: RowSettings
-    last: jax.Array  # [B] int32, the last token, not in the cache yet unless it was given
-    slot: jax.Array  # [B] int32, the slot that the next token belongs to
-    offset: jax.Array  # [B] int32, its place in the slot
-    active: jax.Array  # [B] bool
-    forwards: jax.Array  # [B] int32
+    last: Int32[Array, "B"]  # the last token, not in the cache yet unless it was given
+    slot: Int32[Array, "B"]  # the slot that the next token belongs to
+    offset: Int32[Array, "B"]  # its place in the slot
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
 
     @property
-    def rounds(self) -> jax.Array:
-        """[B] int32; every forward plans one token."""
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward plans one token."""
         return self.forwards
 
 
@@ -77,7 +78,7 @@ class Sequential:
             RowSettings.of([request.settings for request in requests]),
         )
 
-    def init(self, model: Transformer, layout: Layout, keys: jax.Array) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """Rows about to decode their first token."""
         given = layout.given
         zeros = jnp.zeros_like(given.length)

@@ -18,6 +18,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
 
@@ -27,10 +28,10 @@ from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_posi
 class Noise:
     """The random draws of the corruption, one value a token: equal over a document, or over a slot."""
 
-    slot_size: jax.Array  # [B, T] int32, per document
-    mask_probability: jax.Array  # [B, T] float32, per document
-    is_masked: jax.Array  # [B, T] bool, per slot
-    rank: jax.Array  # [B, T] uint32, per slot: clean slots of a document are ordered by it
+    slot_size: Int32[Array, "B T"]  # per document
+    mask_probability: Float32[Array, "B T"]  # per document
+    is_masked: Bool[Array, "B T"]  # per slot
+    rank: UInt32[Array, "B T"]  # per slot: clean slots of a document are ordered by it
 
 
 @jax.tree_util.register_dataclass
@@ -38,32 +39,32 @@ class Noise:
 class Corrupted:
     """Corrupted rows in physical order, ready for a causal model."""
 
-    inputs: jax.Array  # [B, T] int32
-    positions: jax.Array  # [B, T] int32, in the text of the document
-    segment_ids: jax.Array  # [B, T] int32
-    labels: jax.Array  # [B, T] int32, meaningful where clean_label or masked_label
-    clean_label: jax.Array  # [B, T] bool: a clean token that predicts the next one of its slot
-    masked_label: jax.Array  # [B, T] bool: a mask token that predicts its own
-    slot_size: jax.Array  # [B, T] int32, of the token's document
-    mask_probability: jax.Array  # [B, T] float32, of the token's document
-    response_length: jax.Array  # [B, T] int32, of the token's document
+    inputs: Int32[Array, "B T"]
+    positions: Int32[Array, "B T"]  # in the text of the document
+    segment_ids: Int32[Array, "B T"]
+    labels: Int32[Array, "B T"]  # meaningful where clean_label or masked_label
+    clean_label: Bool[Array, "B T"]  # a clean token that predicts the next one of its slot
+    masked_label: Bool[Array, "B T"]  # a mask token that predicts its own
+    slot_size: Int32[Array, "B T"]  # of the token's document
+    mask_probability: Float32[Array, "B T"]  # of the token's document
+    response_length: Int32[Array, "B T"]  # of the token's document
 
 
-def slot_starts(rows: Rows, slot_size: jax.Array) -> jax.Array:
-    """[B, T] int32: where in the row each token's slot begins; prompt and padding tokens are slots of one."""
+def slot_starts(rows: Rows, slot_size: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Where in the row each token's slot begins; prompt and padding tokens are slots of one."""
     index = row_index(rows.tokens)
     offset = text_positions(rows.segment_ids * 2 + rows.is_response)  # place in the prompt, or in the response
     return jnp.where(rows.is_response, index - offset % slot_size, index)
 
 
-def draw_noise(keys: jax.Array, rows: Rows, sizes: tuple[int, ...], eps: float) -> Noise:
+def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: float) -> Noise:
     """Draws slot size, mask ratio, masked slots and the order of the clean ones.
 
     k ~ U(sizes) and t ~ U(0, 1) per document, p = (1 - eps) t + eps; each slot is masked with probability p; clean
     slots come in a uniformly random order (ReFusion, section 3.2).
 
     Args:
-      keys: [B] PRNG keys, one a row: a row's noise depends on nothing else.
+      keys: one a row: a row's noise depends on nothing else.
       rows: the packed rows.
       sizes: slot sizes to draw from.
       eps: the least mask probability.

@@ -1,0 +1,38 @@
+"""A transformer before any array of it is made: its structure, and where each weight is to live."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.runtime.errors import SettingError
+from refusion_jax.runtime.sharding import mesh_axes, shard_count, sharding
+
+
+def abstract_transformer(
+    config: ModelConfig, dtype: str, mesh: Mesh, flags: str = "mesh"
+) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The structure of a model, and a `jax.ShapeDtypeStruct` of every weight with its sharding.
+
+    Args:
+      config: its shape.
+      dtype: of weights and computation.
+      mesh: that they are split over; its devices need not be there.
+      flags: by which its sizes were given, for the error.
+
+    Raises:
+      SettingError: where the mesh cannot split a weight evenly.
+    """
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))
+    graphdef, weights = nnx.split(model)
+
+    def place(x: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        for size, axis in zip(x.shape, axes, strict=True):
+            if size % shard_count(mesh, axis):
+                name = mesh_axes(axis)[0]
+                raise SettingError(flags, name, mesh.shape[name], f"does not divide the model's {size} {axis}")
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *axes))
+
+    return graphdef, jax.tree.map(place, nnx.to_pure_dict(weights), logical_axes(model))

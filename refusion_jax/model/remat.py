@@ -1,0 +1,25 @@
+"""What the backward pass finds in memory instead of computing it again: activation checkpointing, by policy.
+
+Values are named (`checkpoint_name`) where the transformer computes them; a policy says which of the named ones stay.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+INPUT, ATTENTION, GATE, UP = "layer_input", "attention", "gate", "up"  # of a layer; GATE and UP: its two wide products
+
+# From the fastest to the one that takes the least memory; None: everything stays.
+REMAT_POLICIES: dict[str, Callable | None] = {
+    "none": None,
+    "outputs": jax.checkpoint_policies.save_only_these_names(ATTENTION, GATE, UP),
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+HELP = "what the backward pass computes again: none | outputs (keeps attention and mlp) | attention | full | offload"

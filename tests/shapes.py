@@ -1,0 +1,42 @@
+"""The checker of shapes that every test runs under: conftest.py imports this before anything of ours."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+from beartype import beartype
+from jaxtyping import AbstractArray, install_import_hook
+
+
+def checked(function: Callable) -> Callable:
+    """The function, with its arguments and results checked on every call where annotations say shapes.
+
+    But for what JAX makes of dataclasses: it takes them apart and puts them together again with whatever it has of each
+    array: a shape, a sharding, a whole batch of it. What our own code makes of them is checked.
+    """
+    hints = function.__annotations__
+    if not any(map(_says_shape, hints.values())):
+        return function
+    function.__annotations__ = {name: hint if _says_shape(hint) else Any for name, hint in hints.items()}
+    own = beartype(function)
+    if function.__name__ != "__init__":
+        return own
+
+    def unless_rebuilt(*args, **kwargs):
+        caller = sys._getframe(1)
+        while caller.f_globals["__name__"].startswith("jaxtyping."):
+            caller = caller.f_back
+        is_rebuilt = caller.f_globals["__name__"].startswith("jax.")
+        return (function if is_rebuilt else own)(*args, **kwargs)
+
+    return unless_rebuilt
+
+
+def _says_shape(hint: Any) -> bool:
+    return (inspect.isclass(hint) and issubclass(hint, AbstractArray)) or any(map(_says_shape, get_args(hint)))
+
+
+install_import_hook(
+    [f"refusion_jax.{room}" for room in ("batch", "model", "decoding", "systems", "training")], f"{__name__}.checked"
+)
