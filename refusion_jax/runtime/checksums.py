@@ -59,7 +59,7 @@ def find_damage(directory: epath.Path, part: str = "") -> str | None:
     for path in sorted(directory.glob(f"{PREFIX}.*.json")):
         try:
             wanted |= {name: tuple(value) for name, value in json.loads(path.read_bytes()).items()}
-        except (ValueError, TypeError, AttributeError, OSError):
+        except (ValueError, TypeError, AttributeError, OSError, RecursionError):
             return f"{path}: the list of checksums cannot be read"
     names = sorted(name for name in wanted if name.startswith(part))[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

@@ -169,7 +169,7 @@ def _read(store: tensorstore.KvStore) -> tuple[dict[str, Any] | None, bytes]:
         return None, found.stamp.generation
     try:
         lease = json.loads(found.value)
-    except ValueError:
+    except (ValueError, RecursionError):
         lease = None
     return lease if isinstance(lease, dict) else None, found.stamp.generation
 

@@ -35,7 +35,7 @@ class LeftOut:
                 if not isinstance(found := json.loads(self._path.read_bytes()), list):
                     raise ValueError("it is no list")
                 self.windows = [(int(first), int(last)) for first, last in found]
-            except (ValueError, TypeError, OSError) as error:
+            except (ValueError, TypeError, OSError, RecursionError, OverflowError) as error:
                 raise UserError(f"{self._path} cannot be read: {error}; it says which rows are left out") from error
 
     def batch_of(self, step: int) -> int:
