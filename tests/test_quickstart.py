@@ -18,23 +18,27 @@ def workdir(tmp_path_factory):
     return tmp_path_factory.mktemp("quickstart")
 
 
-def launch(workdir) -> str:
+def launch(workdir, *flags: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"WORKDIR": str(workdir)}
-    line = ["bash", "launch/quickstart.sh"]
+    line = ["bash", "launch/quickstart.sh", *flags]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir):
-    out = launch(workdir)
-    report = json.loads((workdir / "report.json").read_text())
+# Half of the steps take half of the time, and teach most of it: 80 % (refusion) and 81 % (sequential) with seed 0.
+@pytest.mark.parametrize(
+    ("steps", "least"), [(1200, 0.7), pytest.param(2400, 0.9, marks=pytest.mark.slow)], ids=["half", "whole"]
+)
+def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, least):
+    out = launch(workdir / str(steps), f"--config.steps={steps}")
+    report = json.loads((workdir / str(steps) / "report.json").read_text())
     for method in ("refusion", "sequential"):
         assert set(report[method]) == {"accuracy", "tokens_per_forward", "tokens_per_second"}
         assert f"{report[method]['accuracy']:.1%}" in out
     assert report["problems"] == 200
-    assert report["refusion"]["accuracy"] >= 0.9
-    assert report["sequential"]["accuracy"] >= 0.9
+    assert report["refusion"]["accuracy"] >= least
+    assert report["sequential"]["accuracy"] >= least
     assert report["refusion"]["tokens_per_forward"] > 2
     assert report["sequential"]["tokens_per_forward"] == 1
     assert report["parameters"] > 500_000
@@ -42,10 +46,12 @@ def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(w
 
 
 def test_run_again_it_goes_straight_to_decoding(workdir):
-    out = launch(workdir)
+    before = json.loads((workdir / "1200" / "report.json").read_text())
+    out = launch(workdir / "1200", "--config.steps=1200")
     assert "training is complete" in out
     assert "step " not in out.split("training is complete")[0]
-    assert json.loads((workdir / "report.json").read_text())["refusion"]["accuracy"] >= 0.9
+    after = json.loads((workdir / "1200" / "report.json").read_text())
+    assert after["refusion"]["accuracy"] == before["refusion"]["accuracy"]
 
 
 class Letters:
