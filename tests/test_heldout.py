@@ -48,7 +48,7 @@ def evaluate(sets, devices: int = 1, **changes) -> dict[str, float]:
 def by_hand(rows: PackedRows, objective: str = "refusion") -> dict[str, float]:
     """All rows as one batch, in one forward."""
     config = config_with(**SIZES, objective=objective)
-    batch_rows = Rows(rows.tokens, rows.segment_ids, rows.is_response)
+    batch_rows = Rows(*map(jax.numpy.asarray, (rows.tokens, rows.segment_ids, rows.is_response)))
     batch = make_objective(config, 4).corrupt(batch_rows, noise_keys(0, 0, len(rows)))
     model = Transformer(tiny_config(), nnx.Rngs(0))
     ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
