@@ -76,11 +76,11 @@ WORKED_OUT = {
     "product_by_steps": ("48*37 by steps=", "48*7=336 48*3=144 1776"),
     "list": ("4 6 1 5: sort, evens, twice=", "4 4 6 6"),
     "program": ("x=2; y=4; z=1; z=x-z; y=y*x; print(y,z)=", "8 1"),
-    "lookup": ("fo=18 ce=49 bi=65; bi fo=", "65 18"),
+    "lookup": ("look fo 18 ce 49 bi 65 : bi fo =", "65 18"),
     "brackets": ("repair [ ( ] { } } =", "[ ( ) { } ]"),
     "json": ('repair {"name: ann, door 42 =', '{"name": "ann", "door": 42}'),
     "gaps": ("fill fig _ lemon fig lime _ =", "fig lime lemon fig lime lemon"),
-    "maze": ("i-g l-o o-m m-w g-n l-i; l to w=", "l o m w"),
+    "maze": ("maze i g , l o , o m , m w , g n , l i : l to w =", "l o m w"),
     "latin": ("latin 4_2_ _234 _413 3142 =", "4321 1234 2413 3142"),
 }
 DIFFICULTIES = range(1, families.MOST + 1)
@@ -133,7 +133,7 @@ def test_programs_print_what_python_prints(tmp_path):
 @pytest.mark.parametrize("path", ["tasks", "families"])
 def test_held_out_examples_are_never_trained_on(path):
     def queries(split):
-        data = config_with(**{"data.path": path + split, "data.examples": 2000}).data
+        data = config_with(**{"data.path": path + split, "data.examples": 10_000}).data
         return {example.prompt for example in read_examples(data, seed=0)}
 
     assert len(queries(":held_out")) >= 90  # of a hundred drawn

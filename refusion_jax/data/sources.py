@@ -15,7 +15,7 @@ from refusion_jax.runtime.errors import UserError
 
 GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
 HELD_OUT = "held_out"  # as in families:held_out
-_FEWER = 20  # held-out problems are a part of so many of the training problems
+_FEWER = 100  # held-out problems are a part of so many of the training problems
 
 
 def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Example | Bad]:

@@ -85,7 +85,7 @@ def solve_list(query: str) -> str:
 def make_program(rng: random.Random, level: int) -> str:
     """Assignments to three variables, each of a variable and a digit, and a print of two of them."""
     lines = [f"{name}={rng.randrange(10)}" for name in "xyz"]
-    for _ in range(level + 1):
+    for _ in range(level):
         target, source, sign = rng.choice("xyz"), rng.choice("xyz"), rng.choice("+-*")
         lines.append(f"{target}={source}{sign}{rng.choice(['x', 'y', 'z', str(rng.randrange(2, 10))])}")
     return f"{'; '.join(lines)}; print({','.join(rng.sample('xyz', 2))})="

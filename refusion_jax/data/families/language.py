@@ -10,17 +10,20 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def make_lookup(rng: random.Random, level: int) -> str:
-    """Four keys more for every difficulty, each of a number; two are asked for."""
-    keys = rng.sample([a + b for a in "bcdfgh" for b in "aeiou"], 2 + 4 * level if level < 5 else 20)
-    pairs = " ".join(f"{key}={rng.randint(10, 99)}" for key in keys)
-    return f"{pairs}; {' '.join(rng.sample(keys, 2))}="
+    """Four keys more for every difficulty, each of a number; two are asked for.
+
+    A key has a space before and behind it, here and there: so it is the same tokens in both places.
+    """
+    keys = rng.sample([a + b for a in "bcdfgh" for b in "aeiou"], 4 * level)
+    pairs = " ".join(f"{key} {rng.randint(10, 99)}" for key in keys)
+    return f"look {pairs} : {' '.join(rng.sample(keys, 2))} ="
 
 
 def solve_lookup(query: str) -> str:
     """The numbers of the keys that are asked for."""
-    pairs, asked = query[:-1].split("; ")
-    numbers = dict(pair.split("=") for pair in pairs.split())
-    return " ".join(numbers[key] for key in asked.split())
+    pairs, asked = (part.split() for part in query[len("look ") : -1].split(" : "))
+    numbers = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    return " ".join(numbers[key] for key in asked)
 
 
 def make_brackets(rng: random.Random, level: int) -> str:

@@ -9,19 +9,19 @@ _SIDE = 4
 
 def make_maze(rng: random.Random, level: int) -> str:
     """A start with several blind ways, all of one length, their pieces shuffled; one of the ends is asked for."""
-    ways, length = (2, 2 + level) if level < 4 else (3, 1 + level)
+    ways, length = (2, 1 + level) if level < 4 else (3, level)
     places = rng.sample(string.ascii_lowercase, 1 + ways * length)
     start, rest = places[0], places[1:]
     routes = [[start, *rest[way * length : (way + 1) * length]] for way in range(ways)]
-    pieces = [f"{a}-{b}" for route in routes for a, b in itertools.pairwise(route)]
+    pieces = [f"{a} {b}" for route in routes for a, b in itertools.pairwise(route)]
     rng.shuffle(pieces)
-    return f"{' '.join(pieces)}; {start} to {routes[0][-1]}="
+    return f"maze {' , '.join(pieces)} : {start} to {routes[0][-1]} ="
 
 
 def solve_maze(query: str) -> str:
     """The places on the way, followed back from its end."""
-    pieces, ends = query[:-1].split("; ")
-    before = {b: a for a, b in (piece.split("-") for piece in pieces.split())}
+    pieces, ends = query[len("maze ") : -len(" =")].split(" : ")
+    before = {b: a for a, b in (piece.split() for piece in pieces.split(" , "))}
     start, place = ends.split(" to ")
     way = [place]
     while way[-1] != start:
