@@ -14,7 +14,7 @@ TOPOLOGIES = {"gpu": ["v5e:2x4"]}  # compiled by tests/test_tpu.py
 
 # hidden size, layers, heads, head size, mlp size; steps, rows a step, tokens a row; problems, difficulty; rate
 SIZES = {
-    "tiny": ((64, 2, 2, 32, 192), (300, 32, 64), (12_000, 1), 4e-3),
+    "tiny": ((64, 2, 2, 32, 192), (600, 32, 64), (24_000, 1), 4e-3),
     "small": ((128, 3, 4, 32, 384), (1600, 32, 128), (160_000, 1), 2e-3),
     "gpu": ((640, 10, 10, 64, 1920), (6000, 128, 256), (2_000_000, 3), 1e-3),
 }

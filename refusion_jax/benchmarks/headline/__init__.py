@@ -19,6 +19,7 @@ themselves want to be compared, at every checkpoint, and accuracy over training.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 import ml_collections
@@ -62,10 +63,12 @@ def main(own: flags.FlagValues) -> None:
         if path:
             cli.check_output(flag, Path(path), is_directory)
     directory = Path(own.output)
+    given = [own[name].serialize() for name in own if own[name].present and name != "page"]
+    command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
     pieces = Pieces(directory, {"budget": own.budget, "config": file, "keys": json.loads(config.to_json())})
     try:
         systems = own.systems or trainable()
-        results = Comparison(directory, own.budget, config, file, systems, own.studies, pieces).run()
+        results = Comparison(directory, own.budget, config, file, systems, own.studies, command, pieces).run()
     finally:
         pieces.close()
     page = report.report(results)

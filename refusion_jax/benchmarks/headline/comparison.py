@@ -19,7 +19,7 @@ from refusion_jax.benchmarks.headline import results
 from refusion_jax.benchmarks.headline.measure import check_fit, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS, Run, dial, held_out, studies, trial_runs, whole_run
-from refusion_jax.benchmarks.headline.runs import train
+from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.data.families import mixture
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.compiled_code import keep_compiled
@@ -39,6 +39,7 @@ class Comparison:
         file: str,
         systems: list[str],
         with_studies: bool,
+        command: str,
         pieces: Pieces,
     ):
         """Does nothing yet.
@@ -50,9 +51,11 @@ class Comparison:
           file: that it was read from, and its variant.
           systems: names.
           with_studies: whether to measure what the systems themselves want to be compared, too.
+          command: that all of it was asked for by.
           pieces: what was done in sessions before.
         """
         self._directory, self._config, self._file, self._systems = directory, config, file, systems
+        self._command, self._commit = command, commit()
         self._name, self._budget, self._pieces = budget, BUDGETS[budget], pieces
         self._dials = {system: dial(system, self._budget, config) for system in systems}
         self._studies = {system: studies(system, self._budget, config) if with_studies else {} for system in systems}
@@ -85,12 +88,14 @@ class Comparison:
         ]
         trained = [self._piece("train", f"train {run.name}", lambda run=run: self._train(run)) for run in runs]
         keep_compiled(self._directory / "compilation_cache", "own")
-        found = results.about(self._name, self._file, self._config, self._budget, self._directory)
+        found = results.about(self._name, self._command, self._config, self._budget)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained}
         found |= {"points": [], "studies": []}
         for run in runs:
             found["points"] += self._measured(run)
             found["studies"] += self._studied(run)
+            made = found["sweep"] + found["runs"] + found["points"] + found["studies"]
+            found["commits"] = sorted({piece["commit"] for piece in made})
             write_file(self._directory / "results.json", results.as_json(found))
         return found
 
@@ -172,7 +177,7 @@ class Comparison:
         if key in self._pieces.records:
             return self._pieces.records[key]
         began = time.monotonic()
-        record = make()
+        record = make() | {"commit": self._commit}
         self._took[kind].append(time.monotonic() - began)
         self._pieces.add(key, record)
         unknown = any(count and not self._took[kind] for kind, count in self._left.items())

@@ -60,6 +60,10 @@ class Run:
             *(f"--config.{name}={value}" for name, value in changes.items()),
         ]
 
+    def command(self, directory: Path) -> str:
+        """As one types it."""
+        return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
+
 
 def trial_runs(system: str, budget: Budget, config: ml_collections.ConfigDict, file: str) -> list[Run]:
     """Short runs, one for each learning rate that is tried; they end as a whole run does, with a low rate."""
@@ -72,10 +76,6 @@ def trial_runs(system: str, budget: Budget, config: ml_collections.ConfigDict, f
 def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
     """The run that is measured."""
     return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, file)
-
-    def command(self, directory: Path) -> str:
-        """As one types it."""
-        return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,20 +12,15 @@ import jax
 import ml_collections
 
 from refusion_jax.benchmarks.headline.plan import Budget
-from refusion_jax.benchmarks.headline.runs import commit
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def about(budget: str, file: str, config: ml_collections.ConfigDict, size: Budget, directory: Path) -> dict[str, Any]:
+def about(budget: str, command: str, config: ml_collections.ConfigDict, size: Budget) -> dict[str, Any]:
     """Where, by what and with what a comparison was made."""
-    command = f"python -m refusion_jax.bench headline --budget={budget} --output={directory}"
-    if file != f"configs/headline.py:{budget}":
-        command += f" --config={file}"
     return {
         "budget": budget,
         "command": command,
-        "commit": commit(),
         "machine": machine(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
