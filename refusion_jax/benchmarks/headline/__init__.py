@@ -18,6 +18,7 @@ which nothing follows; `small` takes hours there; `gpu` trains 50 M parameters o
 themselves want to be compared, at every checkpoint, and accuracy over training.
 """
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -65,7 +66,9 @@ def main(own: flags.FlagValues) -> None:
     directory = Path(own.output)
     given = [own[name].serialize() for name in own if own[name].present and name != "page"]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
-    pieces = Pieces(directory, {"budget": own.budget, "config": file, "keys": json.loads(config.to_json())})
+    size = dataclasses.asdict(BUDGETS[own.budget]) | {"name": own.budget}
+    call = {"budget": size, "config": file, "keys": config.to_dict()}
+    pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
         systems = own.systems or trainable()
         results = Comparison(directory, own.budget, config, file, systems, own.studies, command, pieces).run()

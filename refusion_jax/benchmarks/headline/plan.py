@@ -35,9 +35,9 @@ class Budget:
 
 
 BUDGETS = {
-    "tiny": Budget(seeds=1, problems=96, timed=16, new_tokens=32, repeats=1),
-    "small": Budget(seeds=3, problems=480, timed=48, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0)),
-    "gpu": Budget(seeds=1, problems=480, timed=48, new_tokens=64, repeats=3),
+    "tiny": Budget(seeds=1, problems=96, timed=48, new_tokens=32, repeats=3),
+    "small": Budget(seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0)),
+    "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3),
 }
 
 

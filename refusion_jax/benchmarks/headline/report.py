@@ -60,7 +60,8 @@ def _conditions(results: dict[str, Any]) -> str:
         f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time; "
         f"the mean of the seeds, and in brackets the least and the most. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
-        f"{m['load']:.1f} at the end), jax {results['versions']['jax']}, commit {', '.join(results['commits']) or 'unknown'}.",
+        f"{m['load']:.1f} at the end), jax {results['versions']['jax']}, at commit "
+        f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
     ]
     if results["budget"] == "tiny":
         lines.append(
