@@ -1,6 +1,7 @@
 """A comparison as Markdown: the table, conclusions computed from the figures, and which of the papers' claims hold."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def verdict(claim: Claim, own: Curve, rival: Curve) -> Verdict:
     An accuracy that both have at the ceiling cannot be a multiple of the other, and is counted as held.
     """
     here, there = own.fastest(_ONE), rival.fastest(_ONE)
-    accuracy = here.accuracy.mean / there.accuracy.mean if there.accuracy.mean else float("inf")
+    accuracy = here.accuracy.mean / there.accuracy.mean if there.accuracy.mean else math.inf * here.accuracy.mean
     speed = here.speed[_ONE].mean / there.speed[_ONE].mean
     ceiling = min(here.accuracy.mean, there.accuracy.mean) >= _CEILING
     return Verdict(accuracy, speed, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
