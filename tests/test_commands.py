@@ -80,7 +80,10 @@ BAD = {
     "impossible value": ([*TRAIN, NEW, "--config.schedule=step"], "--config.schedule=step: unknown; known: cosine"),
     "batch that does not divide": ([*TRAIN, NEW, "--config.accumulation=3"], "must be a multiple of accum"),
     "mesh that does not divide": ([*TRAIN, NEW, "--config.mesh.data=3"], "mesh.data=3 does not multiply to the 1 dev"),
-    "missing data": ([*TRAIN, NEW, DATA + "none.jsonl"], "none.jsonl does not exist (built in: tasks, stdlib)"),
+    "missing data": (
+        [*TRAIN, NEW, DATA + "none.jsonl"],
+        "none.jsonl does not exist (built in: tasks,",
+    ),
     "empty data": ([*TRAIN, NEW, DATA + "empty.jsonl"], "empty.jsonl: the file is empty"),
     "malformed line": ([*TRAIN, NEW, DATA + "malformed.jsonl"], "malformed.jsonl:3: not JSON"),
     "unknown fields": ([*TRAIN, NEW, DATA + "fields.jsonl"], "fields.jsonl:1: no field we know; found: frage, antwort"),

@@ -63,8 +63,8 @@ def test_files_say_what_they_are_for(path):
     assert not text or ast.get_docstring(ast.parse(text)), "no docstring"
 
 
-# Generated code is run, when the user says so, in a process that is shut in; a drill starts runs and kills them.
-STARTS_PROCESSES = ("evaluation.sandbox", "training.faults")
+# Generated code is run, when the user says so, in a process that is shut in; drills and comparisons start runs.
+STARTS_PROCESSES = ("evaluation.sandbox", "training.faults", "benchmarks.headline.runs")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)

@@ -117,7 +117,7 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path, caplog):
 
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(
-        UserError, match=r"--config.data.path: .*nothing.jsonl does not exist \(built in: tasks, stdlib"
+        UserError, match=r"--config.data.path: .*nothing.jsonl does not exist \(built in: tasks, families, stdlib"
     ):
         read(tmp_path / "nothing.jsonl")
     with pytest.raises(UserError, match="is a directory; give a glob"):

@@ -1,8 +1,13 @@
+import hashlib
 import itertools
+import subprocess
+import sys
 
 import pytest
+from conftest import config_with
 
-from refusion_jax.data import tasks
+from refusion_jax.data import families, tasks
+from refusion_jax.data.sources import read_examples
 
 ANSWERS = {
     "add": ("Add 47 and 85.", "7+5+0=12; 4+8+1=13; 132"),
@@ -31,6 +36,12 @@ def test_sums_are_right():
         assert problem.response.endswith(f"; {a + b}")
 
 
+def test_the_quickstarts_problems_are_the_same_for_ever():
+    drawn = repr([(p.family, p.query, p.response) for p in tasks.problems("train", 2000, seed=0)])
+    digest = hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
+    assert digest == "021a0ccaf4bb778c", "the figures in BENCHMARKS.md are of other problems"
+
+
 def test_train_and_test_are_disjoint_and_every_family_is_in_both():
     train = list(tasks.problems("train", 20_000, seed=0))
     test = list(tasks.problems("test", 2000, seed=0))
@@ -56,3 +67,74 @@ def test_the_checker_accepts_the_right_answer_and_nothing_else():
             assert not tasks.is_correct(problem, right[:at] + "~" + right[at + 1 :])
         assert not tasks.is_correct(problem, right + " ")
         assert not tasks.is_correct(problem, "")
+
+
+WORKED_OUT = {
+    "sum": ("482+377=", "859"),
+    "sum_by_steps": ("85+47 by steps=", "5+7+0=12 8+4+1=13 132"),
+    "product": ("48*37=", "1776"),
+    "product_by_steps": ("48*37 by steps=", "48*7=336 48*3=144 1776"),
+    "list": ("4 6 1 5: sort, evens, twice=", "4 4 6 6"),
+    "program": ("x=2; y=4; z=1; z=x-z; y=y*x; print(y,z)=", "8 1"),
+    "lookup": ("look fo 18 ce 49 bi 65 : bi fo =", "65 18"),
+    "brackets": ("repair [ ( ] { } } =", "[ ( ) { } ]"),
+    "json": ('repair {"name: ann, door 42 =', '{"name": "ann", "door": 42}'),
+    "gaps": ("fill fig _ lemon fig lime _ =", "fig lime lemon fig lime lemon"),
+    "maze": ("maze i g , l o , o m , m w , g n , l i : l to w =", "l o m w"),
+    "latin": ("latin 4_2_ _234 _413 3142 =", "4321 1234 2413 3142"),
+}
+DIFFICULTIES = range(1, families.MOST + 1)
+
+
+@pytest.mark.parametrize("family", families.mixture(1).families)
+def test_each_family_of_the_dial_solves_a_problem_worked_out_by_hand(family):
+    query, response = WORKED_OUT[family]
+    assert families.mixture(1).families[family].solve(query) == response
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_train_and_test_are_disjoint_and_whole_at_every_difficulty(difficulty):
+    mixture = families.mixture(difficulty)
+    train, test = (list(mixture.problems(split, count, seed=0)) for split, count in (("train", 6000), ("test", 1200)))
+    assert not {p.query for p in train} & {p.query for p in test}
+    for problems in (train, test):
+        assert {p.family for p in problems} == set(mixture.families)
+    for problem in test:
+        assert mixture.is_correct(problem, problem.response)
+        assert not mixture.is_correct(problem, problem.response[:-1])
+        assert not mixture.is_correct(problem, problem.response + " ")
+
+
+def test_no_problem_of_the_dial_is_answered_by_its_own_query():
+    """A damaged text may by chance be whole, but not often; a gap, a maze or a sum never answers itself."""
+    problems = list(families.mixture(3).problems("train", 3000, seed=1))
+    same = [p for p in problems if p.response in p.query]
+    assert {p.family for p in same} <= {"brackets", "list"}, [p for p in same if p.family not in ("brackets", "list")]
+    assert len(same) < 150
+
+
+def test_answers_get_longer_with_the_difficulty():
+    def length(difficulty):
+        return sum(len(p.query) + len(p.response) for p in families.mixture(difficulty).problems("train", 1500, seed=0))
+
+    lengths = [length(difficulty) for difficulty in DIFFICULTIES]
+    assert lengths == sorted(set(lengths))
+
+
+def test_programs_print_what_python_prints(tmp_path):
+    """One process runs them all."""
+    problems = [p for p in families.mixture(4).problems("test", 400, seed=0) if p.family == "program"]
+    script = tmp_path / "all.py"
+    script.write_text("\n".join(p.query[:-1] for p in problems))
+    printed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [p.response for p in problems]
+
+
+@pytest.mark.parametrize("path", ["tasks", "families"])
+def test_held_out_examples_are_never_trained_on(path):
+    def queries(split):
+        data = config_with(**{"data.path": path + split, "data.examples": 10_000}).data
+        return {example.prompt for example in read_examples(data, seed=0)}
+
+    assert len(queries(":held_out")) >= 90  # of a hundred drawn
+    assert not queries("") & queries(":held_out")

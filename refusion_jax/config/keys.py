@@ -3,6 +3,7 @@
 A system's own keys are declared in its room and stand in a section of their own.
 """
 
+from refusion_jax.data import families
 from refusion_jax.model import remat
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.systems.registry import default_system, systems, trainable
@@ -92,7 +93,9 @@ _MODEL = {
 
 _DATA = {
     "path": Setting(
-        "tasks", "tasks | stdlib | a file or glob: .jsonl, .parquet, text ... | DIR or DIR,DIR of `prepare`"
+        "tasks",
+        "tasks | families | stdlib | a file or glob: .jsonl, .parquet, text ... | DIR or DIR,DIR of `prepare`; "
+        "tasks:held_out and families:held_out are problems of the same kinds that the other never has",
     ),
     "weights": Setting((), "share of each prepared directory in data.path, such as (3,1); empty: by their rows"),
     "verify": Setting(False, "compare each prepared row that is read with its checksum"),
@@ -106,7 +109,8 @@ _DATA = {
         "stop | skip (and count) examples that are malformed or longer than a row",
         choices=("stop", "skip"),
     ),
-    "examples": _count(40_000, "how many problems to generate (path=tasks)", 2**31 - 1),
+    "examples": _count(40_000, "how many problems to generate (path=tasks or families)", 2**31 - 1),
+    "difficulty": _count(1, f"of the problems of path=families, 1 to {families.MOST}", families.MOST),
 }
 
 _EVAL = {

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import ml_collections
 
-from refusion_jax.data import pieces, tasks
+from refusion_jax.data import families, pieces, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.runtime.errors import UserError
+
+GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
+HELD_OUT = "held_out"  # as in families:held_out
+_FEWER = 100  # held-out problems are a part of so many of the training problems
 
 
 def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Example | Bad]:
@@ -24,9 +28,11 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
     Raises:
       UserError: where there is no such file, or nothing in it.
     """
-    if data.path == "tasks":
-        for index, problem in enumerate(tasks.problems("train", data.examples, seed)):
-            yield Example(problem.query, problem.response, f"tasks:{index}")
+    name, _, split = data.path.partition(":")
+    if name in GENERATED and split in ("", HELD_OUT):
+        drawn = ("test", -(-data.examples // _FEWER)) if split else ("train", data.examples)
+        for index, problem in enumerate(GENERATED[name](data).problems(*drawn, seed)):
+            yield Example(problem.query, problem.response, f"{data.path}:{index}")
         return
     if Path(data.path).is_dir():
         raise UserError(
@@ -35,7 +41,7 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
         )
     files = pieces.find_files(data.path)
     if not files:
-        raise UserError(f"--config.data.path: {data.path} does not exist (built in: tasks, stdlib)")
+        raise UserError(f"--config.data.path: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
     fields = Fields(data.query_field, data.response_field, data.text_field)
     for path in files:
         yield from pieces.read(pieces.whole(path), fields)

@@ -1,37 +1,15 @@
-"""Built-in problems with verifiable worked answers: enough to pretrain a small model and to measure it.
+"""The quickstart's problems, with worked answers: enough to pretrain a small model in minutes and to measure it."""
 
-Every family makes queries from a seeded generator and solves them by a function of the query alone, so that the one
-right worked answer of any query can be computed again, and checked exactly. Train and test are disjoint by
-construction: a hash of the query decides which split it belongs to.
-"""
-
-import dataclasses
-import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+
+from refusion_jax.data.problems import Family, Mixture, Problem
+
+__all__ = ["FAMILIES", "MIXTURE", "Problem", "is_correct", "problems"]
 
 NAMES = "ann bob cat dan eve fay gus hal ivy jay kim leo mia ned oda pam ray sue tom uma".split()
 FRUITS = "apple plum kiwi fig pear lime melon grape mango peach cherry lemon".split()
 COLORS = "red blue green pink gray gold teal navy white cyan".split()
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A query and its one right answer."""
-
-    family: str
-    query: str
-    response: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A kind of problem."""
-
-    make: Callable[[random.Random], str]  # draws a query
-    solve: Callable[[str], str]  # its worked answer
-    share: int  # of the training mixture; the harder ones are practised more often
 
 
 def _make_add(rng: random.Random) -> str:
@@ -128,30 +106,5 @@ FAMILIES = {
 }
 
 
-def problems(split: str, count: int, seed: int) -> Iterator[Problem]:
-    """Yields `count` problems of a split; the same for the same seed.
-
-    Args:
-      split: "train", families by their shares, or "test", families in equal parts.
-      count: of problems.
-      seed: of the generator.
-    """
-    rng = random.Random(f"{split} {seed}")
-    names = list(FAMILIES)
-    shares = [family.share if split == "train" else 1 for family in FAMILIES.values()]
-    while count:
-        name = rng.choices(names, shares)[0]
-        query = FAMILIES[name].make(rng)
-        if split_of(query) == split:
-            count -= 1
-            yield Problem(name, query, FAMILIES[name].solve(query))
-
-
-def split_of(query: str) -> str:
-    """One query in ten is a test query, by its hash."""
-    return "test" if hashlib.blake2b(query.encode(), digest_size=1).digest()[0] < 26 else "train"
-
-
-def is_correct(problem: Problem, answer: str) -> bool:
-    """Whether an answer is the right one, worked steps and all."""
-    return answer == FAMILIES[problem.family].solve(problem.query)
+MIXTURE = Mixture(FAMILIES)
+problems, is_correct = MIXTURE.problems, MIXTURE.is_correct

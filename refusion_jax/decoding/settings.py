@@ -5,8 +5,8 @@ subclass of `RowSettings`. Axis: B rows.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -60,6 +60,16 @@ class Settings:
     def refuse(self, name: str, why: str) -> None:
         """Raises a SettingError about one setting."""
         raise SettingError("decode", name, getattr(self, name), why)
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Settings from careful to fast, which `bench headline` measures; for decoders to fill in.
+
+        Args:
+          new_tokens: that an answer may have.
+          trained: the keys of the system that the model was trained for, as in its config.
+        """
+        return [{}]
 
     @property
     def unit(self) -> int:

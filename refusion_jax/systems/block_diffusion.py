@@ -36,8 +36,8 @@ Axes: B rows, T row length, C text length, K block size, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,11 @@ class BlockSettings(shared.Settings):
     )
     sub_block: int = setting(8, "Parts of a block, finished one after the other", at_least=1, at_most=4096)
     threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        own = {"block_size": trained["block_size"]}
+        return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 
 
 @jax.tree_util.register_dataclass

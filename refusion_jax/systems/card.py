@@ -26,8 +26,8 @@ Axes: B rows, T row length, C cache entries, N new tokens, K block length, V voc
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +142,10 @@ class PassSettings(shared.Settings):
     draft_length: int = setting(16, "Masks of a block", scope="compiled", at_least=1, at_most=4096)
     passes: int = setting(8, "Forwards over a block's masks, at most", at_least=1, at_most=2**20)
     threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 
 
 @jax.tree_util.register_dataclass

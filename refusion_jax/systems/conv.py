@@ -20,8 +20,8 @@ Axes: B rows, C text length, N tokens to decode, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,10 @@ class ConvSettings(shared.Settings):
     )
     conv_scale: float = setting(1.0, "c: how fast confidence saturates with known tokens nearby", above=0, at_most=1e4)
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 
 @jax.tree_util.register_dataclass

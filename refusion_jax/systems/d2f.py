@@ -28,8 +28,8 @@ Axes: B rows, T row length, C text length, N tokens to decode, K block length, W
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +145,11 @@ class PipelineSettings(shared.Settings):
                              at_most=1)  # fmt: skip
     force_at: float = setting(0.95, "A block commits a token every forward where this share of the one before it is "
                               "committed", at_least=0, at_most=1)  # fmt: skip
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        own = {"block_length": trained["block_length"]}
+        return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 
     @property
     def unit(self) -> int:

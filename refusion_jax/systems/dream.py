@@ -24,8 +24,8 @@ Axes: B rows, T row length, N tokens to decode, S steps, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,10 @@ class DreamSettings(Settings):
         scope="compiled",
         choices=("entropy", "margin", "maskgit"),
     )
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 
 @jax.tree_util.register_dataclass

@@ -27,8 +27,8 @@ Axes: B rows, C text length, N tokens to decode, K block length, F tokens fed on
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,10 @@ class FastSettings(shared.Settings):
     threshold: float = setting(0.9, "Tokens at least so probable are committed at once", at_least=0, at_most=1)
     factor: float = setting(1.0, "The n-th token is committed with p >= 1 - factor / (n + 1)", above=0, at_most=1e4)
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 
 
 @jax.tree_util.register_dataclass

@@ -30,8 +30,8 @@ Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,11 @@ class StrideSettings(shared.Settings):
         4, "Tokens that a forward yields at most: N - 1 drafts are checked, and N - 1 made", scope="compiled",
         at_least=2, at_most=65,
     )  # fmt: skip
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        most = trained["block_size"] + 1
+        return [{"stride": stride} for stride in range(2, most + 1)]
 
 
 @jax.tree_util.register_dataclass

@@ -22,7 +22,7 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.systems.likelihood import Feed, Text
 
-__all__ = ["Decoder", "Objective", "System", "train_flops_per_row"]
+__all__ = ["Claim", "Decoder", "Objective", "System", "train_flops_per_row"]
 
 
 class Objective(Protocol):
@@ -43,6 +43,15 @@ class Objective(Protocol):
     def input_length(self, row_length: int) -> int:
         """Tokens of a row as the model sees it, for rows of T tokens."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a paper says of its system beside another one, trained alike: `bench headline` prints whether it holds."""
+
+    rival: str  # name of the other system, measured by its own decoder
+    accuracy: float  # at least so many times the rival's
+    speed: float  # tokens a second, one prompt at a time, at least so many times the rival's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +76,10 @@ class System:
     needs_prompt: bool = False  # the first token of a text is read from the one before it, which must be there
     is_bound: bool = False  # the feed is drawn at random, and the mean over draws bounds log p from below
     shifted: bool = False  # whether its models read a masked token from the logits at the token before it
+    claims: tuple[Claim, ...] = ()
+    studies: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
+        default_factory=dict
+    )  # by title: decode settings to compare beyond the dials (`Settings.dial`, whose arguments they take)
     is_default: bool = False  # what is trained unless the config says otherwise; one system alone
 
 

@@ -18,8 +18,8 @@ Axes: B rows, T row length, C text length, N tokens to decode, K block length, V
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,10 @@ class DiffusionSettings(shared.Settings):
         blocks = -(-self.max_new_tokens // (self.block_length or self.max_new_tokens or 1))
         if self.steps and blocks and self.steps % blocks:
             self.refuse("steps", f"must be a multiple of the {blocks} blocks of block_length={self.block_length}")
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 
 @jax.tree_util.register_dataclass

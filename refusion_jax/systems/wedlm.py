@@ -30,8 +30,8 @@ Axes: B rows, T row length, C cache entries, N new tokens, W window, F = 2 W fed
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,10 @@ class WindowSettings(shared.Settings):
     distance_penalty: float = setting(
         0.02, "Added to a mask's entropy for every place behind the first one", at_least=0, at_most=1e4
     )
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"entropy_threshold": threshold} for threshold in (0.2, 0.4, 0.8, 1.6)]
 
 
 @jax.tree_util.register_dataclass

@@ -6,6 +6,7 @@ from refusion_jax.systems.refusion.likelihood import slot_feed
 from refusion_jax.systems.refusion.objective import KEYS, SlotDiffusion, check
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.sequential import Sequential
+from refusion_jax.systems.refusion.studies import CLAIMS, STUDIES
 
 SYSTEM = System(
     name="refusion",
@@ -16,5 +17,7 @@ SYSTEM = System(
     keys=KEYS,
     check=check,
     feed=slot_feed,
+    claims=CLAIMS,
+    studies=STUDIES,
     is_default=True,
 )

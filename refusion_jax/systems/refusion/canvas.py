@@ -4,7 +4,8 @@ Axes: R requests, B rows, N slots a row.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,6 +58,14 @@ class SlotSettings(shared.Settings):
         True, "Draft a slot's likely rest in the forward that checks it: the same text, sooner"
     )
 
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        own = {"slot_size": min(trained["sizes"]), "overlap_infilling": False}
+        exact = [{"infill": "exact", "infill_blend": 0.5, "slot_threshold": sure} for sure in (0.9, 0.6, 0.3, 0.1)]
+        theirs = [{"slot_threshold": sure, "token_threshold": sure} for sure in (0.9, 0.6, 0.3)]
+        overlap = [{"overlap_planning": False}, {"overlap_planning": True}]  # which is faster depends on the device
+        return [own | planning | dial for planning in overlap for dial in exact + theirs]
+
     def check(self) -> None:
         if self.new_tokens % self.multiple:
             self.refuse(
@@ -77,6 +86,10 @@ class SlotSettings(shared.Settings):
 @dataclasses.dataclass(frozen=True)
 class SequentialSettings(SlotSettings):
     """The same settings for one token a forward, which knows no blocks: their number need not divide the answer."""
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"slot_size": min(trained["sizes"])}]
 
     @property
     def multiple(self) -> int:

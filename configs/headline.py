@@ -1,0 +1,48 @@
+"""The runs of `bench headline`: every system on the same rows, with the same transformer and optimizer.
+
+--config=configs/headline.py:tiny     a smoke test, in a minute on two CPU cores
+--config=configs/headline.py:small    a model of a million parameters, in some minutes
+--config=configs/headline.py:gpu      one of 54 M parameters, for a GPU
+
+`--config.objective` names the system. Difficulty and length are such that the left-to-right model of `small` stands
+between 70 and 95 %: where everybody is right, nobody is better.
+"""
+
+from refusion_jax.config import default_config
+
+TOPOLOGIES = {"gpu": ["v5e:2x4"]}  # compiled by tests/test_tpu.py
+
+# hidden size, layers, heads, head size, mlp size; steps, rows a step, tokens a row; problems, difficulty; rate
+SIZES = {
+    "tiny": ((64, 2, 2, 32, 192), (600, 32, 64), (24_000, 1), 4e-3),
+    "small": ((128, 3, 4, 32, 384), (1600, 32, 128), (160_000, 1), 2e-3),
+    "gpu": ((640, 10, 10, 64, 1920), (2000, 128, 256), (400_000, 3), 1e-3),
+}
+
+
+def get_config(size="small"):
+    if size not in SIZES:
+        raise ValueError(f"unknown variant {size!r}; known: {', '.join(SIZES)}")
+    (hidden, layers, heads, head, mlp), (steps, rows, length), (problems, difficulty), rate = SIZES[size]
+    c = default_config()
+    c.steps, c.batch_size, c.row_length, c.learning_rate = steps, rows, length, rate
+    c.final_lr_ratio = 0.05
+    c.warmup_steps = min(100, steps // 10)
+    c.beta2 = 0.98
+    c.log_every = max(1, steps // 40)
+    c.data.path, c.data.examples, c.data.difficulty = "families", problems, difficulty
+    c.eval.path, c.eval.rows, c.eval.every = "families:held_out", 0, max(1, steps // 8)
+    c.checkpoint.every, c.checkpoint.keep = max(1, steps // 4), 8
+    c.mesh.data, c.mesh.fsdp = -1, 1  # the weights are small: every device holds them all
+    c.model.hidden_size, c.model.num_hidden_layers, c.model.intermediate_size = hidden, layers, mlp
+    c.model.num_attention_heads = c.model.num_key_value_heads = heads
+    c.model.head_dim = head
+    c.model.vocab_size = 512
+    c.model.rope_theta = 1000.0
+    c.model.tie_word_embeddings = True
+    c.remat = "outputs" if size == "gpu" else "full"  # on a CPU, computing again is faster than storing
+    c.dtype = "bfloat16" if size == "gpu" else "float32"
+    # Pieces and blocks no longer than the answers, which have 20 to 40 tokens.
+    c.slots.sizes = (4, 8)
+    c.block_diffusion.block_size = c.wedlm.block_size = c.d2f.block_length = 16
+    return c

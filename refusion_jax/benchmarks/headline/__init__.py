@@ -1,0 +1,107 @@
+"""Every system on the same rows, tokens, transformer and optimizer: how often right, and how fast, over its own dial.
+
+  python -m refusion_jax.bench headline --budget=tiny --output=runs/headline
+  python -m refusion_jax.bench headline --budget=small --output=runs/small --systems=refusion,ar,llada
+  python -m refusion_jax.bench headline --budget=tiny --output=runs/headline --page=BENCHMARKS.md
+
+Trains each system (configs/headline.py:BUDGET; at `small` with three seeds, behind short runs that choose its learning
+rate), decodes held-out problems of twelve families at every setting of every decoder's dial (`Settings.dial` in the
+system's own room), one at a time and sixteen at a time, and writes to DIR:
+
+  results.json   the figures, with machine, versions, commit and the command of every run
+  report.md      table, conclusions, and which of the papers' claims hold; --page puts it into a file as well
+  plots/*.svg    accuracy against tokens a forward and tokens a second, accuracy by family, loss against tokens; for
+                 these pip install -e '.[plots]'
+
+Started again with the same flags it goes on where it was. `tiny` is a smoke test of 15 minutes on two CPU cores, from
+which nothing follows; `small` takes hours there; `gpu` trains 50 M parameters on a GPU. --studies adds what the systems
+themselves want to be compared, at every checkpoint, and accuracy over training.
+"""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from refusion_jax.benchmarks.headline import plots, report
+from refusion_jax.benchmarks.headline.comparison import Comparison
+from refusion_jax.benchmarks.headline.pieces import Pieces
+from refusion_jax.benchmarks.headline.plan import BUDGETS
+from refusion_jax.config import check
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import write_file
+from refusion_jax.systems.registry import find_system, trainable
+
+_PROBLEMS = "families"  # the source of data whose difficulty is a dial
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    flags.DEFINE_string("budget", "tiny", f"How much is spent: {' | '.join(BUDGETS)}", flag_values=own)
+    flags.DEFINE_string("output", None, "Directory of the comparison: made, or gone on with", flag_values=own)
+    flags.DEFINE_list("systems", [], "Which systems, with commas between; all by default", flag_values=own)
+    flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
+    flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
+    flags.DEFINE_string("page", None, "A file to put the report into, such as BENCHMARKS.md", flag_values=own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Runs what is left of the comparison, and writes results, report and plots."""
+    if own.budget not in BUDGETS:
+        raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
+    if not own.output:
+        raise UserError("--output=: name a directory for the comparison")
+    for name in own.systems:
+        find_system(name)
+    file = own.config or f"configs/headline.py:{own.budget}"
+    config = read_config(file)
+    for flag, path, is_directory in (("output", own.output, True), ("page", own.page, False)):
+        if path:
+            cli.check_output(flag, Path(path), is_directory)
+    directory = Path(own.output)
+    given = [own[name].serialize() for name in own if own[name].present and name != "page"]
+    command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
+    size = dataclasses.asdict(BUDGETS[own.budget]) | {"name": own.budget}
+    call = {"budget": size, "config": file, "keys": config.to_dict()}
+    pieces = Pieces(directory, json.loads(json.dumps(call)))
+    try:
+        systems = own.systems or trainable()
+        results = Comparison(directory, own.budget, config, file, systems, own.studies, command, pieces).run()
+    finally:
+        pieces.close()
+    page = report.report(results)
+    write_file(directory / "report.md", page)
+    if own.page:
+        report.put_into(Path(own.page), page)
+    print(page)
+    print(plots.draw(results, directory / "plots"))
+
+
+def read_config(file: str) -> ml_collections.ConfigDict:
+    """The config of every run.
+
+    Args:
+      file: with its variant behind a colon.
+
+    Raises:
+      UserError: where there is none, or it is none that can be trained with and decoded here.
+    """
+    holder, argv = flags.FlagValues(), [f"--config={file}"]
+    if fault := cli.config_fault(argv, ()):
+        raise fault
+    config_flags.DEFINE_config_file("config", None, flag_values=holder)
+    try:
+        holder(["bench headline", *argv])
+    except Exception as error:  # a config file is the user's own program, and may raise anything
+        raise UserError(f"--config={file}: {type(error).__name__}: {error}") from error
+    check(holder.config)
+    if holder.config.data.path != _PROBLEMS:
+        raise UserError(
+            f"--config={file}: data.path={holder.config.data.path} has no answers to check; {_PROBLEMS} has"
+        )
+    return holder.config

@@ -1,0 +1,91 @@
+"""How often a trained model is right, and how fast, at one point of a dial."""
+
+import collections
+import statistics
+import time
+from typing import Any
+
+from refusion_jax.benchmarks.headline.plan import BATCH_SIZES, Budget, Point
+from refusion_jax.data.problems import Mixture, Problem
+from refusion_jax.data.tokenizer import Tokenizer
+from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.api import decoder_for, stream
+
+
+def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> None:
+    """Refuses problems whose answers are longer than what is decoded.
+
+    Raises:
+      UserError: with the length of the longest.
+    """
+    longest = 1 + max(map(len, tokenizer.encode([problem.response for problem in problems])))
+    if longest > budget.new_tokens:
+        raise UserError(
+            f"--config: answers have up to {longest} tokens, and this budget decodes {budget.new_tokens}: "
+            f"lower data.difficulty"
+        )
+
+
+def score(
+    model: Transformer, tokenizer: Tokenizer, mixture: Mixture, problems: list[Problem], point: Point, budget: Budget
+) -> tuple[dict[str, Any], list[str], float]:
+    """How often the answers are right, decoding many at a time.
+
+    A token counts if it is in the answer, its EOS included; what is decoded behind that serves nobody.
+
+    Returns:
+      ({"accuracy", "families": {name: accuracy}, "tokens", "forwards", "tokens_per_forward"}, texts, seconds).
+    """
+    answers, seconds = _decode(model, tokenizer, problems, point, budget, BATCH_SIZES[-1])
+    texts, right = [tokenizer.decode(answer.tokens) for answer in answers], collections.defaultdict(list)
+    for problem, text in zip(problems, texts, strict=True):
+        right[problem.family].append(mixture.is_correct(problem, text))
+    tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
+    record = {
+        "accuracy": sum(map(sum, right.values())) / len(problems),
+        "families": {name: sum(right[name]) / len(right[name]) for name in sorted(right)},
+        "tokens": tokens,
+        "forwards": forwards,
+        "tokens_per_forward": tokens / forwards,
+    }
+    return record, texts, seconds
+
+
+def measure(
+    model: Transformer, tokenizer: Tokenizer, mixture: Mixture, problems: list[Problem], point: Point, budget: Budget
+) -> dict[str, Any]:
+    """The score, and tokens a second one at a time and many at a time; compilation is not counted.
+
+    Returns:
+      The record of `score`, and {"tokens_per_second": {batch size: ...}, "same_text": the share of answers that are the
+      same at both batch sizes}.
+    """
+    record, texts, seconds = score(model, tokenizer, mixture, problems, point, budget)
+    one, many = map(str, BATCH_SIZES)
+    alone, seconds_alone = _decode(model, tokenizer, problems[: budget.timed], point, budget, BATCH_SIZES[0])
+    same = [tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]
+    speed = {one: sum(len(answer.tokens) for answer in alone) / seconds_alone, many: record["tokens"] / seconds}
+    return record | {"tokens_per_second": speed, "same_text": sum(same) / len(same)}
+
+
+def _decode(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    problems: list[Problem],
+    point: Point,
+    budget: Budget,
+    batch_size: int,
+) -> tuple[list[Answer], float]:
+    """The answers in order, and the median of the seconds that they took, behind a first batch that compiles."""
+    prompts = tokenizer.encode_prompts([problem.query for problem in problems])
+    requests = prepare(prompts, point.settings(budget.new_tokens, batch_size), model.config)
+    decoder = decoder_for(requests, model.config)
+    took = []
+    for some in (requests[:batch_size], *[requests] * budget.repeats):
+        began = time.perf_counter()
+        answers = dict(stream(model, some, decoder))
+        took.append(time.perf_counter() - began)
+    return [answers[i] for i in range(len(requests))], statistics.median(took[1:])

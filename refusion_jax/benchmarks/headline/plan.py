@@ -1,0 +1,127 @@
+"""What a comparison consists of: its budget, its training runs, and the points that are measured of each.
+
+A point is a decoder with settings. All of it is known before anything is trained.
+"""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from refusion_jax.data.families import mixture
+from refusion_jax.data.problems import Problem
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.systems.api import DecodeSettings
+from refusion_jax.systems.registry import decoders_for, find_decoder, systems
+
+BATCH_SIZES = (1, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How much is spent, beyond what the config says of each run."""
+
+    seeds: int
+    problems: int  # held-out problems that are decoded 16 at a time, and scored
+    timed: int  # of these, so many are decoded one at a time
+    new_tokens: int  # of an answer, at most
+    repeats: int  # of every timing; the median counts
+    rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; none: the config's is taken
+    sweep: int = 4  # a run to try a learning rate has the steps of a run over this
+
+
+BUDGETS = {
+    "tiny": Budget(seeds=1, problems=96, timed=48, new_tokens=32, repeats=3),
+    "small": Budget(seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0)),
+    "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run: its directory and the flags that make it."""
+
+    system: str
+    seed: int
+    name: str  # of its directory
+    changes: Mapping[str, Any]  # config keys and their values
+    config: str  # file and variant
+
+    def flags(self, directory: Path) -> list[str]:
+        """Of `train`."""
+        changes = {"objective": self.system, "seed": self.seed} | dict(self.changes)
+        return [
+            f"--config={self.config}",
+            f"--workdir={directory / 'runs' / self.name}",
+            *(f"--config.{name}={value}" for name, value in changes.items()),
+        ]
+
+    def command(self, directory: Path) -> str:
+        """As one types it."""
+        return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
+
+
+def trial_runs(system: str, budget: Budget, config: ml_collections.ConfigDict, file: str) -> list[Run]:
+    """Short runs, one for each learning rate that is tried; they end as a whole run does, with a low rate."""
+    steps = max(1, config.steps // budget.sweep)
+    shorter = {"steps": steps, "warmup_steps": min(config.warmup_steps, max(1, steps // 4)), "eval.every": steps}
+    rates = [multiple * config.learning_rate for multiple in budget.rates]
+    return [Run(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, file) for rate in rates]
+
+
+def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
+    """The run that is measured."""
+    return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A decoder with settings."""
+
+    decoder: str
+    changes: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Its settings in one line, as `bench decode --way` takes them."""
+        return " ".join(
+            f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.changes.items()
+        )
+
+    def settings(self, new_tokens: int, batch_size: int) -> Settings:
+        """Of the decoder."""
+        return DecodeSettings(self.decoder, max_new_tokens=new_tokens, batch_size=batch_size, **self.changes)
+
+
+def dial(system: str, budget: Budget, config: ml_collections.ConfigDict) -> list[Point]:
+    """The dials of all decoders that serve a system's models."""
+    return [
+        Point(decoder, changes)
+        for decoder in decoders_for(system)
+        for changes in find_decoder(decoder).settings.dial(budget.new_tokens, _trained(system, config))
+    ]
+
+
+def studies(system: str, budget: Budget, config: ml_collections.ConfigDict) -> dict[str, list[Point]]:
+    """What the system itself wants to be studied, by title; and its default decoder where its dial begins."""
+    own, trained = systems()[system], _trained(system, config)
+    found = {
+        title: [Point(next(iter(own.decoders)), changes) for changes in study(budget.new_tokens, trained)]
+        for title, study in own.studies.items()
+    }
+    return {"over training": dial(system, budget, config)[:1]} | found
+
+
+def held_out(config: ml_collections.ConfigDict, budget: Budget) -> list[Problem]:
+    """The problems that are decoded; the same for every run."""
+    return list(mixture(config.data.difficulty).problems("test", budget.problems, seed=0))
+
+
+def _trained(system: str, config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """The system's own config keys."""
+    section = systems()[system].section
+    return config[section].to_dict() if section else {}

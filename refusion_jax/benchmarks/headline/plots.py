@@ -1,0 +1,87 @@
+"""Plots of a comparison: one line a decoder, the seeds as a band."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from refusion_jax.benchmarks.headline.curves import Curve, curves
+from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
+
+
+def draw(results: dict[str, Any], directory: Path) -> str:
+    """Writes the plots as SVG files; says in a line where they are, or what is missing for them.
+
+    Args:
+      results: of the comparison.
+      directory: for the files.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plots: they need matplotlib (pip install -e '.[plots]', then the same command again)"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "headline"  # the same figures are the same files
+    directory.mkdir(parents=True, exist_ok=True)
+    found = curves(results)
+    plots = {"tokens_per_forward": ("tokens a forward", lambda p: p.tokens_per_forward)}
+    for size in map(str, BATCH_SIZES):
+        plots[f"tokens_per_second_{size}"] = (f"tokens a second, {size} at a time", lambda p, s=size: p.speed[s])
+    for name, (label, figure) in plots.items():
+        fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+        for curve in found:
+            _plot_curve(axes, curve, figure)
+        axes.set(xlabel=label, ylabel="right", xscale="log")
+        axes.legend(fontsize="small")
+        _save(fig, directory / f"accuracy_by_{name}.svg")
+    _save(_by_family(pyplot, found), directory / "accuracy_by_family.svg")
+    _save(_losses(pyplot, results), directory / "loss_by_tokens.svg")
+    return f"the plots are in {directory}"
+
+
+def _plot_curve(axes, curve: Curve, figure) -> None:
+    """Points in the order of x; the band is from the least to the most accurate seed."""
+    points = sorted(curve.points, key=lambda point: figure(point).mean)
+    x = [figure(point).mean for point in points]
+    (line,) = axes.plot(x, [point.accuracy.mean for point in points], marker="o", markersize=3, label=curve.name)
+    least, most = ([getattr(point.accuracy, end) for point in points] for end in ("least", "most"))
+    axes.fill_between(x, least, most, color=line.get_color(), alpha=0.15)
+
+
+def _by_family(pyplot, found: list[Curve]):
+    """Each decoder's accuracy of each family at its fastest within reach of its best, as colours."""
+    names = list(found[0].points[0].families)
+    cells = [[curve.fastest(str(BATCH_SIZES[0])).families[name].mean for name in names] for curve in found]
+    fig, axes = pyplot.subplots(figsize=(9, 1.5 + 0.35 * len(found)), layout="constrained")
+    image = axes.imshow(cells, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set_yticks(range(len(found)), [curve.name for curve in found])
+    fig.colorbar(image, label="right")
+    return fig
+
+
+def _losses(pyplot, results: dict[str, Any]):
+    """Held-out loss over tokens; bounds and exact losses are not the same thing, so only shapes compare."""
+    fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    colors = {}
+    for run in results["runs"]:
+        records = [record for record in run["losses"] if "eval_loss" in record]
+        is_new = run["system"] not in colors
+        (line,) = axes.plot(
+            [record["tokens"] for record in records],
+            [record["eval_loss"] for record in records],
+            color=colors.get(run["system"]),
+            label=run["system"] if is_new else None,
+        )
+        colors[run["system"]] = line.get_color()
+    axes.set(xlabel="tokens trained on", ylabel="held-out loss (each system's own)", yscale="log")
+    axes.legend(fontsize="small")
+    return fig
+
+
+def _save(fig, path: Path) -> None:
+    from matplotlib import pyplot
+
+    fig.savefig(path, metadata={"Date": None})
+    pyplot.close(fig)

@@ -1,0 +1,229 @@
+"""A comparison as Markdown: the table, conclusions computed from the figures, and which of the papers' claims hold."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, curves
+from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
+from refusion_jax.runtime.storage import write_file
+from refusion_jax.systems.interface import Claim
+from refusion_jax.systems.registry import systems
+
+_ONE, _MANY = map(str, BATCH_SIZES)
+_CEILING = 0.99  # above it two accuracies are not told apart
+_BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost -->", "<!-- end of headline {} -->"
+
+
+def report(results: dict[str, Any]) -> str:
+    """The whole page."""
+    found = sorted(curves(results), key=lambda curve: -curve.best)
+    parts = [
+        f"## The headline, budget `{results['budget']}`",
+        _conditions(results),
+        f"```bash\n{results['command']}\n```",
+        _table(found, results),
+        "### What follows",
+        _conclusions(found, results),
+        "### What the papers claim",
+        _claims(found),
+        "### By family",
+        _families(found),
+        *_sweep(results),
+        *_studies(results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def put_into(path: Path, page: str) -> None:
+    """Puts the report into a Markdown file: instead of the one of the same budget, or behind all that is there."""
+    budget = page.split("`")[1]
+    begin, end = _BEGIN.format(budget), _END.format(budget)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    section = f"{begin}\n{page}{end}"
+    if begin in text and end in text:
+        before, _, rest = text.partition(begin)
+        text = before + section + rest.partition(end)[2]
+    else:
+        text = f"{text.rstrip()}\n\n{section}\n".lstrip()
+    write_file(path, text)
+
+
+def _conditions(results: dict[str, Any]) -> str:
+    c, m, first = results["config"], results["machine"], results["runs"][0]
+    lines = [
+        f"Every system is trained on {first['tokens']:,} tokens in {c['steps']:,} steps of {c['batch_size']} rows of "
+        f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
+        f"{c['model']['num_hidden_layers']} layers, {results['seeds']} "
+        f"seed{'s' * (results['seeds'] > 1)}; then decodes {results['problems']} held-out problems of difficulty "
+        f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every setting of its dials.",
+        f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time; "
+        f"the mean of the seeds, and in brackets the least and the most. Only tokens of the answer count.",
+        f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
+        f"{m['load']:.1f} at the end), jax {results['versions']['jax']}, at commit "
+        f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
+    ]
+    if results["budget"] == "tiny":
+        lines.append(
+            "**This budget is a smoke test: runs too short to have learnt the problems. It shows that the comparison "
+            "runs, and nothing about the systems.**"
+        )
+    return "\n\n".join(lines)
+
+
+def _table(found: list[Curve], results: dict[str, Any]) -> str:
+    rates = {run["system"]: run["learning_rate"] for run in results["runs"]}
+    seconds = {run["system"]: run["seconds"] for run in results["runs"]}
+    rows = [
+        "| system | right | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | training, s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for curve in found:
+        point = curve.fastest(_ONE)
+        rows.append(
+            f"| {curve.name} | {_percent(point.accuracy)} | {_number(point.tokens_per_forward, 2)} | "
+            f"{_number(point.speed[_ONE])} | {_number(point.speed[_MANY])} | {point.settings or 'its own'} | "
+            f"{rates[curve.system]:g} | {seconds[curve.system]:.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def _percent(figure: Figure) -> str:
+    spread = f" ({figure.least:.1%} to {figure.most:.1%})" if len(figure.values) > 1 else ""
+    return f"{figure.mean:.1%}{spread}"
+
+
+def _number(figure: Figure, digits: int = 0) -> str:
+    spread = f" ({figure.least:,.{digits}f} to {figure.most:,.{digits}f})" if len(figure.values) > 1 else ""
+    return f"{figure.mean:,.{digits}f}{spread}"
+
+
+def _conclusions(found: list[Curve], results: dict[str, Any]) -> str:
+    """Who is most often right and who is fastest; and of every system with claims, who beats it in both."""
+    lines = [f"* Most often right: {found[0].name}, {found[0].best:.1%}."]
+    for size in (_ONE, _MANY):
+        order = sorted(found, key=lambda curve: -curve.fastest(size).speed[size].mean)
+        point = order[0].fastest(size)
+        lines.append(
+            f"* Fastest with {size} prompt{'s' * (size != _ONE)} at a time, each within {WITHIN:.0%} of its own best: "
+            f"{order[0].name}, {point.speed[size].mean:,.0f} tokens/s at {point.accuracy.mean:.1%}."
+        )
+    claimants = [curve for curve in found if systems()[curve.system].claims and curve.decoder == _first(curve.system)]
+    for own in claimants:
+        for size in (_ONE, _MANY):
+            lines.append(f"* {own.name}, {size} at a time: {_against(own, found, size)}")
+    agreeing = [record["same_text"] for record in results["points"]]
+    lines.append(
+        f"* The answers were the same one prompt at a time and {_MANY} at a time in "
+        f"{sum(agreeing) / len(agreeing):.1%} of all cases."
+    )
+    return "\n".join(lines)
+
+
+def _against(own: Curve, found: list[Curve], size: str) -> str:
+    """Which decoders are both as often right and faster, and which are neither."""
+    here = own.fastest(size)
+    better, worse = [], []
+    for curve in found:
+        if curve is own:
+            continue
+        there = curve.fastest(size)
+        faster = there.speed[size].mean / here.speed[size].mean
+        told = f"{curve.name} ({there.accuracy.mean:.1%}, {faster:.2f}x the tokens/s)"
+        if there.accuracy.mean >= here.accuracy.mean and faster >= 1:
+            better.append(told)
+        elif there.accuracy.mean <= here.accuracy.mean and faster <= 1:
+            worse.append(told)
+    return (
+        f"at least as often right and as fast are {', '.join(better) or 'none'}; neither more often right nor faster "
+        f"are {', '.join(worse) or 'none'}."
+    )
+
+
+def _first(system: str) -> str:
+    return next(iter(systems()[system].decoders))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A claim beside what was measured, one prompt at a time."""
+
+    accuracy: float  # as multiples of the rival's
+    speed: float
+    holds: bool
+    at_ceiling: bool
+
+
+def verdict(claim: Claim, own: Curve, rival: Curve) -> Verdict:
+    """Whether a claim holds, each decoder at its fastest within WITHIN of its best accuracy.
+
+    An accuracy that both have at the ceiling cannot be a multiple of the other, and is counted as held.
+    """
+    here, there = own.fastest(_ONE), rival.fastest(_ONE)
+    accuracy = here.accuracy.mean / there.accuracy.mean if there.accuracy.mean else math.inf * here.accuracy.mean
+    speed = here.speed[_ONE].mean / there.speed[_ONE].mean
+    ceiling = min(here.accuracy.mean, there.accuracy.mean) >= _CEILING
+    return Verdict(accuracy, speed, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
+
+
+def _claims(found: list[Curve]) -> str:
+    rows = [
+        "| system | beside | accuracy, claimed | measured | tokens/s at 1, claimed | measured | holds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    by_name = {(curve.system, curve.decoder): curve for curve in found}
+    for name, system in systems().items():
+        for claim in system.claims:
+            own, rival = (by_name.get((s, _first(s))) for s in (name, claim.rival))
+            if own and rival:
+                v = verdict(claim, own, rival)
+                rows.append(
+                    f"| {name} | {claim.rival} | {claim.accuracy:.2f}x | {v.accuracy:.2f}x"
+                    f"{' (ceiling)' * v.at_ceiling} | {claim.speed:.2f}x | {v.speed:.2f}x | "
+                    f"{'yes' if v.holds else 'no'} |"
+                )
+    return "\n".join(rows) if len(rows) > 2 else "None of the systems here has claims about another one of them."
+
+
+def _families(found: list[Curve]) -> str:
+    names = list(found[0].points[0].families)
+    rows = [f"| system | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    for curve in found:
+        families = curve.fastest(_ONE).families
+        rows.append(f"| {curve.name} | {' | '.join(f'{families[name].mean:.0%}' for name in names)} |")
+    return "\n".join(rows)
+
+
+def _sweep(results: dict[str, Any]) -> list[str]:
+    """The learning rates that were tried."""
+    if not results["sweep"]:
+        return []
+    rows = ["| system | learning rate | held-out loss |", "| --- | --- | --- |"]
+    for trial in results["sweep"]:
+        loss = trial["losses"][-1].get("eval_loss", float("nan"))
+        rows.append(f"| {trial['system']} | {trial['learning_rate']:g} | {loss:.4f} |")
+    why = "Short runs, one a rate; the least held-out loss decides. Losses of different systems do not compare."
+    return ["### Learning rates", why, "\n".join(rows)]
+
+
+def _studies(results: dict[str, Any]) -> list[str]:
+    """What the systems want to be compared, by step of training."""
+    parts = []
+    for title in dict.fromkeys(record["study"] for record in results["studies"]):
+        own = [record for record in results["studies"] if record["study"] == title]
+        steps = sorted({record["step"] for record in own})
+        ways = dict.fromkeys((r["system"], r["decoder"], r["settings"]) for r in own)
+        rows = [
+            f"| system | setting | {' | '.join(f'step {step}' for step in steps)} |",
+            "| --- " * (2 + len(steps)) + "|",
+        ]
+        for way in ways:
+            cells = []
+            for step in steps:
+                here = [r for r in own if r["step"] == step and (r["system"], r["decoder"], r["settings"]) == way]
+                accuracy, rate = ([r[name] for r in here] for name in ("accuracy", "tokens_per_forward"))
+                cells.append(f"{sum(accuracy) / len(here):.1%} ({sum(rate) / len(here):.2f})" if here else "")
+            rows.append(f"| {way[0]} | {way[2] or 'its own'} | {' | '.join(cells)} |")
+        parts += [f"### Study: {title}", "Right, and in brackets tokens a forward.", "\n".join(rows)]
+    return parts

@@ -1,0 +1,58 @@
+"""results.json: the figures of a comparison, and all that one must know to take them again."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+
+from refusion_jax.benchmarks.headline.plan import Budget
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def about(budget: str, command: str, config: ml_collections.ConfigDict, size: Budget) -> dict[str, Any]:
+    """Where, by what and with what a comparison was made."""
+    return {
+        "budget": budget,
+        "command": command,
+        "machine": machine(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "config": json.loads(config.to_json()),
+        "seeds": size.seeds,
+        "problems": size.problems,
+        "timed": size.timed,
+        "new_tokens": size.new_tokens,
+        "repeats": size.repeats,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its cores, the memory and the device that JAX computes on."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "load": os.getloadavg()[0],  # other work on the machine, where it is more than its own
+    }
+
+
+def _processor() -> str:
+    """Its name, as Linux tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """As the file has it."""
+    return json.dumps(results, indent=1) + "\n"

@@ -1,0 +1,88 @@
+"""Training runs as processes of their own: `python -m refusion_jax.train`, as anyone would start it.
+
+So a run that is killed resumes, and none sees the memory or the compiled programs of another.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from refusion_jax.benchmarks.headline.plan import Run
+from refusion_jax.runtime.errors import Failure
+from refusion_jax.runtime.preemption import EXIT_CODE
+from refusion_jax.training.metrics import read_metrics
+
+_POLL_SECONDS = 0.2
+_NEWS_SECONDS = 60.0
+
+
+def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Trains a run to its end, from where it stands.
+
+    Args:
+      run: which.
+      directory: of the comparison.
+      say: prints a line; called about once a minute.
+
+    Returns:
+      {"seconds" of training, "tokens", "losses": [{"tokens", "loss", "eval_loss" where it was measured}]}.
+
+    Raises:
+      Failure: where it ends otherwise; its log tells why.
+    """
+    workdir, log = directory / "runs" / run.name, directory / "runs" / f"{run.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    code = EXIT_CODE
+    while code == EXIT_CODE:  # it was preempted, and saved: once more
+        code = _run([sys.executable, "-m", "refusion_jax.train", *run.flags(directory)], log, workdir, say)
+    if code:
+        last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise Failure(f"training {run.name} ended with exit code {code}: {last[:300]} (all of it is in {log})")
+    records = read_metrics(workdir)
+    losses = [
+        {name: record[name] for name in ("tokens", "loss", "eval_loss") if record.get(name) is not None}
+        for record in records
+    ]
+    return {"seconds": records[-1]["seconds"], "tokens": records[-1]["tokens"], "losses": losses}
+
+
+def _run(command: list[str], log: Path, workdir: Path, say: Callable[[str], None]) -> int:
+    """Its exit code; where this process is told to end, so is that one, and its run is saved."""
+    told = time.monotonic()
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        while process.poll() is None:
+            time.sleep(_POLL_SECONDS)
+            if time.monotonic() - told > _NEWS_SECONDS:
+                told = time.monotonic()
+                records = read_metrics(workdir)
+                if records:
+                    say(f"... step {records[-1]['step']}, loss {records[-1]['loss'] or float('nan'):.3f}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    return process.returncode
+
+
+def commit() -> str:
+    """The commit of this checkout, with a + behind it where files differ from it; empty where there is none."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,22 @@
+"""Problems that tell systems apart: twelve families whose difficulty is a dial.
+
+`mixture(difficulty)` has sums and products without and with their steps, operations on lists, look-ups among many keys,
+repair of brackets and of JSON, paths through a maze and Latin squares (where what is known first stands anywhere),
+short programs with their output, and gaps between fixed text. At difficulty 1 a model of a million parameters learns
+most of them; each one more makes numbers, lists, mazes and programs longer.
+"""
+
+import functools
+
+from refusion_jax.data.families import arithmetic, language, puzzles
+from refusion_jax.data.problems import Family, Mixture
+
+MOST = 5  # of the difficulties
+
+
+def mixture(difficulty: int) -> Mixture:
+    """All families at one difficulty, 1 to MOST."""
+    own = arithmetic.FAMILIES | language.FAMILIES | puzzles.FAMILIES
+    return Mixture(
+        {name: Family(functools.partial(make, level=difficulty), solve) for name, (make, solve) in own.items()}
+    )

@@ -1,0 +1,63 @@
+"""Generated problems with verifiable answers: families of them, mixed and split into train and test.
+
+Every family makes queries from a seeded generator and solves them by a function of the query alone, so that the one
+right answer of any query can be computed again, and checked exactly. Train and test are disjoint by construction: a
+hash of the query decides which split it belongs to.
+"""
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A query and its one right answer."""
+
+    family: str
+    query: str
+    response: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A kind of problem."""
+
+    make: Callable[[random.Random], str]  # draws a query
+    solve: Callable[[str], str]  # its one right answer
+    share: int = 1  # of the training mixture; the harder ones are practised more often
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Families by name."""
+
+    families: Mapping[str, Family]
+
+    def problems(self, split: str, count: int, seed: int) -> Iterator[Problem]:
+        """Yields `count` problems of a split; the same for the same seed.
+
+        Args:
+          split: "train", families by their shares, or "test", families in equal parts.
+          count: of problems.
+          seed: of the generator.
+        """
+        rng = random.Random(f"{split} {seed}")
+        names = list(self.families)
+        shares = [family.share if split == "train" else 1 for family in self.families.values()]
+        while count:
+            name = rng.choices(names, shares)[0]
+            query = self.families[name].make(rng)
+            if split_of(query) == split:
+                count -= 1
+                yield Problem(name, query, self.families[name].solve(query))
+
+    def is_correct(self, problem: Problem, answer: str) -> bool:
+        """Whether an answer is the right one, character by character."""
+        return answer == self.families[problem.family].solve(problem.query)
+
+
+def split_of(query: str) -> str:
+    """One query in ten is a test query, by its hash."""
+    return "test" if hashlib.blake2b(query.encode(), digest_size=1).digest()[0] < 26 else "train"

@@ -1,0 +1,214 @@
+"""`bench headline`: dials that every decoder takes, pieces that are kept, and a page that follows from its figures."""
+
+import json
+import signal
+import time
+
+import pytest
+from absl import flags
+from conftest import ROOT, run, start
+from test_config import load
+
+from refusion_jax import UserError
+from refusion_jax.benchmarks import headline
+from refusion_jax.benchmarks.headline import report
+from refusion_jax.benchmarks.headline.curves import curves
+from refusion_jax.benchmarks.headline.pieces import Pieces
+from refusion_jax.benchmarks.headline.plan import BUDGETS, dial, held_out, studies, trial_runs
+from refusion_jax.data import families
+from refusion_jax.systems.interface import Claim
+from refusion_jax.systems.registry import decoders_for, trainable
+
+CONFIGS = load(ROOT / "configs" / "headline.py")
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("system", trainable())
+def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
+    size, config = BUDGETS[budget], CONFIGS(budget)
+    points = dial(system, size, config)
+    assert {point.decoder for point in points} == set(decoders_for(system))
+    points += [point for own in studies(system, size, config).values() for point in own]
+    for point in points:
+        settings = point.settings(size.new_tokens, 16)
+        assert settings.new_tokens == size.new_tokens  # no decoder writes more than the others
+    labels = [(point.decoder, point.label) for point in dial(system, size, config)]
+    assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_every_family_is_asked_for_and_none_of_it_is_trained_on(budget):
+    config, problems = CONFIGS(budget), held_out(CONFIGS(budget), BUDGETS[budget])
+    mixture = families.mixture(config.data.difficulty)
+    assert {problem.family for problem in problems} == set(mixture.families)
+    assert not {p.query for p in problems} & {p.query for p in mixture.problems("train", 3000, config.seed)}
+
+
+def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
+    config = CONFIGS("small")
+    rates = [trial.changes["learning_rate"] for trial in trial_runs("ar", BUDGETS["small"], config, "c.py")]
+    assert rates == [config.learning_rate / 2, config.learning_rate, 2 * config.learning_rate]
+    assert not trial_runs("ar", BUDGETS["tiny"], CONFIGS("tiny"), "c.py")
+
+
+def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
+    pieces = Pieces(tmp_path / "all", {"budget": "tiny"})
+    pieces.add("one", {"x": 1})
+    pieces.close()
+    file = tmp_path / "all" / "pieces.jsonl"
+    file.write_text(file.read_text() + '{"piece": "two", "rec')
+    again = Pieces(tmp_path / "all", {"budget": "tiny"})
+    assert again.records == {"one": {"x": 1}}
+    again.add("two", {"x": 2})
+    with pytest.raises(UserError, match="another process is at work there"):
+        Pieces(tmp_path / "all", {"budget": "tiny"})
+    again.close()
+    last = Pieces(tmp_path / "all", {"budget": "tiny"})
+    assert last.records == {"one": {"x": 1}, "two": {"x": 2}}
+    last.close()
+    with pytest.raises(UserError, match=r"holds another comparison \(differs in budget\)"):
+        Pieces(tmp_path / "all", {"budget": "small"})
+
+
+def point(system: str, settings: str, accuracy: float, speed: float, seed: int = 0, decoder: str = "") -> dict:
+    return {
+        "system": system,
+        "decoder": decoder or system,
+        "seed": seed,
+        "settings": settings,
+        "accuracy": accuracy,
+        "tokens_per_forward": 2.0,
+        "tokens_per_second": {"1": speed, "16": 2 * speed},
+        "families": {"sum": accuracy},
+        "same_text": 1.0,
+    }
+
+
+RESULTS = {
+    "points": [
+        point("refusion", "careful", 0.80, 100.0, 0),
+        point("refusion", "careful", 0.84, 120.0, 1),
+        point("refusion", "fast", 0.81, 300.0, 0),
+        point("refusion", "fast", 0.82, 300.0, 1),
+        point("refusion", "too_fast", 0.70, 900.0, 0),
+        point("refusion", "too_fast", 0.70, 900.0, 1),
+        point("llada", "", 0.50, 10.0),
+        point("ar", "", 0.80, 400.0),
+    ]
+}
+
+
+def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
+    own, *_ = curves(RESULTS)
+    shown = own.fastest("1")
+    assert shown.settings == "fast"
+    assert (shown.accuracy.least, shown.accuracy.most) == (0.81, 0.82)
+
+
+@pytest.mark.parametrize(
+    ("claim", "holds"),
+    [
+        (Claim("llada", accuracy=1.34, speed=18.0), True),
+        (Claim("llada", accuracy=1.34, speed=31.0), False),
+        (Claim("llada", accuracy=1.7, speed=18.0), False),
+        (Claim("ar", accuracy=0.98, speed=0.7), True),
+        (Claim("ar", accuracy=0.98, speed=2.33), False),
+    ],
+)
+def test_a_claim_holds_if_both_of_its_parts_do(claim, holds):
+    by_name = {curve.name: curve for curve in curves(RESULTS)}
+    assert report.verdict(claim, by_name["refusion"], by_name[claim.rival]).holds is holds
+
+
+def test_what_both_have_at_the_ceiling_needs_no_multiple():
+    points = [point("refusion", "", 1.0, 200.0), point("llada", "", 0.995, 10.0)]
+    own, rival = curves({"points": points})
+    assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival).holds
+
+
+def test_where_nobody_is_ever_right_no_claim_holds():
+    own, rival = curves({"points": [point("refusion", "", 0.0, 200.0), point("llada", "", 0.0, 10.0)]})
+    assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival).holds
+
+
+def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
+    file = tmp_path / "PAGE.md"
+    file.write_text("# Figures\n\nby hand\n")
+    for budget, figure in (("tiny", "one"), ("small", "two"), ("tiny", "three")):
+        report.put_into(file, f"## The headline, budget `{budget}`\n\n{figure}\n")
+    text = file.read_text()
+    assert text.startswith("# Figures\n\nby hand\n")
+    assert "one" not in text
+    assert text.index("three") < text.index("two")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--budget=huge"], "--budget=huge: unknown; known: tiny, small, gpu"),
+        ([], "--output=: name a directory"),
+        (["--output={dir}", "--systems=gan"], "objective=gan: unknown; known: "),
+        (["--output={dir}", "--config=none.py"], "--config=none.py: no such file"),
+        (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
+        (["--output={dir}", "--config=configs/headline.py:vast"], "unknown variant 'vast'"),
+    ],
+)
+def test_bad_input_is_named_and_changes_nothing(given, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    own = flags.FlagValues()
+    headline.define_flags(own)
+    own(["bench headline", *(flag.format(dir=tmp_path / "there") for flag in given)])
+    with pytest.raises(UserError, match=said):
+        headline.main(own)
+    assert not (tmp_path / "there").exists()
+
+
+FEW_STEPS = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("headline", {str(ROOT / "configs" / "headline.py")!r})
+headline = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(headline)
+
+def get_config():
+    c = headline.get_config("tiny")
+    c.steps, c.warmup_steps, c.eval.every, c.checkpoint.every, c.log_every = STEPS, 2, 4, 4, 2
+    c.batch_size, c.data.examples = 8, 600
+    c.model.hidden_size, c.model.num_hidden_layers, c.model.intermediate_size = 32, 1, 64
+    return c
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp_path):
+    """Two systems, a few steps; the accuracies of two runs with one seed are the same, too."""
+    config = tmp_path / "few.py"
+    config.write_text(FEW_STEPS.replace("STEPS", "40"))
+
+    def asked(name):
+        return ["headline", f"--output={tmp_path / name}", f"--config={config}", "--systems=ar,card", "--studies"]
+
+    out, _ = run("bench", *asked("straight"), f"--page={tmp_path / 'PAGE.md'}")
+    assert "The headline, budget `tiny`" in out
+    assert (tmp_path / "PAGE.md").read_text().count("## The headline") == 1
+    assert (tmp_path / "straight" / "report.md").exists()
+
+    process, kept = start("bench", *asked("killed")), tmp_path / "killed" / "pieces.jsonl"
+    while not (kept.exists() and kept.read_text().count("\n") >= 1):  # one system is trained
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    before = kept.read_text()
+    run("bench", *asked("killed"))
+    assert kept.read_text().startswith(before)
+
+    def outcome(name):
+        results = json.loads((tmp_path / name / "results.json").read_text())
+        return [
+            {key: piece[key] for key in ("system", "settings", "accuracy", "families", "forwards", "tokens")}
+            for piece in results["points"] + results["studies"]
+        ]
+
+    assert outcome("straight") == outcome("killed")
+    keys = [json.loads(line)["piece"] for line in kept.read_text().splitlines()]
+    assert len(set(keys)) == len(keys)
