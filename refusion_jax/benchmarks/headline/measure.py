@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES, Budget, Point
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Mixture, Problem
-from refusion_jax.data.tokenizer import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model.transformer import Transformer
