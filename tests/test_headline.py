@@ -141,6 +141,7 @@ def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
     assert text.index("three") < text.index("two")
 
 
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # how ml_collections reads a config file
 @pytest.mark.parametrize(
     ("given", "said"),
     [
