@@ -165,7 +165,7 @@ def documents(
     return prompts, responses
 
 
-def bytes_of(responses: Sequence[np.ndarray], tokenizer: Tokenizer | FastTokenizer) -> int:
+def bytes_of(responses: Sequence[np.ndarray], tokenizer: Tokenizer) -> int:
     """Bytes of the text of all responses, in UTF-8."""
     return sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
 
