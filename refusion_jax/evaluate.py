@@ -32,6 +32,7 @@ from etils import epath
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.evaluation import needs_harness
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli
@@ -130,10 +131,8 @@ def _mesh() -> jax.sharding.Mesh:
 
 def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     """Runs the tasks that the flags name."""
-    try:
-        from refusion_jax.evaluation import benchmark, harness, journal
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'refusion-jax[evaluate]'") from error
+    with needs_harness():
+        from refusion_jax.evaluation import benchmark, harness, hosts
     include, data = (value and Path(value) for value in (_INCLUDE.value, _TASK_DATA.value))
     for name, path in (("include_path", include), ("task_data", data)):
         if path and not path.is_dir():
@@ -155,13 +154,15 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     check_settings(method, asked)
     DecodeSettings(method, **asked)
     tasks = benchmark.load_tasks(plan)
+    model = load_model(checkpoint, _DTYPE.value, _mesh())
     lm = harness.EvaluatedModel(
-        load_model(checkpoint, _DTYPE.value, _mesh()),
+        model,
         tokenizer,
-        journal.Journal(output / "journal", jax.process_index()),
         name=str(checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[1]),
         method=method,
         flags=asked,
+        fingerprint=harness.fingerprint(model),
+        journal=hosts.open_journal(output / "journal"),
         chat=has_template if _CHAT.value is None else _CHAT.value,
         thinking=_THINKING.value,
         scoring=_scoring(),

@@ -41,6 +41,7 @@ from rich.progress import track
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.compiled_code import find_danger, keep_compiled
@@ -153,7 +154,8 @@ def main() -> None:
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
     if output:
         cli.check_output("output", output)
-    for stop in _STOP.value:
+    stops = Stops(tuple(_STOP.value))
+    for stop in stops.texts:
         check_characters(stop, "--stop")
     given = cli.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
@@ -179,7 +181,8 @@ def main() -> None:
         journal = None
         target = Path(os.path.realpath(output)) if output and not is_remote(output) else None
         if target and (target.is_file() or not target.exists()):  # to etils a device is a file, too
-            journal = Journal(target.with_name(f"{target.name}.partial"), describe_call(ids, requests), len(requests))
+            partial = target.with_name(f"{target.name}.partial")
+            journal = Journal(partial, describe_call(ids, requests), range(len(requests)))
             stack.callback(journal.close)
             add, records = journal.add, journal.records
         elif output and is_remote(output):
@@ -203,7 +206,7 @@ def main() -> None:
                 disable=_INPUT.value is None or not sys.stderr.isatty(),
             )
             for at, answer in answers:
-                add(todo[at], to_record(ids[todo[at]], answer, tokenizer, _STOP.value))
+                add(todo[at], to_record(ids[todo[at]], answer, tokenizer, stops))
 
         # 4. The finished file, in the order of the prompts.
         if journal or (output and is_remote(output)):

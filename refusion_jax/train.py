@@ -16,9 +16,10 @@ step with bad numbers is left out; several in a row take the run back to its las
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import ml_collections
@@ -31,20 +32,21 @@ from refusion_jax.config.model import model_config
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import epochs, global_batches
+from refusion_jax.evaluation import needs_harness
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.compiled_code import keep_compiled
 from refusion_jax.runtime.distributed import all_agree, check_same, check_shared, together
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.owner import check_vacant, owned
-from refusion_jax.runtime.preemption import EXIT_CODE, Preemption
+from refusion_jax.runtime.preemption import EXIT_CODE, Preemption, ToldToGo
 from refusion_jax.runtime.profiling import Profile
 from refusion_jax.runtime.storage import LogDirectory
 from refusion_jax.runtime.watchdog import Watchdog
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training import events, recovery
 from refusion_jax.training.checkpoints import Checkpoints, is_complete, saved_steps
-from refusion_jax.training.heldout import HeldOut, find_held_out, place
+from refusion_jax.training.heldout import HeldOut, find_held_out, make_held_out
 from refusion_jax.training.metrics import MetricsWriter
 from refusion_jax.training.pretrained import check_fits, load_params
 from refusion_jax.training.program import Program, abstract_rows, train_program
@@ -72,6 +74,7 @@ class Run:
     shape: ModelConfig
     program: Program
     held_out: HeldOut | None
+    tasks: Callable | None  # a TaskScores
     preemption: Preemption
     initial_params: list  # the weights to start from, if not random ones: none or one, taken when they are used
     still_ours: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
@@ -114,8 +117,13 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     program = train_program(config, shape, mesh)
     held_out = None
     if held_out_sets := find_held_out(config, tokenizer):
-        held_out = HeldOut(config, place(config, held_out_sets, mesh), program.graphdef, program.objective)
-    run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, preemption, [])
+        held_out = make_held_out(config, held_out_sets, tokenizer, program, mesh)
+    tasks = None
+    if config.eval.tasks:
+        with needs_harness():
+            from refusion_jax.training.task_scores import TaskScores
+        tasks = TaskScores(config, tokenizer, program)
+    run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, [])
 
     # 4. The weights to start from, if not random ones.
     if config.init_from and not steps:
@@ -160,6 +168,8 @@ def session(run: Run, start_over: bool) -> str:
         if first_step >= config.steps:
             say(f"training is complete: {workdir} holds step {first_step} of {config.steps}")
             return "complete"
+        if run.tasks:
+            run.tasks.check(state.params)  # now that the state has taken its share of the memory
         keep_compiled(workdir / "compilation_cache", config.compilation_cache)
         claim(workdir, config, run.shape, run.tokenizer)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
@@ -204,6 +214,21 @@ def session(run: Run, start_over: bool) -> str:
         watchdog = Watchdog(config.guard.hang_minutes)
         stack.callback(watchdog.close)
         run.preemption.training = True
+
+        def alive(step: int) -> None:
+            watchdog.alive(step)
+            run.preemption.check()
+
+        @contextlib.contextmanager
+        def aside(step: int) -> Iterator[None]:
+            """For what is done behind a step that is not training."""
+            clock.flush()
+            began = time.monotonic()
+            with log.timed("evaluate", step=step):
+                yield
+            metrics.paused(time.monotonic() - began)
+            watchdog.alive(step)
+
         pending = None
         for step in range(first_step + 1, config.steps + 1):
             profile.before(step)
@@ -220,10 +245,13 @@ def session(run: Run, start_over: bool) -> str:
             rows_used = left_out.batch_of(step) * config.batch_size
             evaluated = {}
             if run.held_out and (run.held_out.is_due(step) or step == config.steps):
-                clock.flush()
-                with log.timed("evaluate", step=step):
-                    evaluated = jax.block_until_ready(run.held_out(state.params))
-                watchdog.alive(step)
+                with aside(step):
+                    evaluated |= jax.block_until_ready(run.held_out(state.params))
+            if run.tasks and (run.tasks.is_due(step) or step == config.steps):
+                with aside(step), contextlib.suppress(ToldToGo):
+                    scores, texts = run.tasks(state.params, functools.partial(alive, step))
+                    evaluated |= scores
+                    metrics.show(step, texts)
             if step % config.log_every == 0 or step == config.steps or evaluated:
                 pending = step, step_metrics | epochs(rows, rows_used) | evaluated
             is_last = run.preemption.reached(step) or step == config.steps

@@ -14,6 +14,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory
 from refusion_jax.decoding import queue as batching
 from refusion_jax.decoding.requests import Given, Request, prepare
+from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.transformer import KeyValues, logical_axes
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding
 from refusion_jax.systems.api import decoder_for, stream
@@ -39,11 +40,11 @@ def test_nothing_is_transferred_while_the_device_decodes():
     state = batching._empty(graphdef, params, decoder.lay_out(requests[:1]), 4, decoder)
     newcomers = batching.newcomers({0: 0, 1: 1}, requests, 2, 4, decoder)
     state = batching._admit(graphdef, params, state, newcomers, decoder)
-    wanted = jnp.int32(4)
+    wanted, most = jnp.int32(4), jnp.int32(10**6)
     with jax.transfer_guard("disallow_explicit"):
-        state = batching._run(graphdef, params, state, wanted, decoder)
+        state = batching._run(graphdef, params, state, wanted, most, decoder)
     assert not state.active.any()
-    lowered = batching._run.lower(graphdef, params, state, wanted, decoder).as_text()
+    lowered = batching._run.lower(graphdef, params, state, wanted, most, decoder).as_text()
     assert "while" in lowered
     assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered]
 
@@ -65,6 +66,45 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
     for i, answer in zip(order, answers, strict=True):
         alone = decode(model, [requests[i]], s)
         assert (answer.tokens, answer.forwards) == (alone.tokens[0], alone.forwards[0])
+
+
+@pytest.mark.parametrize("method", ["refusion", "ar"])
+def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_have_said(method):
+    """Every other one may end behind seven tokens; it is seen within a few forwards, long before the end."""
+    model = sharp_model()
+    s = settings(method, new=128, blocks=8, slot=0.95, token=0.95, eos_id=29, batch_size=2)
+    requests = prepare([[BOS, 5 + i] for i in range(6)], s, model.config)
+    whole = dict(stream(model, requests))
+    asked = []
+
+    def is_over(index: int, tokens: list[int]) -> bool:
+        asked.append(index)
+        assert whole[index].tokens[: len(tokens)] == tokens
+        return index % 2 == 0 and len(tokens) >= 7
+
+    ended = dict(stream(model, requests, is_over=is_over))
+    for index, answer in ended.items():
+        if index % 2:
+            assert answer == whole[index]
+        else:
+            assert answer.finish_reason == "stop"
+            assert whole[index].tokens[: len(answer.tokens)] == answer.tokens
+            assert 7 <= len(answer.tokens) < 100
+            assert answer.forwards <= 48 < whole[index].forwards
+    assert len(asked) < 40  # no look at every forward
+
+
+def test_a_stop_string_is_settled_once_no_longer_one_could_begin_before_it():
+    stops = Stops(("B", "ABCDE"))
+    assert stops.cut("xxABC") == ("xxA", True)
+    assert not stops.is_settled("xxAB")
+    assert stops.is_settled("xxABCXY")
+    assert stops.cut("xxABCDE") == ("xx", True)
+    for whole in ("xxABCDEyB", "ABABABCDE", "yBABCDE", "none of them", "A" * 9):
+        for end in range(len(whole) + 1):
+            if stops.is_settled(whole[:end]):
+                assert stops.cut(whole[:end]) == stops.cut(whole)
+    assert not Stops().is_settled("anything")
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 600])

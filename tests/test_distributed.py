@@ -20,6 +20,7 @@ from refusion_jax.training.checkpoints import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.batch_size=16", "--config.steps=20", "--config.checkpoint.every=100"]
+FLAGS += ["--config.eval.path=tasks", "--config.eval.every=5", "--config.eval.rows=20"]  # the last part is not full
 
 
 def start_hosts(hosts: int, *flags: str, devices: int = 4, **variables: str) -> subprocess.Popen:
@@ -47,7 +48,10 @@ def workers(launcher: subprocess.Popen) -> list[int]:
 
 
 def losses(workdir) -> list[float]:
-    return [record["loss"] for record in read_metrics(workdir)]
+    """Of every step, and where the held-out set was evaluated all that was found."""
+    records = read_metrics(workdir)
+    evaluated = [value for record in records for name, value in record.items() if name.startswith("eval_")]
+    return [record["loss"] for record in records] + [-1.0 if value is None else value for value in evaluated]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,10 @@ def one_process(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("one") / "run"
     run("train", *FLAGS, f"--workdir={workdir}", devices=8)
     found = losses(workdir)
-    assert len(found) == 20
+    evaluated = [record for record in read_metrics(workdir) if "eval_loss" in record]
+    assert [record["step"] for record in evaluated] == [5, 10, 15, 20]
+    assert all(record["eval_bits_per_byte"] for record in evaluated)
+    assert len(found) >= 20 + 4 * 3
     return found
 
 
@@ -135,6 +142,40 @@ def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path,
     assert "on 16 cpu" in out
     assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
     assert events.account(read_events(tmp_path))["sessions"] == 2
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {0}/data.jsonl}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "3"
+generation_kwargs: {{max_gen_toks: 20, until: ["7"]}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_score_tasks_as_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    (tmp_path / "sums.yaml").write_text(TASK.format(tmp_path))
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"question": f"Sort {i} 3."}) for i in range(20)))
+    flags = [*FLAGS, "--config.steps=6", "--config.eval.tasks=sums", f"--config.eval.include_path={tmp_path}"]
+    flags += ["--config.eval.tasks_every=3", "--config.eval.decode=batch_size=8 slot_size=4"]
+    run("train", *flags, f"--workdir={tmp_path}/one", devices=8)
+    process = start_hosts(2, *flags, f"--workdir={tmp_path}/two")
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    one, two = (
+        [{k: v for k, v in r.items() if k.startswith("eval_sums_")} for r in read_metrics(tmp_path / name)]
+        for name in ("one", "two")
+    )
+    assert [bool(scores) for scores in one] == [False, False, True, False, False, True]
+    assert {"eval_sums_exact_match", "eval_sums_tokens_per_forward"} <= set(one[2])
+    assert one == two
 
 
 @pytest.fixture

@@ -7,37 +7,16 @@ import signal
 import time
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is asked of the network
-
-import datasets
 import numpy as np
 import pytest
 from conftest import SHARED, run, start
+from local_task import GENERATE, answers, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer, log_likelihood
+from refusion_jax.decoding import queue
+from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation import benchmark
 from refusion_jax.evaluation.harness import EvaluatedModel
-from refusion_jax.evaluation.journal import Journal
-
-GENERATE = """
-task: sums
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer.split('####')[-1].strip()}}}}"
-generation_kwargs: {{max_gen_toks: 20, until: ["\\n\\n"], do_sample: {sampled}, temperature: 0.7}}
-repeats: {repeats}
-filter_list:
-  - name: last
-    filter:
-      - {{function: regex, regex_pattern: "([0-9])", group_select: -1}}
-      - {{function: take_first}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-metadata: {{version: 2.5, decode: {{slot_size: 4, token_threshold: 0.3}}}}
-"""
 
 CHOOSE = """
 task: choices
@@ -65,47 +44,15 @@ metadata: {{version: 1.0}}
 """
 
 
-QUESTIONS = [{"question": f"Sort {i} {i % 7} 3 {i * i % 10}.", "answer": f"so #### {i % 10}"} for i in range(40)]
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """Writes a task of our own into a directory that it returns."""
+    return task_writer(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def loaded(trained_run):
     return load_model(trained_run), load_tokenizer(trained_run)
-
-
-@pytest.fixture
-def tasks(tmp_path, monkeypatch):
-    """Writes a task of our own into a directory that it returns."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "huggingface" / "datasets"))
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-
-    def write(text: str, data=tmp_path / "data.jsonl", sampled: str = "false", repeats: int = 1) -> Path:
-        directory = tmp_path / "tasks"
-        directory.mkdir(exist_ok=True)
-        (directory / "task.yaml").write_text(text.format(data=data, sampled=sampled, repeats=repeats))
-        return directory
-
-    return write
-
-
-def evaluate(
-    loaded, output: Path, name: str, tasks: Path, limit: int | None = None, scoring=None, **options
-) -> tuple[dict, list]:
-    """(results, samples) of a task, with a journal in `output`."""
-    journal = Journal(output, 0)
-    plan = benchmark.Plan([name], include_path=tasks, limit=limit)
-    flags = {"batch_size": 8} | options
-    lm = EvaluatedModel(*loaded, journal, name="tiny", method="refusion", flags=flags, scoring=scoring)
-    try:
-        results = benchmark.run_tasks(lm, plan, benchmark.load_tasks(plan))
-    finally:
-        journal.close()
-    return results, results.pop("samples")[name]
-
-
-def answers(samples: list[dict]) -> dict:
-    return {sample["doc_id"]: sample["resps"] for sample in samples}
 
 
 def test_the_score_is_that_of_the_logged_samples_at_any_batch_size(loaded, tasks, tmp_path):
@@ -136,29 +83,34 @@ def test_the_score_is_that_of_the_logged_samples_at_any_batch_size(loaded, tasks
         assert again[key] == results[key]
 
 
-def test_killed_it_goes_on_and_decodes_no_finished_sample_again(loaded, trained_run, tasks, tmp_path):
-    directory = tasks(GENERATE)
-    flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/out"]
-    flags += ["--decode.batch_size=1"]
+def killed_at(finished: int, output: Path, flags: list[str], total: int) -> int:
+    """Kills the command once its journal holds so many samples, and runs it again: how many it did not decode again."""
     process = start("evaluate", *flags)
-    journal = tmp_path / "out" / "journal" / "answers.0.jsonl"
-    deadline = time.monotonic() + 200
-    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 5):
+    journal = output / "journal" / "answers.0.jsonl"
+    deadline = time.monotonic() + 500
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > finished):  # the first says whose they are
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    finished = journal.read_bytes().count(b"\n")
-    assert 5 <= finished < 40
+    kept = journal.read_bytes().count(b"\n") - 1
+    assert finished <= kept < total
     with journal.open("ab") as file:
         file.write(b'{"key": "cut o')
     out, _ = run("evaluate", *flags)
-    assert f"40 samples, {finished} of them decoded before" in out
-    assert journal.read_bytes().count(b"\n") == 40
+    assert f"{total} samples, {kept} of them decoded before" in out
+    assert journal.read_bytes().count(b"\n") == 1 + total
+    return kept
+
+
+def test_killed_it_goes_on_and_decodes_no_finished_sample_again(loaded, trained_run, tasks, tmp_path):
+    directory = tasks(GENERATE)
+    flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/out"]
+    kept = killed_at(5, tmp_path / "out", [*flags, "--decode.batch_size=1"], 40)
     straight, expected = evaluate(loaded, tmp_path / "straight", "sums", directory, batch_size=1)
     resumed = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert resumed["decoding"]["resumed"] == finished
+    assert resumed["decoding"]["resumed"] == kept
     samples = map(json.loads, (tmp_path / "out" / "samples_sums.jsonl").read_text().splitlines())
     assert answers(samples) == answers(expected)
     assert resumed["results"] == straight["results"]
@@ -175,6 +127,21 @@ def test_samples_drawn_for_one_problem_differ_and_flags_go_first(loaded, tasks, 
     assert all(len(set(sample["resps"][0])) == 1 for sample in same)
     assert results["settings"]["sums"]["max_new_tokens"] == 8
     assert results["decoding"]["mean_tokens"] <= 8
+
+
+def test_an_answer_ends_where_its_first_stop_string_begins_and_its_row_sooner(loaded, tasks, tmp_path, monkeypatch):
+    whole, expected = evaluate(loaded, tmp_path / "whole", "sums", tasks(GENERATE), limit=20)
+    letters = [letter for [[text]] in answers(expected).values() for letter in text if letter.isalnum()]
+    common = max(letters, key=letters.count)
+    stops = Stops((common, f"no {common}"))
+    directory = tasks(GENERATE.replace('until: ["\\n\\n"]', f"until: {json.dumps(stops.texts)}"))
+    monkeypatch.setattr(queue, "_LOOK", 2)
+    ended, samples = evaluate(loaded, tmp_path / "ended", "sums", directory, limit=20)
+    assert answers(samples) == {i: [[stops.cut(text)[0]]] for i, [[text]] in answers(expected).items()}
+    reasons = [sample["decoding"][0]["finish_reason"] for sample in samples]
+    assert reasons.count("stop") == sum(stops.cut(text)[1] for [[text]] in answers(expected).values()) > 5
+    assert ended["decoding"]["forwards"] < whole["decoding"]["forwards"]
+    assert ended["decoding"]["truncated_share"] == reasons.count("length") / 20
 
 
 def test_choices_and_texts_are_scored_by_the_exact_likelihood(loaded, tasks, tmp_path):
@@ -205,6 +172,9 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
             benchmark.load_tasks(plan)
     with pytest.raises(UserError, match="--decode.max_new_tokens=60: the model reads 64 tokens"):
         evaluate(loaded, tmp_path / "long", "sums", directory, max_new_tokens=60)
+    lm = EvaluatedModel(*loaded, name="tiny", method="refusion", flags={})
+    with pytest.raises(UserError, match="a continuation of 70 tokens cannot be scored: the model reads 64"):
+        lm._loglikelihood_tokens([(("", ""), [1], [5] * 70)])
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", f"--output={tmp_path}/out"]
     for more, message in (
         (["--tasks=sumz"], "--tasks=sumz: no such task; did you mean .*sums"),
@@ -218,7 +188,7 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "data").exists(), reason=f"no GSM8K in {SHARED}")
-def test_six_hundred_questions_of_gsm8k(loaded, tasks, tmp_path):
+def test_six_hundred_questions_of_gsm8k(loaded, trained_run, tasks, tmp_path):
     directory = tasks(GENERATE, data=SHARED / "data" / "gsm8k_test_dev.jsonl")
     results, samples = evaluate(loaded, tmp_path / "all", "sums", directory, batch_size=64)
     found = [(re.findall("[0-9]", s["resps"][0][0]) or ["none"])[-1] == s["target"] for s in samples]
@@ -226,6 +196,13 @@ def test_six_hundred_questions_of_gsm8k(loaded, tasks, tmp_path):
     assert results["results"]["sums"]["exact_match,last"] == np.mean(found)
     _, alone = evaluate(loaded, tmp_path / "alone", "sums", directory, batch_size=1)
     assert answers(alone) == answers(samples)
+
+    flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/out"]
+    assert killed_at(200, tmp_path / "out", [*flags, "--decode.batch_size=8"], 600) < 600
+    resumed = json.loads((tmp_path / "out" / "results.json").read_text())
+    again = map(json.loads, (tmp_path / "out" / "samples_sums.jsonl").read_text().splitlines())
+    assert answers(again) == answers(samples)
+    assert resumed["results"] == results["results"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from conftest import TINY_RUN, run, start
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.decoding.prompts import read_prompts, to_record
 from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.stops import Stops
 
 KEYS = ["id", "text", "tokens", "commit_order", "forwards", "rounds", "finish_reason"]
 
@@ -68,13 +69,13 @@ def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
     assert process.returncode == -signal.SIGKILL
     assert output.read_text() == "from before"
     content = journal.read_text().split("\n")
-    kept = {entry["index"]: entry["record"] for entry in map(json.loads, content[1:-1])}
+    kept = {entry["key"]: entry["record"] for entry in map(json.loads, content[1:-1])}
     assert 2 <= len(kept) < 200
 
     _, err = run("generate", *many, f"--output={output}", "--decode.temperature=0.5", code=2)
     assert "out.jsonl.partial holds answers of a call that was cut off, with another settings: give" in err
     with journal.open("a") as file:
-        file.write('{"index": 199, "rec')  # torn by the kill
+        file.write('{"key": 199, "rec')  # torn by the kill
     out, _ = run("generate", *many, f"--output={output}")
     assert f"{journal}: {len(kept)} of 200 answers are there, going on" in out
     assert f"{output}: 200 answers, {200 - len(kept)} of them decoded now" in out
@@ -193,7 +194,7 @@ class Letters:
 )
 def test_answers_are_cut_where_a_stop_string_begins(stops, text, tokens, reason):
     answer = Answer(list(b"ABCDEF"), [0, 1, 2, 3, 4, 5], list(b"ABCDEF"), 3, 1, "length")
-    record = to_record(7, answer, Letters(), stops)
+    record = to_record(7, answer, Letters(), Stops(tuple(stops)))
     assert (record["text"], record["tokens"], record["finish_reason"]) == (text, list(b"ABCDEF")[:tokens], reason)
 
 

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import TINY_RUN, config_with, run, tiny_config
+from conftest import MASK, TINY_RUN, config_with, run, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax import UserError, load_model, load_tokenizer
@@ -13,9 +13,11 @@ from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import make_objective
 from refusion_jax.data.packing import PackedRows
+from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.training.bits import bits_per_byte
 from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, place
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.workdir import read_config
@@ -105,9 +107,41 @@ def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
     assert {"eval_loss_ar", "eval_loss_mdm", "eval_loss_mdm_mask_ratio_100"} <= set(evaluated[0])
 
     config, model = read_config(tmp_path / "parts"), load_model(tmp_path / "parts")
-    sets = find_held_out(config, load_tokenizer(tmp_path / "parts"))
+    tokenizer = load_tokenizer(tmp_path / "parts")
+    sets = find_held_out(config, tokenizer)
+    bits = held_out_bits(model, tokenizer, sets[0], method="refusion")["eval_bits_per_byte"]
+    assert evaluated[-1]["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert evaluated[-1]["eval_bits_per_byte"] < evaluated[0]["eval_bits_per_byte"]
     for name, value in evaluate_model(config, model, sets).items():
         assert evaluated[-1][name] == pytest.approx(value, abs=1e-6, rel=1e-6)
+
+
+class Letters:
+    """One letter a token; the mask is MASK."""
+
+    mask_id = MASK
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(64 + token) for token in ids)
+
+
+@pytest.mark.parametrize("objective", ["refusion", "ar", "llada"])
+def test_bits_per_byte_are_those_of_the_likelihood_on_any_devices(objective):
+    rows, model = some_rows(21), tiny_model()
+    expected = held_out_bits(model, Letters(), rows, method=objective, draws=1)
+    graphdef, params = nnx.split(model)
+    for devices in (1, 4):
+        config = config_with(**SIZES, objective=objective)
+        mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}, jax.devices()[:devices])
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(nnx.to_pure_dict(params), sharding.sharding(mesh))
+            found = bits_per_byte(config, (rows[i] for i in range(21)), Letters(), graphdef, mesh)(placed)
+        assert found["eval_bits_per_byte"] == pytest.approx(expected["eval_bits_per_byte"], rel=1e-6)
+        assert ("eval_bits_per_byte_is_bound" in found) == (objective == "llada") == expected["is_bound"]
+
+
+def test_where_the_likelihood_is_not_known_there_are_no_bits():
+    assert bits_per_byte(config_with(objective="dream"), [], Letters(), None, None) is None
 
 
 def test_data_that_cannot_be_evaluated_is_named(tmp_path):

@@ -15,7 +15,7 @@ ANSWERS = [{"id": i, "text": "\u2028" * i} for i in range(5)]
 
 
 def written(path, count=3):
-    journal = Journal(path, CALL, 5)
+    journal = Journal(path, CALL, range(5))
     for i in range(count):
         journal.add(i, ANSWERS[i])
     journal.close()
@@ -27,19 +27,19 @@ def test_answers_outlive_a_kill_at_any_byte(tmp_path):
     whole = written(path)
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        journal = Journal(path, CALL, 5)
+        journal = Journal(path, CALL, range(5))
         kept = len(journal.records)
         assert kept == max(whole[:cut].count(b"\n") - 1, 0)
         assert journal.records == dict(enumerate(ANSWERS[:kept]))
         journal.add(4, ANSWERS[4])
         journal.close()
-        journal = Journal(path, CALL, 5)
+        journal = Journal(path, CALL, range(5))
         journal.close()
         assert journal.records == {**dict(enumerate(ANSWERS[:kept])), 4: ANSWERS[4]}
 
 
 def test_nothing_is_made_before_the_first_answer_and_nothing_stays_behind_the_last(tmp_path):
-    journal = Journal(tmp_path / "new" / "j", CALL, 5)
+    journal = Journal(tmp_path / "new" / "j", CALL, range(5))
     assert not list(tmp_path.iterdir())
     journal.add(3, ANSWERS[3])
     journal.delete()
@@ -51,15 +51,13 @@ def test_lines_that_make_no_sense_are_left_out(tmp_path):
     junk = [
         b"\0" * 9,
         b"[]",
-        b'{"index": 9, "record": {}}',
-        b'{"index": true, "record": {}}',
-        b'{"index": 1}',
+        b'{"key": 9, "record": {}}',
+        b'{"key": true, "record": {}}',
+        b'{"key": 1}',
         b"[" * 9999,
     ]
-    path.write_bytes(
-        b"\n".join([json.dumps({"call": CALL}).encode(), *junk, b'{"index": 2, "record": {"id": 2}}', b""])
-    )
-    assert Journal(path, CALL, 5).records == {2: {"id": 2}}
+    path.write_bytes(b"\n".join([json.dumps({"call": CALL}).encode(), *junk, b'{"key": 2, "record": {"id": 2}}', b""]))
+    assert Journal(path, CALL, range(5)).records == {2: {"id": 2}}
 
 
 def test_what_is_in_the_way_is_not_touched(tmp_path):
@@ -77,15 +75,15 @@ def test_what_is_in_the_way_is_not_touched(tmp_path):
         ("pipe", CALL, "is no file of this user"),
     ):
         with pytest.raises(UserError, match=f"{name} .*{said}"):
-            Journal(tmp_path / name, call, 5)
+            Journal(tmp_path / name, call, range(5))
     assert (tmp_path / "journal").read_bytes() == before
     assert (tmp_path / "text").read_text() == "a letter\nof mine"
 
 
 def test_two_cannot_write_to_one(tmp_path):
-    first, second = (Journal(tmp_path / "j", CALL, 5) for _ in range(2))
+    first, second = (Journal(tmp_path / "j", CALL, range(5)) for _ in range(2))
     first.add(0, ANSWERS[0])
-    for begin in (lambda: second.add(1, ANSWERS[1]), lambda: Journal(tmp_path / "j", CALL, 5)):
+    for begin in (lambda: second.add(1, ANSWERS[1]), lambda: Journal(tmp_path / "j", CALL, range(5))):
         with pytest.raises(UserError, match="is being written by another process"):
             begin()
 
@@ -96,11 +94,11 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
     try:
-        journal = Journal(path, CALL, 5)
-        with pytest.raises(Failure, match="File too large; 3 of 5 answers are kept in it"):
+        journal = Journal(path, CALL, range(5))
+        with pytest.raises(Failure, match="File too large; 3 answers are kept in it"):
             journal.add(3, ANSWERS[3])
         journal.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(path.read_bytes()) == size + 20
-    assert Journal(path, CALL, 5).records == dict(enumerate(ANSWERS[:3]))
+    assert Journal(path, CALL, range(5)).records == dict(enumerate(ANSWERS[:3]))

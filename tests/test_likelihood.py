@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, PROMPTS, SHARED, sharp_model, tiny_model
+from conftest import MASK, PROMPTS, ROOT, sharp_model, tiny_model
 from flax import nnx
 
 from refusion_jax import UserError, load_model, log_likelihood
@@ -96,10 +96,9 @@ def test_packed_is_one_by_one():
             assert abs(one[0].error - together[number].error) < 1e-4
 
 
-GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden"))
+GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", ROOT / "tests" / "golden"))
 
 
-@pytest.mark.skipif(not (GOLDEN / "model").exists(), reason=f"no golden model in {GOLDEN}")
 def test_the_golden_model_agrees_with_the_product():
     model = load_model(GOLDEN / "model")
     rng = np.random.default_rng(2)

@@ -35,7 +35,7 @@ from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, stream
+from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_model
 
@@ -148,15 +148,7 @@ def read_way(way: str, shared: dict[str, Any]) -> Settings:
       UserError: where it is not a decoder and NAME=VALUE pairs.
     """
     method, *pairs = way.split()
-    changes = {}
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        if name not in all_settings():
-            raise UserError(f"--way={way!r}: {name!r} is no setting; known: {', '.join(all_settings())}")
-        try:
-            changes[name] = text if isinstance(all_settings()[name].default, str) else json.loads(text)
-        except ValueError as error:
-            raise UserError(f"--way={way!r}: {text!r} is no number, true or false") from error
+    changes = read_settings(pairs, f"--way={way!r}")
     return DecodeSettings(**shared | {"method": method} | changes)
 
 

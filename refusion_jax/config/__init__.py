@@ -5,14 +5,17 @@ A file in configs/ starts from `default_config()` and changes what it needs; fla
 declared in `keys.py`.
 """
 
+from typing import Any
+
 import jax
 import ml_collections
 
 from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.systems.api import DecodeSettings, check_settings, read_settings
 from refusion_jax.systems.interface import Objective
-from refusion_jax.systems.registry import find_system
+from refusion_jax.systems.registry import decoders_for, find_system
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -74,6 +77,9 @@ def check(c: ml_collections.ConfigDict) -> None:
     if c.schedule == "wsd" and not 0 < c.decay_steps <= c.steps - c.warmup_steps:
         refuse("decay_steps", f"must be 1 to {c.steps - c.warmup_steps} for schedule=wsd (steps without warm-up)")
 
+    if c.eval.tasks or c.eval.decode:
+        read_decode(c)
+
     if c.profile_steps and not (len(c.profile_steps) == 2 and 1 <= c.profile_steps[0] <= c.profile_steps[1]):
         refuse("profile_steps", "must be a first and a last step, counted from 1, such as (10,12)")
 
@@ -88,6 +94,25 @@ def check(c: ml_collections.ConfigDict) -> None:
     for axis, size in c.mesh.items():
         if size < 1 and size != -1:
             refuse(f"mesh.{axis}", "must be at least 1, or -1 to take all devices that are left")
+
+
+def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
+    """(the decoder, its settings) of the tasks that are scored while training.
+
+    Raises:
+      UserError: where eval.decode names no setting of a decoder that serves the objective, or a value it cannot have.
+    """
+    flag = f"--config.eval.decode={c.eval.decode!r}"
+    settings, fitting = read_settings(c.eval.decode.split(), flag), decoders_for(c.objective)
+    method = settings.pop("method", next(iter(fitting), ""))
+    if method not in fitting:
+        raise UserError(f"{flag}: models of objective={c.objective} are decoded by {' or '.join(fitting) or 'nothing'}")
+    try:
+        check_settings(method, settings)
+        DecodeSettings(method, **settings)
+    except SettingError as error:
+        raise UserError(f"{flag}: {error}") from error
+    return method, settings
 
 
 def _check_keys(c: ml_collections.ConfigDict) -> None:

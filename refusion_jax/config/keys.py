@@ -121,6 +121,13 @@ _EVAL = {
         1000, "steps between evaluations of the held-out loss; the last step is always evaluated", _MOST_STEPS
     ),
     "rows": Setting(256, "rows evaluated, at most; 0: all", at_least=0, at_most=2**31 - 1),
+    "tasks": Setting("", "tasks of `evaluate` to decode and score while training, with commas between; empty: none"),
+    "tasks_every": _count(1000, "steps between that; the last step is always scored", _MOST_STEPS),
+    "limit": Setting(200, "problems of each task, the first so many; 0: all", at_least=0, at_most=2**31 - 1),
+    "include_path": Setting("", "directory of task files of your own (lm_eval's YAML)"),
+    "task_data": Setting("", "directory with TASK.jsonl, in place of what TASK downloads"),
+    "decode": Setting("", "settings of decoding, such as 'slot_size=4 batch_size=32'; they go before the tasks' own"),
+    "allow_code_execution": Setting(False, "run code that the model writes, shut in, for tasks that need it"),
 }
 
 _CHECKPOINT = {

@@ -1,7 +1,7 @@
-"""Answers kept as they come, in a file beside the output, so that a call that was killed goes on where it was.
+"""Answers kept as they come, in a file, so that a call that was killed goes on where it was.
 
-The first line says of which call the answers are, each other line holds one: {"index": 3, "record": {...}}. Every line
-reaches the file at once, and the disk within a second. Once the output itself is whole, the journal is deleted.
+The first line says of which call the answers are, each other line holds one under its key: {"key": 3, "record": {...}}.
+Every line reaches the file at once, and the disk within a second.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,26 @@ _SYNC_SECONDS = 1.0  # the work that a machine may lose when it dies; a process 
 
 
 class Journal:
-    """The finished answers of one call; `records` maps the index of a prompt to what is written for it.
+    """The finished answers of one call; `records` maps the key of a prompt to what is written for it.
 
     Nothing is made on disk before the first `add`. While it is open no other process can write to it.
     """
 
-    def __init__(self, path: Path, call: dict[str, str], count: int):
+    def __init__(self, path: Path, call: dict[str, str], keys: Container[int] | None = None):
         """Reads what a call before has left.
 
         Args:
           path: of the journal.
-          call: what the answers depend on, by name, as short texts.
-          count: prompts of the call.
+          call: what all answers depend on, by name, as short texts.
+          keys: that the call has; None: texts, each of which says by itself what its answer depends on.
 
         Raises:
           UserError: where the journal is of another call, is written by another process, or is no journal of ours.
         """
-        self.path, self._call, self._count = path, call, count
+        self.path, self._call, self._keys = path, call, keys
         self._file: int | None = None
         self._synced = time.monotonic()
-        self.records: dict[int, dict[str, Any]] = {}
+        self.records: dict[int | str, dict[str, Any]] = {}
         if os.path.lexists(path):
             self._open(0)
             self._read()
@@ -71,11 +72,10 @@ class Journal:
         elif content:
             self._check_call(first)
         os.ftruncate(self._file, end)  # what a kill, or a full disk, has cut off
-        for entry in parse_log(rest):
-            if isinstance(entry, dict) and isinstance(entry.get("record"), dict):
-                index = entry.get("index")
-                if type(index) is int and 0 <= index < self._count:
-                    self.records[index] = entry["record"]
+        self.records = {key: record for key, record in _records(rest).items() if self._is_key(key)}
+
+    def _is_key(self, key: object) -> bool:
+        return isinstance(key, str) if self._keys is None else type(key) is int and key in self._keys
 
     def _check_call(self, line: bytes) -> None:
         entry = next(parse_log(line), None)
@@ -88,7 +88,7 @@ class Journal:
                 f"it was begun with and it goes on, or delete it"
             )
 
-    def add(self, index: int, record: dict[str, Any]) -> None:
+    def add(self, key: int | str, record: dict[str, Any]) -> None:
         """Keeps an answer.
 
         Raises:
@@ -99,8 +99,8 @@ class Journal:
             self._open(os.O_CREAT)
         if not os.fstat(self._file).st_size:
             self._write({"call": self._call})
-        self._write({"index": index, "record": record})
-        self.records[index] = record
+        self._write({"key": key, "record": record})
+        self.records[key] = record
         if time.monotonic() - self._synced > _SYNC_SECONDS:
             os.fsync(self._file)
             self._synced = time.monotonic()
@@ -112,8 +112,8 @@ class Journal:
                 line = line[os.write(self._file, line) :]
         except OSError as error:
             raise Failure(
-                f"{self.path} cannot be written: {error.strerror}; {len(self.records)} of {self._count} answers are "
-                f"kept in it, and the same command goes on"
+                f"{self.path} cannot be written: {error.strerror}; {len(self.records)} answers are kept in it, and the "
+                f"same command goes on"
             ) from error
 
     def close(self) -> None:
@@ -127,3 +127,20 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self.close()
+
+
+def read_records(path: Path) -> dict[int | str, dict[str, Any]]:
+    """The answers in a journal that another process may be writing; none where there is no such file."""
+    with contextlib.suppress(FileNotFoundError):
+        return _records(path.read_bytes())
+    return {}
+
+
+def _records(content: bytes) -> dict[int | str, dict[str, Any]]:
+    """The records by key; lines that make no sense are left out."""
+    entries = [entry for entry in parse_log(content) if isinstance(entry, dict)]
+    return {
+        entry["key"]: entry["record"]
+        for entry in entries
+        if type(entry.get("key")) in (int, str) and isinstance(entry.get("record"), dict)
+    }

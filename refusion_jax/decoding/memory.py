@@ -3,6 +3,8 @@
 import os
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from refusion_jax.decoding.cache import bytes_per_token
@@ -22,7 +24,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
       model: its shape and dtype count.
       mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
       rows: of the batch.
-      admitted: rows prefilled at once, in a cache of their own.
+      admitted: rows prefilled at once, in a cache of their own; split like the batch.
       decoder: its sizes.
     """
     c, width = model.config, decoder.width
@@ -30,16 +32,18 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
     logits = 4 * width * c.vocab_size * _FLOAT32  # as they come, twice masked, and with noise
     scores = 2 * width * c.num_attention_heads * (decoder.cache_length + width) * _FLOAT32  # before and after softmax
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
-    return (-(-rows // batch) * (per_row + logits + scores) + admitted * per_row) // tensor
+    return (-(-rows // batch) * (per_row + logits + scores) + -(-admitted // batch) * per_row) // tensor
 
 
 def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> None:
-    """Refuses a batch that cannot fit.
+    """Refuses a batch that cannot fit; on a mesh of several hosts all of them do, or none.
 
     Raises:
       SettingError: with what it takes, what there is, and the batch that would fit.
     """
-    free = free_bytes(mesh.devices.flat[0])
+    free = free_bytes(mesh.local_devices[0])
+    if mesh.is_multi_process:
+        free = int(multihost_utils.process_allgather(np.array(free, np.float64)).min())
     if bytes_needed(model, mesh, rows, admitted, decoder) <= free:
         return
     fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, -(-n // 8), decoder) <= free]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from refusion_jax.data.interface import Tokenizer
@@ -10,6 +9,7 @@ from refusion_jax.data.json_input import JsonError, parse_text, read_lines
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.stops import Stops
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 
@@ -98,13 +98,14 @@ def encode(text: str, tokenizer: Tokenizer | None, where: str) -> list[int]:
     return tokenizer.encode([text])[0]
 
 
-def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: Sequence[str]) -> dict[str, object]:
+def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: Stops) -> dict[str, object]:
     """An answer as a line of --output; cut where the first of the stop strings begins."""
     tokens, reason = answer.tokens, answer.finish_reason
     text = tokenizer.decode(tokens) if tokenizer else None
-    if text is not None and (found := [at for stop in stops if (at := text.find(stop)) >= 0]):
-        text, reason = text[: min(found)], "stop"
-        tokens = _tokens_of(text, tokens, tokenizer)
+    if text is not None:
+        text, is_cut = stops.cut(text)
+        if is_cut:
+            tokens, reason = _tokens_of(text, tokens, tokenizer), "stop"
     return {
         "id": id,
         "text": text,

@@ -1,20 +1,22 @@
 """Continuous batching: rows that finish are handed out, and filled again from the queue.
 
-The device runs a loop of forwards until enough rows are done; only then does the host look. Two programs serve a whole
-queue: `_admit` prefills a few rows and puts them into the batch, `_run` decodes.
+The device runs a loop of forwards until enough rows are done; only then does the host look. Where the caller may end an
+answer before its end of text, it looks every few forwards as well. Two programs serve a whole queue: `_admit` prefills
+a few rows and puts them into the batch, `_run` decodes; a third, `_release`, lets go of rows that the caller has ended.
 
 Axes: B rows of the batch, R rows admitted at once, C cache entries.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import ArrayLike, Int32, UInt32
 
@@ -27,6 +29,8 @@ from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
 
 _REFILL = 8  # a batch is refilled by an eighth: each time costs a prefill and a host-device synchronization
+_LOOK = 16  # forwards between two looks at answers that the caller may end
+_NEVER = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -49,26 +53,33 @@ class Answer:
     commit_tokens: list[int]  # those tokens; after an EOS they may hold some that the answer does not
     forwards: int  # of the decoding loop; the prefill is not counted
     rounds: int  # plans followed (refusion), or forwards
-    finish_reason: str  # "eos" or "length"
+    finish_reason: str  # "eos", "length", or "stop" where the caller has ended it
 
 
 def stream(
-    model: Transformer, decoder: Decoder, requests: Sequence[Request], batch_size: int
+    model: Transformer,
+    decoder: Decoder,
+    requests: Sequence[Request],
+    batch_size: int,
+    is_over: Callable[[int, list[int]], bool] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes requests as a queue, and yields (index of the request, its answer) as they finish.
 
-    An answer does not depend on the requests around it.
+    An answer does not depend on the requests around it; but one that `is_over` ends may be a few forwards longer.
 
     Args:
-      model: from `load_model`; where its weights lie on a mesh, the batch is split over it as well.
+      model: from `load_model`; where its weights lie on a mesh, the batch is split over it as well. Where that mesh is
+        of several hosts, all of them call this with the same arguments.
       decoder: with sizes that serve all of the requests.
       requests: from `prepare`, one at least.
       batch_size: B at most.
+      is_over: (index, the tokens so far in reading order, up to the first that is missing) -> whether they are enough;
+        the row is then free for the next request. Asked every few forwards.
     """
     graphdef, params = nnx.split(model)
     mesh = mesh_of(model)
     B = batch_rows(len(requests), batch_size, mesh)
-    R = admitted(B)
+    R, refill = admitted(B, mesh), -(-B // _REFILL)
     check_memory(model, mesh, B, R, decoder)
     on_mesh = functools.partial(jax.set_mesh, mesh)
     with on_mesh():
@@ -76,21 +87,39 @@ def stream(
     row_of, free, waiting = {}, list(range(B)), list(range(len(requests)))[::-1]
     while waiting or row_of:
         with on_mesh():
-            while free and waiting:
+            is_worth_it = len(free) >= min(refill, len(waiting))
+            while is_worth_it and free and waiting:
                 rows = {free.pop(): waiting.pop() for _ in range(min(R, len(free), len(waiting)))}
                 row_of |= rows
                 state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder), decoder)
-            state = _run(graphdef, params, state, R if waiting else B, decoder)
-        active, *answers = jax.device_get((state.active, state.record, state.forwards, state.rounds))
-        for row in [row for row in row_of if not active[row]]:
+            state = _run(graphdef, params, state, refill if waiting else B, _LOOK if is_over else _NEVER, decoder)
+            active, *answers = _fetch((state.active, state.record, state.forwards, state.rounds), mesh)
+        done, ended = [row for row in row_of if not active[row]], np.zeros(B, bool)
+        for row in [row for row in row_of if active[row] and is_over]:
+            tokens = _reading_order(requests[row_of[row]], _row(answers[0], row), decoder.ids.eos_id, to_gap=True)
+            ended[row] = is_over(row_of[row], tokens)
+        if ended.any():
+            with on_mesh():
+                state = _release(state, ended)
+        for row in [*done, *np.flatnonzero(ended).tolist()]:
             index = row_of.pop(row)
             free.append(row)
-            yield index, read_answer(requests[index], *jax.tree.map(lambda x: x[row], answers), decoder.ids.eos_id)  # noqa: B023
+            record, forwards, rounds = (_row(x, row) for x in answers)
+            yield index, read_answer(requests[index], record, forwards, rounds, decoder.ids.eos_id, bool(ended[row]))
+
+
+def _fetch(arrays: Any, mesh: Mesh) -> Any:
+    """Arrays of the mesh, on this host whole."""
+    return multihost_utils.process_allgather(arrays, tiled=True) if mesh.is_multi_process else jax.device_get(arrays)
+
+
+def _row(arrays: Any, row: int) -> Any:
+    return jax.tree.map(lambda x: x[row], arrays)
 
 
 def mesh_of(model: Transformer) -> Mesh:
-    """The mesh that the weights lie on; of weights on one device, that device alone."""
-    place = model.final_norm[...].sharding
+    """The mesh that the weights lie on, or will lie on; of weights on one device, that device alone."""
+    place = jax.tree.leaves(nnx.state(model))[0].sharding
     if isinstance(place, NamedSharding):
         return place.mesh
     return make_mesh(dict.fromkeys(MESH_AXES, 1), list(place.device_set))
@@ -102,9 +131,10 @@ def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
     return -(-rows // shards) * shards
 
 
-def admitted(rows: int) -> int:
-    """Rows that are prefilled at once."""
-    return -(-rows // _REFILL)
+def admitted(rows: int, mesh: Mesh) -> int:
+    """Rows that are prefilled at once, in whole shards."""
+    shards = shard_count(mesh, "batch")
+    return -(-rows // (_REFILL * shards)) * shards
 
 
 def newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int, decoder: Decoder) -> Newcomers:
@@ -119,26 +149,36 @@ def newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int,
     )
 
 
-def read_answer(request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, eos_id: int) -> Answer:
-    """From the record of one row."""
-    tokens, positions = record.tokens[: record.count].tolist(), record.positions[: record.count].tolist()
-    text = dict(zip(positions, tokens, strict=True))
-    end = min((at for at, token in text.items() if token == eos_id), default=None)
-    text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
+def read_answer(
+    request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, eos_id: int, is_ended: bool = False
+) -> Answer:
+    """From the record of one row; of one that the caller has ended, up to the first token that is missing."""
+    positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
     return Answer(
-        tokens=[text[at] for at in sorted(text) if end is None or at <= end],
+        tokens=_reading_order(request, record, eos_id, is_ended),
         commit_order=positions,
         commit_tokens=tokens,
         forwards=int(forwards),
         rounds=int(rounds),
-        finish_reason="length" if end is None else "eos",
+        finish_reason="stop" if is_ended else "eos" if eos_id in tokens else "length",
     )
+
+
+def _reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) -> list[int]:
+    """The tokens behind a prompt, through the first EOS; with `to_gap` none behind one that is missing."""
+    text = dict(zip(record.positions[: record.count].tolist(), record.tokens[: record.count].tolist(), strict=True))
+    end = min((at for at, token in text.items() if token == eos_id), default=None)
+    text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
+    places = [at for at in sorted(text) if end is None or at <= end]
+    if to_gap:
+        places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]
+    return [text[at] for at in places]
 
 
 def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
     """Fills a batch and decodes it to the end: all that the device does, as one function to be lowered and planned."""
     state = _admit(graphdef, params, _empty(graphdef, params, newcomers.layout, rows, decoder), newcomers, decoder)
-    return _run(graphdef, params, state, rows, decoder).record
+    return _run(graphdef, params, state, rows, _NEVER, decoder).record
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "rows", "decoder"))
@@ -163,11 +203,27 @@ def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> 
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames="state")
-def _run(graphdef, params, state: State, wanted, decoder: Decoder) -> State:
-    """Decodes until `wanted` rows are done."""
+def _run(graphdef, params, state: State, wanted, most, decoder: Decoder) -> State:
+    """Decodes until `wanted` rows are done, for at most `most` forwards."""
     model = nnx.merge(graphdef, params)
-    end = jax.lax.while_loop(lambda s: jnp.sum(~s.active) < wanted, functools.partial(decoder.step, model), state)
+    end, _ = jax.lax.while_loop(
+        lambda carry: (jnp.sum(~carry[0].active) < wanted) & (carry[1] < most),
+        lambda carry: (decoder.step(model, carry[0]), carry[1] + 1),
+        (state, 0),
+    )
     return _placed(end)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _release(state: State, ended: jax.Array) -> State:
+    """Makes rows [B] finished ones. Keys and values stay: entries behind a row's length mean nothing."""
+
+    def clear(axis, x):
+        if axis or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jnp.where(ended.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
+
+    return _placed(_by_batch_axis(clear, state))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:

@@ -16,10 +16,12 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
 
 from refusion_jax.evaluation import sandbox
-from refusion_jax.evaluation.harness import EvaluatedModel
+from refusion_jax.evaluation.harness import EvaluatedModel, key_of
 from refusion_jax.runtime.errors import UserError
 
 PINNED = Path(__file__).parent / "tasks"
+lm_eval.api.task.tqdm = lambda items, **_: items  # its bars would stand between the lines of a training
+_SEED = 1234  # by which worked examples are drawn; lm_eval's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Plan:
     num_fewshot: int | None = None  # worked examples before each problem, where the task does not say none
     allow_code_execution: bool = False
     unsafe: bool = False  # run generated code without shutting it in
+    flags: str = "--"  # how the flags of this plan begin, for messages
 
 
 def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
@@ -47,18 +50,19 @@ def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
     manager = TaskManager(include_path=paths, include_defaults=False)
     if not all(name in manager.all_tasks for name in plan.tasks):
         manager = TaskManager(include_path=paths)  # seconds: lm_eval's are thousands of files
-    tasks = [task for name in plan.tasks for task in _load(manager, name, plan.task_data)]
+    tasks = [task for name in plan.tasks for task in _load(manager, name, plan)]
     for task in tasks:
         _check(task, plan)
     return tasks
 
 
-def _load(manager: TaskManager, name: str, task_data: Path | None) -> list[lm_eval.api.task.Task]:
+def _load(manager: TaskManager, name: str, plan: Plan) -> list[lm_eval.api.task.Task]:
     if name not in manager.all_tasks:
         close = difflib.get_close_matches(name, manager.all_tasks, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "--include_path=DIR names a directory of task files"
-        raise UserError(f"--tasks={name}: no such task; {hint}")
-    file, spec = task_data and (task_data / f"{name}.jsonl").absolute(), name
+        other = f"{plan.flags}include_path=DIR names a directory of task files"
+        hint = f"did you mean {' or '.join(close)}?" if close else other
+        raise UserError(f"{plan.flags}tasks={name}: no such task; {hint}")
+    file, spec = plan.task_data and (plan.task_data / f"{name}.jsonl").absolute(), name
     try:
         if file and file.exists():
             local = {"dataset_path": "json", "dataset_name": None, "custom_dataset": None}
@@ -68,8 +72,8 @@ def _load(manager: TaskManager, name: str, task_data: Path | None) -> list[lm_ev
     except Exception as error:  # noqa: BLE001  datasets, the hub and task files raise whatever they like
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"--tasks={name}: it cannot be loaded: {type(error).__name__}: {reason}; if its data cannot be downloaded "
-            f"here, put it into DIR/{name}.jsonl and give --task_data=DIR"
+            f"{plan.flags}tasks={name}: it cannot be loaded: {type(error).__name__}: {reason}; if its data cannot be "
+            f"downloaded here, put it into DIR/{name}.jsonl and give {plan.flags}task_data=DIR"
         ) from error
 
 
@@ -80,12 +84,52 @@ def _check(task: lm_eval.api.task.Task, plan: Plan) -> None:
     if not getattr(task, "UNSAFE_CODE", False):
         return
     if not plan.allow_code_execution:
-        raise UserError(f"--tasks={name} runs code that the model writes: give --allow_code_execution to let it")
+        leave = f"{plan.flags}allow_code_execution"
+        raise UserError(f"{plan.flags}tasks={name} runs code that the model writes: give {leave} to let it")
     if not (isinstance(metadata, dict) and metadata.get("sandboxed")) and not plan.unsafe:
         raise UserError(
-            f"--tasks={name} runs generated code by itself, without shutting it in: take humaneval or mbpp, which do, "
-            f"or give --unsafe"
+            f"{plan.flags}tasks={name} runs generated code by itself, without shutting it in: take humaneval or mbpp, "
+            f"which do; only `evaluate` runs it nevertheless, with --unsafe"
         )
+
+
+def check_requests(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]) -> str:
+    """Refuses, before anything is decoded, what the model cannot be asked; it needs the shapes of its weights alone.
+
+    Returns:
+      A digest of all that would be asked.
+
+    Raises:
+      UserError: where it cannot answer, or its kernel cannot shut in what a task runs.
+    """
+    _learn_settings(lm, tasks)
+    everything = []
+    with _executing(tasks, plan):
+        for task in tasks:
+            if plan.num_fewshot is not None and task.config.num_fewshot != 0:
+                task.set_config("num_fewshot", plan.num_fewshot)
+            task.set_fewshot_seed(seed=_SEED)
+            task.build_all_requests(
+                limit=plan.limit,
+                apply_chat_template=lm.chat,
+                fewshot_as_multiturn=True,
+                chat_template=lm.apply_chat_template if lm.chat else None,
+            )
+            everything += [[str(argument) for argument in instance.args] for instance in task.instances]
+            lm.check([i for i in task.instances if i.request_type == "generate_until"])
+    return key_of(everything)
+
+
+def _learn_settings(lm: EvaluatedModel, tasks: list[lm_eval.api.task.Task]) -> None:
+    for task in tasks:
+        metadata = task.config.metadata or {}
+        lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
+
+
+def _executing(tasks: list[lm_eval.api.task.Task], plan: Plan) -> contextlib.AbstractContextManager:
+    """In which tasks may run generated code, if any of them does."""
+    executes = any(getattr(task, "UNSAFE_CODE", False) for task in tasks)
+    return sandbox.allow(plan.unsafe) if executes else contextlib.nullcontext()
 
 
 def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]) -> dict[str, Any]:
@@ -94,11 +138,8 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]
     Raises:
       UserError: where the model cannot be asked what a task asks.
     """
-    for task in tasks:
-        metadata = task.config.metadata or {}
-        lm.task_settings[task.config.task] = metadata.get("decode", {}) if isinstance(metadata, dict) else {}
-    executes = any(getattr(task, "UNSAFE_CODE", False) for task in tasks)
-    with sandbox.allow(plan.unsafe) if executes else contextlib.nullcontext():
+    _learn_settings(lm, tasks)
+    with _executing(tasks, plan):
         results = lm_eval.simple_evaluate(
             model=lm,
             tasks=list(tasks),
@@ -108,31 +149,31 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]
             confirm_run_unsafe_code=plan.allow_code_execution,
             task_manager=TaskManager(include_path=[PINNED], include_defaults=False),
             bootstrap_iters=1000,
+            fewshot_random_seed=_SEED,
         )
     asked = {name: _asked(lm, task) for name, task in ((task.config.task, task) for task in tasks)}
     for name, samples in results["samples"].items():
         for sample in samples:
             sample["decoding"] = [
-                {key: value for key, value in record.items() if key not in ("key", "text")}
-                for record in asked[name].get(sample["doc_id"], [])
+                {key: value for key, value in lm.known[key].items() if key != "text"}
+                for key in asked[name].get(sample["doc_id"], [])
             ]
-    results["decoding"] = summarize([r for of_doc in asked.values() for some in of_doc.values() for r in some], lm)
-    results["decoding"]["tasks"] = {
-        name: summarize([r for some in of_doc.values() for r in some], lm) for name, of_doc in asked.items() if of_doc
-    }
+    keys = {name: [key for some in of_doc.values() for key in some] for name, of_doc in asked.items()}
+    results["decoding"] = summarize(sum(keys.values(), []), lm)
+    results["decoding"]["tasks"] = {name: summarize(some, lm) for name, some in keys.items() if some}
     results["settings"] = {name: _settings_of(lm, task) for name, task in ((t.config.task, t) for t in tasks)}
     packages = ("lm_eval", "datasets", "jax", "refusion-jax")
     results["packages"] = {package: importlib.metadata.version(package) for package in packages}
     return results
 
 
-def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[dict[str, Any]]]:
-    """The journal's records of a task's samples, by the number of the problem."""
-    records: dict[int, list[dict[str, Any]]] = {}
+def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[str]]:
+    """The keys of a task's samples, by the number of the problem."""
+    keys: dict[int, list[str]] = {}
     requests = [i for i in task.instances if i.request_type == "generate_until" for _ in range(i.repeats)]
     for request, asked in zip(requests, lm.asked(requests), strict=True):
-        records.setdefault(request.doc_id, []).append(lm.journal.known[asked.key])
-    return records
+        keys.setdefault(request.doc_id, []).append(asked.key)
+    return keys
 
 
 def _settings_of(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[str, Any]:
@@ -142,16 +183,17 @@ def _settings_of(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[str, A
     return how | (dataclasses.asdict(lm.asked(requests)[0].settings) if requests else {})
 
 
-def summarize(records: list[dict[str, Any]], lm: EvaluatedModel) -> dict[str, Any]:
-    """What decoding took and gave. Seconds are the longest host's, without compiling."""
-    if not records:
+def summarize(keys: list[str], lm: EvaluatedModel) -> dict[str, Any]:
+    """What decoding of some samples took and gave. Seconds are the longest host's, without compiling."""
+    if not keys:
         return {"samples": 0}
+    records = [lm.known[key] for key in keys]
     tokens, forwards = (sum(record[name] for record in records) for name in ("tokens", "forwards"))
     hosts = {record["host"] for record in records}
     seconds = max(sum(r["seconds"] for r in records if r["host"] == host) for host in hosts)
     return {
         "samples": len(records),
-        "resumed": sum(record["key"] in lm.known_before for record in records),
+        "resumed": sum(key in lm.known_before for key in keys),
         "tokens_per_second": tokens / seconds if seconds else None,
         "tokens_per_forward": tokens / forwards if forwards else None,
         "mean_tokens": tokens / len(records),

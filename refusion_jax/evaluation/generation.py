@@ -3,18 +3,19 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.memory import check_memory
+from refusion_jax.decoding.queue import Answer, admitted, batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
-from refusion_jax.systems.api import DecodeSettings, stream
+from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 
 _SHORTEST_PROMPT = 16  # tokens of a prompt that must stay, where the model reads too few for all of it
 
@@ -40,23 +41,52 @@ def shorten(prompt: Sequence[int], settings: Settings, room: int) -> Sequence[in
     return prompt[-(room - settings.new_tokens) :]
 
 
-def generate(model: Transformer, requests: Sequence[Request]) -> Iterator[tuple[int, Answer, float]]:
-    """Decodes requests, each with settings of its own, as they finish.
-
-    An answer depends on its own request only.
-
-    Yields:
-      (number of the request, its answer, seconds since the last one without those of compiling).
-    """
+def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tuple[list[int], list[Request]]]:
+    """(numbers, requests from `prepare`) that one compiled program serves, for each program."""
     of_sizes = collections.defaultdict(list)
     for number, request in enumerate(requests):
         settings = request.settings
         compiled_in = sorted((name, getattr(settings, name)) for name in scope(type(settings), "compiled"))
         of_sizes[tuple(compiled_in)].append(number)
     for numbers in of_sizes.values():
-        some = prepare([requests[number] for number in numbers], requests[numbers[0]].settings, model.config)
+        yield numbers, prepare([requests[number] for number in numbers], requests[numbers[0]].settings, model)
+
+
+def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
+    """Refuses requests whose batch does not fit into memory.
+
+    Args:
+      model: with its weights where they will lie; they need not be there yet.
+      requests: with settings.
+
+    Raises:
+      UserError: naming what would fit.
+    """
+    for _, some in by_program(requests, model.config):
+        mesh, decoder = mesh_of(model), decoder_for(some, model.config)
+        rows = batch_rows(len(some), some[0].settings.batch_size, mesh)
+        check_memory(model, mesh, rows, admitted(rows, mesh), decoder)
+
+
+def generate(
+    model: Transformer, requests: Sequence[Request], is_over: Callable[[int, list[int]], bool] | None
+) -> Iterator[tuple[int, Answer, float]]:
+    """Decodes requests, each with settings of its own, as they finish.
+
+    An answer depends on its own request only.
+
+    Args:
+      model: from `load_model`.
+      requests: with settings.
+      is_over: says of (number of the request, its tokens so far) whether they are enough; None: never.
+
+    Yields:
+      (number of the request, its answer, seconds since the last one without those of compiling).
+    """
+    for numbers, some in by_program(requests, model.config):
         began, compiled = time.monotonic(), _compiling.seconds
-        for at, answer in stream(model, some):
+        ends = is_over and (lambda at, tokens, numbers=numbers: is_over(numbers[at], tokens))
+        for at, answer in stream(model, some, is_over=ends):
             now, compiled_now = time.monotonic(), _compiling.seconds
             yield numbers[at], answer, max(now - began - (compiled_now - compiled), 0.0)
             began, compiled = time.monotonic(), _compiling.seconds

@@ -1,11 +1,13 @@
 """Our models as a language model of lm_eval (EleutherAI's evaluation harness).
 
 What is asked is answered by the continuous-batching queue (`generate_until`) or by the exact likelihood
-(`loglikelihood`, `loglikelihood_rolling`), written to a journal at once, and not asked again.
+(`loglikelihood`, `loglikelihood_rolling`), written to the journal at once, where there is one, and not asked again.
 """
 
 import collections
 import dataclasses
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,12 +22,13 @@ from rich.console import Console
 from rich.progress import track
 
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.evaluation import hosts
-from refusion_jax.evaluation.generation import generate, settle, shorten
-from refusion_jax.evaluation.journal import Journal, key_of
+from refusion_jax.decoding.stops import Stops
+from refusion_jax.evaluation.generation import check_fits, generate, settle, shorten
+from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
@@ -41,7 +44,8 @@ class Asked:
     key: str
     prompt: Sequence[int]
     settings: Settings
-    until: tuple[str, ...]
+    noise: int  # its draws are a function of this and the seed
+    until: Stops
     limit: int  # tokens of the answer that count
     is_cut: bool  # the beginning of the prompt was left out
 
@@ -53,36 +57,48 @@ class EvaluatedModel(TemplateLM):
         self,
         model: Transformer,
         tokenizer: Tokenizer,
-        journal: Journal,
         *,
         name: str,
         method: str,
         flags: dict[str, Any],
+        fingerprint: str = "",
+        journal: Journal | None = None,
         chat: bool = False,
         thinking: bool = False,
         scoring: dict[str, Any] | None = None,
+        alive: Callable[[], None] = lambda: None,
     ):
         """Wraps them.
 
         Args:
           model: from `load_model`.
           tokenizer: its own.
-          journal: of what has been answered.
           name: where the model came from.
           method: of decoding.
           flags: settings of decoding that were asked for; they go before those of tasks and requests.
+          fingerprint: of its weights: the journal may hold answers of others.
+          journal: of what has been answered; None: that is forgotten with this object.
           chat: prompts are rendered by the tokenizer's chat template.
           thinking: and answers may begin with thinking.
           scoring: slot_size, order, draws and seed of `likelihoods`, where they are not its defaults.
+          alive: called at every answer.
         """
         super().__init__()
-        self.model, self.journal, self.name, self._method, self._flags = model, journal, name, method, flags
+        self.model, self.name, self._method, self._flags = model, name, method, flags
         self._tokenizer, self.chat, self.thinking = tokenizer, chat, thinking
-        self._scoring = scoring or {}
+        self._scoring, self._alive = scoring or {}, alive
         self._room = model.config.max_position_embeddings
-        self._identity = [name, fingerprint(model)]
+        self._identity = [name, fingerprint]
+        self._journal = journal
+        self.known: dict[str, dict[str, Any]] = journal.records if journal else {}
+        self.known_before = set(self.known)
         self.task_settings: dict[str, dict[str, Any]] = {}  # by task; from the metadata of its file
-        self.known_before = set(journal.known)
+
+    def _keep(self, key: str, record: dict[str, Any]) -> None:
+        if self._journal:
+            self._journal.add(key, record)
+        self.known[key] = record
+        self._alive()
 
     # Tokens and chats.
 
@@ -131,21 +147,35 @@ class EvaluatedModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, each cut where the first of its stop strings begins."""
-        asked = self.asked(requests)
+        asked, hosts = self.asked(requests), Hosts(self.model)
         own = hosts.own_share(len(asked))
-        missing = [number for number in own if asked[number].key not in self.journal.known]
-        wanted = [
-            Request(a.prompt, settings=a.settings, noise=int(a.key[:8], 16), name=f"sample {number}")
-            for number in missing
-            for a in [asked[number]]
-        ]
-        for at, answer, seconds in _shown(generate(self.model, wanted), len(wanted), "decoding"):
-            a = asked[missing[at]]
-            self.journal.add(a.key, self._record(a, answer, seconds))
-            self.cache_hook.add_partial("generate_until", requests[missing[at]].args, self.journal.known[a.key]["text"])
-        records = hosts.exchange([self.journal.known[asked[number].key] for number in own], len(asked))
-        self.journal.known |= {record["key"]: record for record in records}  # those of other hosts
+        missing = [number for number in own if asked[number].key not in self.known]
+        some = [asked[number] for number in missing]
+        wanted = [self._request(a, number) for a, number in zip(some, missing, strict=True)]
+
+        def is_over(at: int, tokens: list[int]) -> bool:
+            until = some[at].until
+            return bool(until.texts) and until.is_settled(self._tokenizer.decode(tokens[: some[at].limit]))
+
+        looking = is_over if any(a.until.texts for a in some) else None
+        for at, answer, seconds in _shown(generate(self.model, wanted, looking), len(wanted), "decoding"):
+            self._keep(some[at].key, self._record(some[at], answer, seconds))
+            self.cache_hook.add_partial("generate_until", requests[missing[at]].args, self.known[some[at].key]["text"])
+        records = hosts.exchange([self.known[asked[number].key] for number in own], len(asked))
+        self.known |= {a.key: record for a, record in zip(asked, records, strict=True)}  # those of other hosts
         return [record["text"] for record in records]
+
+    def check(self, requests: list[Instance]) -> None:
+        """Refuses, before anything is decoded, what cannot be answered.
+
+        Raises:
+          UserError: where answers do not fit into what the model reads, or the batch not into memory.
+        """
+        wanted = [self._request(a, number) for number, a in enumerate(self.asked(requests))]
+        check_fits(self.model, wanted)
+
+    def _request(self, asked: Asked, number: int) -> Request:
+        return Request(asked.prompt, settings=asked.settings, noise=asked.noise, name=f"sample {number}")
 
     def asked(self, requests: list[Instance]) -> list[Asked]:
         """What each request wants; one that comes several times wants several samples."""
@@ -155,7 +185,7 @@ class EvaluatedModel(TemplateLM):
             context, options = request.args
             wanted = self._settings(request.task_name, options)
             until = options.get("until") or []
-            until = (until,) if isinstance(until, str) else tuple(until)
+            until = [until] if isinstance(until, str) else list(until)
             settings = settle(wanted, self._method, self._room)
             plain = [
                 self._identity,
@@ -168,11 +198,12 @@ class EvaluatedModel(TemplateLM):
             ]
             plain[-1].pop("batch_size")  # answers do not depend on it
             same = key_of("generate", *plain)
-            key = key_of(same, times[same])
+            key, noise = key_of(same, times[same]), _number(request.task_name, context, times[same])
             times[same] += 1
             ids = self.tok_encode(context)
             prompt = shorten(ids, settings, self._room)
-            asked.append(Asked(key, prompt, settings, until, wanted["max_new_tokens"], len(prompt) < len(ids)))
+            limit, is_cut = wanted["max_new_tokens"], len(prompt) < len(ids)
+            asked.append(Asked(key, prompt, settings, noise, Stops(tuple(until)), limit, is_cut))
         return asked
 
     def _settings(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -189,13 +220,11 @@ class EvaluatedModel(TemplateLM):
     def _record(self, asked: Asked, answer: Answer, seconds: float) -> dict[str, Any]:
         """What the journal keeps of an answer."""
         tokens = answer.tokens[: asked.limit]
-        text = self._tokenizer.decode(tokens)
-        reason = "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
-        if found := [at for stop in asked.until if (at := text.find(stop)) >= 0]:
-            text, reason = text[: min(found)], "stop"
+        text, is_stopped = asked.until.cut(self._tokenizer.decode(tokens))
+        reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
         return {
             "text": text,
-            "tokens": len(answer.tokens),
+            "tokens": len(answer.tokens),  # decoded; where a stop string ended it, those behind that too
             "forwards": answer.forwards,
             "finish_reason": reason,
             "is_cut": asked.is_cut,
@@ -227,20 +256,31 @@ class EvaluatedModel(TemplateLM):
         """(nats, is greedy) of (context, continuation); of a context that is too long its end is read."""
         how = {"method": self._method, **self._scoring}
         texts = [(context[-max(self._room - len(text), 1) :], text) for context, text in texts]
-        if longest := max((len(text) for _, text in texts), default=0) > self._room - 1:
+        if (longest := max((len(text) for _, text in texts), default=0)) > self._room - 1:
             raise UserError(f"a continuation of {longest} tokens cannot be scored: the model reads {self._room}")
         keys = [key_of("likelihood", self._identity, how, context, text) for context, text in texts]
+        hosts = Hosts(self.model)
         own = hosts.own_share(len(texts))
-        missing = [number for number in own if keys[number] not in self.journal.known]
+        missing = [number for number in own if keys[number] not in self.known]
         parts = [missing[at : at + _TEXTS] for at in range(0, len(missing), _TEXTS)]
         for part in _shown(parts, len(parts), "scoring"):
             contexts, continuations = zip(*(texts[number] for number in part), strict=True)
-            numbers = [int(keys[number][:8], 16) for number in part]
+            numbers = [_number(*texts[number]) for number in part]
             scored = likelihoods(self.model, contexts, continuations, keys=numbers, **how)
             for number, likelihood in zip(part, scored, strict=True):
-                self.journal.add(keys[number], dataclasses.asdict(likelihood))
-        records = hosts.exchange([self.journal.known[keys[number]] for number in own], len(texts))
+                self._keep(keys[number], dataclasses.asdict(likelihood))
+        records = hosts.exchange([self.known[keys[number]] for number in own], len(texts))
         return [(record["nats"], record["is_greedy"]) for record in records]
+
+
+def key_of(*parts: object) -> str:
+    """The same for the same parts, in any process; parts are made of what JSON knows."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _number(*parts: object) -> int:
+    """`key_of`, as a number below 2^32 on which draws may depend."""
+    return int(key_of(*parts)[:8], 16)
 
 
 def fingerprint(model: Transformer) -> str:

@@ -9,12 +9,13 @@ Axes: B rows of a forward, T tokens of a row, V vocabulary.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.data.interface import RowSource, Tokenizer
@@ -125,19 +126,12 @@ def held_out_bits(
       limit: rows; None: all.
       how: slot_size, order, draws, seed and method of `likelihoods`.
     """
-    needs_prompt = (system_of(how["method"]) if how.get("method") else default_system()).needs_prompt
-    prompts, responses = [], []
-    for index in range(min(len(rows), limit or len(rows))):
-        row = rows[index]
-        for segment in range(1, int(row["segment_ids"].max()) + 1):
-            here = row["segment_ids"] == segment
-            prompts.append(row["tokens"][here & ~row["is_response"]])
-            responses.append(row["tokens"][here & row["is_response"]])
-            if needs_prompt and not len(prompts[-1]):  # nothing predicts the first token
-                prompts[-1], responses[-1] = responses[-1][:1], responses[-1][1:]
+    system = system_of(how["method"]) if how.get("method") else default_system()
+    some = (rows[index] for index in range(min(len(rows), limit or len(rows))))
+    prompts, responses = documents(some, system.needs_prompt)
     scored = likelihoods(model, prompts, responses, **how)
     nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))
-    size = sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
+    size = bytes_of(responses, tokenizer)
     error = sum(s.error**2 for s in scored) ** 0.5
     return {
         "eval_bits_per_byte": -nats / size / math.log(2),
@@ -149,6 +143,31 @@ def held_out_bits(
         "bytes": size,
         **how,
     }
+
+
+def documents(
+    rows: Iterable[Mapping[str, np.ndarray]], needs_prompt: bool
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(prompts, responses) of all documents of packed rows: token ids each.
+
+    Args:
+      rows: tokens, segment_ids and is_response [T] each.
+      needs_prompt: nothing predicts the first token of a text: without a prompt it stands for one.
+    """
+    prompts, responses = [], []
+    for row in rows:
+        for segment in range(1, int(row["segment_ids"].max()) + 1):
+            here = row["segment_ids"] == segment
+            prompts.append(row["tokens"][here & ~row["is_response"]])
+            responses.append(row["tokens"][here & row["is_response"]])
+            if needs_prompt and not len(prompts[-1]):
+                prompts[-1], responses[-1] = responses[-1][:1], responses[-1][1:]
+    return prompts, responses
+
+
+def bytes_of(responses: Sequence[np.ndarray], tokenizer: Tokenizer) -> int:
+    """Bytes of the text of all responses, in UTF-8."""
+    return sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
 
 
 def _averaged(values: list[float], is_greedy: bool, is_bound: bool) -> Likelihood:
@@ -186,9 +205,9 @@ def score(model: Transformer, feeds: Sequence[Feed]) -> list[tuple[float, bool]]
     graphdef, params = nnx.split(model)
     results: list = [None] * len(feeds)
     with jax.set_mesh(mesh_of(model)):
-        for rows in _batched(_packed([len(feed) for feed in feeds], T), B):
-            arrays = _lay_out(feeds, rows, B, T)
-            log_p, is_best = jax.device_get(_log_probabilities(graphdef, params, arrays))
+        for rows in _batched(packed([len(feed) for feed in feeds], T), B):
+            arrays = lay_out(feeds, rows, B, T)
+            log_p, is_best = _fetched(_log_probabilities(graphdef, params, arrays))
             for row, numbers in enumerate(rows):
                 at = 0
                 for number in numbers:
@@ -200,7 +219,7 @@ def score(model: Transformer, feeds: Sequence[Feed]) -> list[tuple[float, bool]]
     return results
 
 
-def _packed(lengths: Sequence[int], T: int) -> list[list[int]]:
+def packed(lengths: Sequence[int], T: int) -> list[list[int]]:
     """Rows of at most T tokens, as numbers of feeds: the longest first, each into the first row that has room."""
     rows, room = [], np.zeros(len(lengths), np.int64)
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -219,27 +238,36 @@ def _batched(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
         yield rows[at : at + size]
 
 
-def _lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
-    """[B, T] int32 each: tokens, positions, rank, group and labels of the feeds in rows, and their segments."""
-    arrays = {
-        name: np.zeros((B, T), np.int32) for name in ("tokens", "positions", "rank", "group", "labels", "segment")
-    }
+def lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
+    """[B, T] each: tokens, positions, rank, group, labels and segment, int32, and float32 weights of feeds in rows."""
+    integers = ("tokens", "positions", "rank", "group", "labels", "segment")
+    arrays = {name: np.zeros((B, T), np.int32) for name in integers} | {"weights": np.zeros((B, T), np.float32)}
     for row, numbers in enumerate(rows):
         at = 0
         for segment, number in enumerate(numbers, 1):
             feed = feeds[number]
             here = slice(at, at + len(feed))
-            for name in ("tokens", "positions", "rank", "group", "labels"):
+            for name in ("tokens", "positions", "rank", "group", "labels", "weights"):
                 arrays[name][row, here] = getattr(feed, name)
             arrays["segment"][row, here] = segment
             at += len(feed)
     return arrays
 
 
+def _fetched(arrays: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
+    """On this host whole, though other hosts may have parts of them."""
+    if all(x.is_fully_addressable for x in arrays):
+        return jax.device_get(arrays)
+    return multihost_utils.process_allgather(arrays, tiled=True)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _log_probabilities(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """([B, T] float32 log p(label), [B, T] bool whether it is the most probable token)."""
-    model = nnx.merge(graphdef, params)
+    return log_probabilities(nnx.merge(graphdef, params), a)
+
+
+def log_probabilities(model: Transformer, a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """([B, T] float32 log p(label), [B, T] bool whether it is the most probable token), of what `lay_out` gives."""
     c, (B, T) = model.config, a["tokens"].shape
     x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))
     blocks = min(T // _BLOCK, 1 << max(B * T * c.vocab_size // _LOGITS, 1).bit_length() - 1)  # divides T

@@ -67,7 +67,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     graphdef, target = abstract_transformer(shape, c.dtype, mesh, flags="config.mesh")
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
-    newcomers = queue.newcomers({0: 0}, requests, queue.admitted(rows), rows, decoder)
+    newcomers = queue.newcomers({0: 0}, requests, queue.admitted(rows, mesh), rows, decoder)
     newcomers = sharding.placed(newcomers, sharding.sharding(mesh))
     with jax.set_mesh(mesh):
         program = jax.jit(queue.decode_once, static_argnames=("graphdef", "rows", "decoder"))

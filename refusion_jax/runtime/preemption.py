@@ -31,6 +31,10 @@ _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "
 _IMPATIENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+class ToldToGo(Exception):  # noqa: N818  nothing went wrong
+    """Raised by `Preemption.check`."""
+
+
 class Preemption:
     """Listens from its creation on. Until `training` is set a signal ends the process at once: nothing is lost."""
 
@@ -74,6 +78,17 @@ class Preemption:
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
         return self._told
+
+    def check(self) -> None:
+        """For work between two steps that may be left undone: ends it where this process has been told to go.
+
+        Several processes go on: they can only agree at a step.
+
+        Raises:
+          ToldToGo.
+        """
+        if self._told and not jax.distributed.is_initialized():
+            raise ToldToGo
 
 
 def _collects(frame: types.FrameType | None) -> bool:

@@ -1,7 +1,8 @@
 """`decode(model, prompts, settings)`: every decoder behind one call."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from refusion_jax.decoding import queue
@@ -10,7 +11,7 @@ from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import SettingError
+from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.runtime.settings import Setting, declared
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
@@ -53,6 +54,28 @@ def check_settings(method: str, given: Mapping[str, Any]) -> None:
             raise SettingError("decode", name, given[name], f"the decoder {method!r} has only {', '.join(own)}")
 
 
+def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
+    """Settings from NAME=VALUE pairs.
+
+    Args:
+      pairs: as they were given.
+      flag: by which, for messages.
+
+    Raises:
+      UserError: where a pair names no setting, or its value is of no type that the setting has.
+    """
+    known, settings = all_settings(), {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        if name not in known:
+            raise UserError(f"{flag}: {name!r} is no setting; known: {', '.join(known)}")
+        try:
+            settings[name] = text if isinstance(known[name].default, str) else json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{flag}: {text!r} is no number, true or false") from error
+    return settings
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoded:
     """The fields of `Answer`, each as a list with one entry a prompt."""
@@ -86,7 +109,10 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
 
 
 def stream(
-    model: Transformer, requests: Sequence[Request], decoder: Decoder | None = None
+    model: Transformer,
+    requests: Sequence[Request],
+    decoder: Decoder | None = None,
+    is_over: Callable[[int, list[int]], bool] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes requests from `prepare`, one at least, as a queue; yields (index, answer) as they finish.
 
@@ -94,12 +120,13 @@ def stream(
       model: from `load_model`.
       requests: their settings name the decoder and the batch size.
       decoder: sizes to compile for, where several calls are to share them; by default what these requests need.
+      is_over: says of (index, tokens so far) whether an answer may end there, as for `queue.stream`.
 
     Raises:
       UserError: where the decoder cannot serve them together.
     """
     decoder = decoder or decoder_for(requests, model.config)
-    return queue.stream(model, decoder, requests, requests[0].settings.batch_size)
+    return queue.stream(model, decoder, requests, requests[0].settings.batch_size, is_over)
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:

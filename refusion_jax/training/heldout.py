@@ -29,6 +29,8 @@ from refusion_jax.runtime import sharding
 from refusion_jax.runtime.distributed import check_same
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import Objective
+from refusion_jax.training.bits import bits_per_byte
+from refusion_jax.training.program import Program
 from refusion_jax.training.train_step import split_batch
 
 _MOST = 16  # values of a fact that are told apart
@@ -38,7 +40,14 @@ _SEED = 0  # the same for every run: they compare
 class HeldOut:
     """The rows of a run's held-out set on its devices, and the jitted evaluation."""
 
-    def __init__(self, config: ml_collections.ConfigDict, rows: Rows, graphdef: nnx.GraphDef, objective: Objective):
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        rows: Rows,
+        graphdef: nnx.GraphDef,
+        objective: Objective,
+        bits: Callable[[dict], dict[str, jax.Array | bool]] | None = None,
+    ):
         """Compiles the corruption alone.
 
         Args:
@@ -46,8 +55,9 @@ class HeldOut:
           rows: [N, T], from `place`.
           graphdef: of the transformer.
           objective: of the run.
+          bits: also the bits per byte, from `bits_per_byte`.
         """
-        self._every, self._rows = config.eval.every, rows
+        self._every, self._rows, self._bits = config.eval.every, rows, bits
         parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
         everywhere = sharding.sharding(rows.tokens.sharding.mesh)
         values = jax.jit(lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).facts), out_shardings=everywhere)
@@ -59,9 +69,9 @@ class HeldOut:
         """Whether this step is followed by an evaluation."""
         return step % self._every == 0
 
-    def __call__(self, params: dict) -> dict[str, jax.Array]:
-        """eval_loss, its terms, and their means by what the objective tells apart: float32 scalars."""
-        return self._evaluate(params, self._rows)
+    def __call__(self, params: dict) -> dict[str, jax.Array | bool]:
+        """eval_loss, its terms, their means by what the objective tells apart, bits per byte: float32 scalars."""
+        return self._evaluate(params, self._rows) | (self._bits(params) if self._bits else {})
 
 
 def _keys(rows: Rows) -> jax.Array:
@@ -159,13 +169,36 @@ def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> li
     return [read_rows(config, path, tokenizer, "data.path") for path in paths if is_prepared(path)]
 
 
-def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:
-    """The first eval.rows rows of the sets, in equal parts of each, on the devices; each host reads only its own."""
+def make_held_out(
+    config: ml_collections.ConfigDict,
+    sets: list[RowSource],
+    tokenizer: Tokenizer,
+    program: Program,
+    mesh: Mesh,
+) -> HeldOut:
+    """The held-out evaluation of a run, with the bits per byte of the same rows."""
+    rows = (rows[index] for rows, index in pick(config, sets))
+    bits = bits_per_byte(config, rows, tokenizer, program.graphdef, mesh)
+    return HeldOut(config, place(config, sets, mesh), program.graphdef, program.objective, bits)
+
+
+def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
+    """(set, index) of the first eval.rows rows of the sets, in equal parts of each.
+
+    Raises:
+      UserError: where there is none, or not the same on all hosts.
+    """
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))
     picked = [(rows, index) for index in range(most) for rows in sets if index < len(rows)][: config.eval.rows or None]
     if not picked:
         raise UserError(f"--config.eval.path={config.eval.path}: holds no row to evaluate on")
+    return picked
+
+
+def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:
+    """The rows that `pick` chooses, on the devices; each host reads only its own."""
+    picked = pick(config, sets)
     N, T = -(-len(picked) // config.batch_size) * config.batch_size, config.row_length
     dtypes = {"tokens": np.int32, "segment_ids": np.int32, "is_response": np.bool_}
 

@@ -15,6 +15,7 @@ from etils import epath
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.summary import text as as_summary
 
 from refusion_jax.data.json_input import parse_log
 from refusion_jax.model.flops import peak_flops
@@ -98,6 +99,16 @@ class MetricsWriter:
         if self._is_writer:
             self._write(record)
 
+    def show(self, step: int, texts: dict[str, str]) -> None:
+        """Shows texts in TensorBoard: title -> Markdown."""
+        if self._is_writer and texts:
+            self._board.show(step, texts)
+
+    def paused(self, seconds: float) -> None:
+        """Leaves seconds in which nothing was trained out of the rates."""
+        step, tokens, before = self._last
+        self._last = step, tokens, before + seconds
+
     def _write(self, record: dict) -> None:
         self._file.append(json.dumps(record))
         self._board.write(record)
@@ -129,8 +140,8 @@ def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
     return [records[step] for step in sorted(records)]
 
 
-def _finite(value: np.ndarray) -> float | None:
-    return float(value) if np.isfinite(value) else None
+def _finite(value: np.ndarray | float | bool) -> float | bool | None:
+    return value if isinstance(value, bool) else float(value) if np.isfinite(value) else None
 
 
 class _Board:
@@ -142,11 +153,18 @@ class _Board:
 
     def write(self, record: dict) -> None:
         """Adds one point to each curve."""
-        points = {name: value for name, value in record.items() if name != "step" and value is not None}
+        points = {name: x for name, x in record.items() if name != "step" and not (x is None or isinstance(x, bool))}
         values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
+        self._summary(record["step"], values)
+
+    def show(self, step: int, texts: dict[str, str]) -> None:
+        """Adds texts: title -> Markdown."""
+        self._summary(step, [value for title, text in texts.items() for value in as_summary(title, text).value])
+
+    def _summary(self, step: int, values: list[summary_pb2.Summary.Value]) -> None:
         try:
             self._writer = self._writer or self._open()
-            self._add(step=record["step"], summary=summary_pb2.Summary(value=values))
+            self._add(step=step, summary=summary_pb2.Summary(value=values))
             if time.monotonic() - self._flushed > _FLUSH_SECONDS:
                 self._writer.flush()
                 self._flushed = time.monotonic()

@@ -1,0 +1,157 @@
+"""Tasks that are decoded and scored while a model trains: as `evaluate` does, with the weights where they lie.
+
+All hosts decode together: the batch is split over the mesh of the training, so nothing is copied, and every host learns
+every answer. Nothing of it is written but the scores; draws are a function of (seed, task, problem), so that scores of
+any two steps compare.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from flax import nnx
+
+from refusion_jax.config import read_decode
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.evaluation import benchmark
+from refusion_jax.evaluation.harness import EvaluatedModel
+from refusion_jax.runtime.distributed import check_same
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import MESH_AXES
+from refusion_jax.training.program import Program
+
+_TEXTS = 5  # answers of a task that are shown
+
+
+class TaskScores:
+    """The tasks of a run, and how they are decoded."""
+
+    def __init__(self, config: ml_collections.ConfigDict, tokenizer: Tokenizer, program: Program):
+        """Loads the tasks and checks all that will be asked.
+
+        Args:
+          config: the run's.
+          tokenizer: its own.
+          program: of the run, for the shape of the weights.
+
+        Raises:
+          UserError: where a task is unknown or cannot be asked, or the hosts have different ones.
+        """
+        e = config.eval
+        for name in ("include_path", "task_data"):
+            if e[name] and not Path(e[name]).is_dir():
+                raise UserError(f"--config.eval.{name}={e[name]} is no directory")
+        self._every, self._tokenizer, self._graphdef = e.tasks_every, tokenizer, program.graphdef
+        self._method, self._settings = read_decode(config)
+        self._plan = benchmark.Plan(
+            tasks=[name.strip() for name in e.tasks.split(",")],
+            include_path=Path(e.include_path) if e.include_path else None,
+            task_data=Path(e.task_data) if e.task_data else None,
+            limit=e.limit or None,
+            allow_code_execution=e.allow_code_execution,
+            flags="--config.eval.",
+        )
+        self._tasks = benchmark.load_tasks(self._plan)
+        self.check(program.target.params)
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is followed by an evaluation."""
+        return step % self._every == 0
+
+    def check(self, params: dict) -> None:
+        """Refuses what cannot be asked, or will not fit into the memory that is free now.
+
+        Args:
+          params: the weights, or their shapes and shardings.
+
+        Raises:
+          UserError: naming the keys at fault.
+        """
+        with _naming_the_key(self._plan.tasks):
+            asked = benchmark.check_requests(self._model(params), self._plan, self._tasks)
+        check_same("what --config.eval.tasks asks", asked)
+
+    def __call__(self, params: dict, alive: Callable[[], None]) -> tuple[dict[str, float], dict[str, str]]:
+        """Decodes and scores.
+
+        Args:
+          params: the weights.
+          alive: called at every answer; what it raises ends the evaluation.
+
+        Returns:
+          (eval_TASK_METRIC, of lm_eval, and of decoding; a few answers in Markdown, by the title to show them under).
+        """
+        with _naming_the_key(self._plan.tasks):
+            results = benchmark.run_tasks(self._model(params, alive), self._plan, self._tasks)
+        return scores_of(results), texts_of(results)
+
+    def _model(self, params: dict, alive: Callable[[], None] = lambda: None) -> EvaluatedModel:
+        model = nnx.merge(self._graphdef, for_decoding(params))
+        has_template = self._tokenizer.has_chat_template
+        how = {"method": self._method, "flags": self._settings, "chat": has_template, "alive": alive}
+        return EvaluatedModel(model, self._tokenizer, name="the model in training", **how)
+
+
+@contextlib.contextmanager
+def _naming_the_key(tasks: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"--config.eval.tasks={','.join(tasks)}: {error}") from error
+
+
+def for_decoding(params: dict) -> dict:
+    """The weights on a mesh that splits batches where that of the training splits rows: decoding has none to split.
+
+    No weight moves: none is split over the axis `sequence`.
+    """
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    if mesh.shape["sequence"] == 1:
+        return params
+    grid = np.moveaxis(mesh.devices, MESH_AXES.index("sequence"), 2)  # beside `data`, which takes it in
+    sizes = mesh.shape | {"data": mesh.shape["data"] * mesh.shape["sequence"], "sequence": 1}
+    grid = grid.reshape([sizes[axis] for axis in MESH_AXES])
+    other = jax.sharding.Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)
+
+    def place(x: Any) -> Any:
+        where = jax.sharding.NamedSharding(other, x.sharding.spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        shards = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, where, shards)
+
+    return jax.tree.map(place, params)
+
+
+def scores_of(results: dict[str, Any]) -> dict[str, float]:
+    """The scores of lm_eval's results by the names of metrics.jsonl: eval_TASK_METRIC, or eval_TASK_METRIC_FILTER."""
+    scores = {}
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            if kind and "stderr" not in metric and isinstance(value, int | float):
+                scores[f"eval_{task}_{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
+    for task, decoding in results["decoding"]["tasks"].items():
+        for name in ("tokens_per_forward", "mean_tokens", "truncated_share"):
+            scores[f"eval_{task}_{name}"] = float(decoding[name] or 0)
+    return scores
+
+
+def texts_of(results: dict[str, Any]) -> dict[str, str]:
+    """The first answers of each task that writes some, as Markdown."""
+    texts = {}
+    for task in results["decoding"]["tasks"]:
+        samples = {sample["doc_id"]: sample for sample in results["samples"][task]}  # one of several filters
+        for number, sample in sorted(samples.items())[:_TEXTS]:
+            parts = {"Asked": sample["arguments"][0][0], "Answered": sample["resps"][0][0], "Right": sample["target"]}
+            texts[f"eval_{task}/{number}"] = "\n\n".join(f"**{title}**\n\n{_block(x)}" for title, x in parts.items())
+    return texts
+
+
+def _block(text: object) -> str:
+    """As a block of code, which shows every character as it is."""
+    return "\n".join(f"    {line}" for line in str(text).splitlines() or [""])

@@ -1,0 +1,107 @@
+"""What a model is asked by a task of our own: worked examples, the chat template, thinking on and off."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is asked of the network
+
+import datasets
+import pytest
+from conftest import run, tiny_model
+from test_adaptation import write_tokenizer
+
+from refusion_jax import load_model, load_tokenizer
+from refusion_jax.evaluation import benchmark
+from refusion_jax.evaluation.harness import EvaluatedModel
+from refusion_jax.model import huggingface
+
+TASK = """
+task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/test.jsonl, train: {folder}/train.jsonl}}}}
+test_split: test
+fewshot_split: train
+fewshot_config: {{sampler: first_n}}
+output_type: generate_until
+doc_to_text: "Q: {{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{max_gen_toks: 8, until: ["\\n"]}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A tiny model with a chat template."""
+    path = tmp_path / "model"
+    path.mkdir()
+    huggingface.save(tiny_model(vocab_size=320, num_tokens=320), path)
+    config = json.loads((path / "config.json").read_text())
+    del config["mask_token_id"]
+    (path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(path, chat_template=TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch) -> Path:
+    """A task of ours with worked examples."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "huggingface" / "datasets"))
+    for split, begin in (("train", 0), ("test", 5)):
+        lines = [json.dumps({"question": f"What is {i}?", "answer": f"It is {i}."}) for i in range(begin, begin + 5)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "words.yaml").write_text(TASK.format(folder=tmp_path))
+    return folder
+
+
+PLAIN = "Q: What is 0? It is 0.\n\nQ: What is 1? It is 1.\n\nQ: What is 5?"
+TURNS = "".join(
+    f"<|im_start|>user\nQ: What is {i}?<|im_end|>\n<|im_start|>assistant\nIt is {i}.<|im_end|>\n" for i in (0, 1)
+)
+CHAT = TURNS + "<|im_start|>user\nQ: What is 5?<|im_end|>\n<|im_start|>assistant\n"
+NO_THINKING = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "examples", "prompt"),
+    [
+        ({}, 2, PLAIN),
+        ({"chat": True}, 2, CHAT + NO_THINKING),
+        ({"chat": True, "thinking": True}, 2, CHAT),
+        ({"chat": True, "thinking": True}, 0, CHAT.removeprefix(TURNS)),
+    ],
+    ids=["text", "turns", "thinking", "no examples"],
+)
+def test_a_task_is_asked_with_examples_as_text_or_as_turns(checkpoint, directory, how, examples, prompt):
+    tokenizer = load_tokenizer(checkpoint)
+    lm = EvaluatedModel(load_model(checkpoint), tokenizer, name="tiny", method="refusion", flags={}, **how)
+    plan = benchmark.Plan(["words"], include_path=directory, num_fewshot=examples, limit=1)
+    (task,) = benchmark.load_tasks(plan)
+    benchmark.check_requests(lm, plan, [task])
+    (instance,) = task.instances
+    assert instance.args[0] == prompt
+    (asked,) = lm.asked(task.instances)
+    begin = tokenizer.encode_chat(["<|im_start|>"])[0]
+    assert (list(asked.prompt[:1]) == begin) == bool(how)  # the mark, not the letters that spell it
+
+
+def test_the_command_asks_in_turns_with_examples_and_thinking(checkpoint, directory, tmp_path):
+    flags = [f"--checkpoint={checkpoint}", "--tasks=words", f"--include_path={directory}", f"--output={tmp_path}/out"]
+    run("evaluate", *flags, "--num_fewshot=2", "--thinking", "--limit=3", "--decode.slot_size=4")
+    samples = list(map(json.loads, (tmp_path / "out" / "samples_words.jsonl").read_text().splitlines()))
+    assert samples[0]["arguments"][0][0] == CHAT
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["n-shot"] == {"words": 2}
+    assert results["decoding"]["samples"] == 3
+    assert results["settings"]["words"]["thinking"] is results["settings"]["words"]["chat"] is True
