@@ -18,7 +18,7 @@ import ml_collections
 from refusion_jax.benchmarks.headline import results
 from refusion_jax.benchmarks.headline.measure import check_fit, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import BUDGETS, Run, dial, held_out, studies, trial_runs, whole_run
+from refusion_jax.benchmarks.headline.plan import BUDGETS, Point, Run, dial, held_out, studies, trial_runs, whole_run
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.data.families import mixture
 from refusion_jax.runtime import cli
@@ -126,17 +126,8 @@ class Comparison:
             if point.decoder != decoder:
                 jax.clear_caches()  # each program takes memory mappings, of which a process has 65,530
             decoder = point.decoder
-            found.append(
-                self._piece(
-                    "measure",
-                    f"measure {run.name}: {decoder} {point.label}",
-                    lambda point=point: (
-                        {"system": run.system, "seed": run.seed, "decoder": point.decoder}
-                        | {"settings": point.label}
-                        | measure(*load(), self._mixture, self._problems, point, self._budget)
-                    ),
-                )
-            )
+            key = f"measure {run.name}: {decoder} {point.label}"
+            found.append(self._piece("measure", key, functools.partial(self._at, measure, run, point, load)))
         return found
 
     def _studied(self, run: Run) -> list[dict[str, Any]]:
@@ -146,25 +137,17 @@ class Comparison:
         for step in saved_steps(workdir) if self._studies[run.system] else ():
             load = functools.cache(lambda path=workdir / "checkpoints" / str(step): self._load(path))
             for title, points in self._studies[run.system].items():
-                found += [
-                    self._piece(
-                        "study",
-                        f"study {run.name} at step {step}, {title}: {point.decoder} {point.label}",
-                        lambda point=point, title=title, step=step, load=load: (
-                            {"study": title, "step": step}
-                            | {
-                                "system": run.system,
-                                "seed": run.seed,
-                                "decoder": point.decoder,
-                                "settings": point.label,
-                            }
-                            | score(*load(), self._mixture, self._problems, point, self._budget)[0]
-                        ),
-                    )
-                    for point in points
-                ]
+                for point in points:
+                    key = f"study {run.name} at step {step}, {title}: {point.decoder} {point.label}"
+                    made = self._piece("study", key, functools.partial(self._at, _accuracy, run, point, load))
+                    found.append(made | {"study": title, "step": step})
             jax.clear_caches()
         return found
+
+    def _at(self, what: Callable, run: Run, point: Point, load: Callable[[], tuple]) -> dict[str, Any]:
+        """The record of a run's model at a point, as `what` measures it."""
+        own = {"system": run.system, "seed": run.seed, "decoder": point.decoder, "settings": point.label}
+        return own | what(self._mixture, self._problems, point, self._budget, *load())
 
     def _load(self, path: Path) -> tuple:
         model, tokenizer = load_model(path, self._config.dtype), load_tokenizer(path)
@@ -187,6 +170,10 @@ class Comparison:
             f"{'at least ' * unknown}{left / 60:.0f} min left  {key}{_outcome(record)}"
         )
         return record
+
+
+def _accuracy(*what: Any) -> dict[str, Any]:
+    return score(*what)[0]
 
 
 def _outcome(record: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> 
 
 
 def score(
-    model: Transformer, tokenizer: Tokenizer, mixture: Mixture, problems: list[Problem], point: Point, budget: Budget
+    mixture: Mixture, problems: list[Problem], point: Point, budget: Budget, model: Transformer, tokenizer: Tokenizer
 ) -> tuple[dict[str, Any], list[str], float]:
     """How often the answers are right, decoding many at a time.
 
@@ -55,7 +55,7 @@ def score(
 
 
 def measure(
-    model: Transformer, tokenizer: Tokenizer, mixture: Mixture, problems: list[Problem], point: Point, budget: Budget
+    mixture: Mixture, problems: list[Problem], point: Point, budget: Budget, model: Transformer, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """The score, and tokens a second one at a time and many at a time; compilation is not counted.
 
@@ -63,7 +63,7 @@ def measure(
       The record of `score`, and {"tokens_per_second": {batch size: ...}, "same_text": the share of answers that are the
       same at both batch sizes}.
     """
-    record, texts, seconds = score(model, tokenizer, mixture, problems, point, budget)
+    record, texts, seconds = score(mixture, problems, point, budget, model, tokenizer)
     one, many = map(str, BATCH_SIZES)
     alone, seconds_alone = _decode(model, tokenizer, problems[: budget.timed], point, budget, BATCH_SIZES[0])
     same = [tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]

@@ -42,6 +42,7 @@ class Pieces:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            os.close(self._file)
             raise UserError(f"--output={directory}: another process is at work there") from error
         with open(self._file, encoding="utf-8", closefd=False) as file:
             text = file.read()
