@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
 _ONE, _MANY = map(str, BATCH_SIZES)
+_BUSY = 1.5  # processes a core that want to run, above which others than ours do
+_WIDTH = 120  # columns of prose
 _CEILING = 0.99  # above it two accuracies are not told apart
 _BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost -->", "<!-- end of headline {} -->"
 
@@ -64,12 +67,14 @@ def _conditions(results: dict[str, Any]) -> str:
         f"{m['load']:.1f} at the end), jax {results['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
     ]
+    if m["load"] > _BUSY * m["cores"]:
+        lines.append("Other work shared the machine, more at one time than at another: its speeds do not compare.")
     if results["budget"] == "tiny":
         lines.append(
             "**This budget is a smoke test: runs too short to have learnt the problems. It shows that the comparison "
             "runs, and nothing about the systems.**"
         )
-    return "\n\n".join(lines)
+    return "\n\n".join(textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines)
 
 
 def _table(found: list[Curve], results: dict[str, Any]) -> str:
@@ -118,7 +123,10 @@ def _conclusions(found: list[Curve], results: dict[str, Any]) -> str:
         f"* The answers were the same one prompt at a time and {_MANY} at a time in "
         f"{sum(agreeing) / len(agreeing):.1%} of all cases."
     )
-    return "\n".join(lines)
+    return "\n".join(
+        textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for line in lines
+    )
 
 
 def _against(own: Curve, found: list[Curve], size: str) -> str:
