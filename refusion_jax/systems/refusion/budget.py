@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SHAPES = 8  # compiled, at most; each has two thirds of the places of the next, so that most of them are real
+_SHAPES = 6  # compiled, at most; each has two thirds of the places of the next, so that most of them are real
 _TILE = 8  # places, where rows feed few: attention is slow with narrower tiles, and wider ones are seldom full
 _TILES_A_ROW = 4  # on average, at most: each tile reads the keys of its row anew
 
