@@ -92,8 +92,8 @@ def sample(
     return best(noisy)
 
 
-def best(logits: jax.Array) -> jax.Array:
-    """The first of the highest logits [..., V]: [...] int32.
+def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
+    """The first of the highest logits.
 
     A maximum and a minimum, which XLA vectorizes on CPU, where its argmax takes longer than the output head: of 32
     places and 512 tokens 0.12 ms, and so 0.03.

@@ -11,9 +11,9 @@ Axes: B rows, S shards of rows, J shapes.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 _SHAPES = 6  # compiled, at most; each has two thirds of the places of the next, so that most of them are real
 _TILE = 8  # places, where rows feed few: attention is slow with narrower tiles, and wider ones are seldom full
@@ -61,20 +61,24 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
 
 
 def choose(
-    needed: jax.Array, asked: jax.Array, budget: jax.Array, shapes: tuple[Shape, ...], shards: int
-) -> tuple[jax.Array, jax.Array]:
+    needed: Int32[Array, "B"],
+    asked: Int32[Array, "B"],
+    budget: Int32[Array, "B"],
+    shapes: tuple[Shape, ...],
+    shards: int,
+) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
     """The shape to run, and what each row may feed ahead of time in it.
 
     Args:
-      needed: [B] int32, tokens that each row must feed.
-      asked: [B] int32, tokens that it would feed ahead of time.
-      budget: [B] int32, tokens that a forward of a shard may feed for the sake of that, as this row has it.
+      needed: tokens that each row must feed.
+      asked: tokens that it would feed ahead of time.
+      budget: tokens that a forward of a shard may feed for the sake of that, as this row has it.
       shapes: from `shapes_of`.
       shards: S.
 
     Returns:
-      (the index of the least shape that holds all that is needed, and all that is asked for within the budget; [B]
-      int32, tokens that each row may feed beside those it needs).
+      (the index of the least shape that holds all that is needed, and all that is asked for within the budget; the
+      tokens that each row may feed beside those it needs).
     """
     needed, asked, budget = (x.reshape(shards, -1) for x in (needed, asked, budget))
     tile, tiles = jnp.array([s.tile for s in shapes]), jnp.array([s.tiles for s in shapes])

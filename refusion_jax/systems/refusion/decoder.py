@@ -164,8 +164,8 @@ class PlanAndInfill:
         """One forward, and what each row makes of it."""
         return step(model, state, self)
 
-    def fed(self, model: Transformer, state: State) -> tuple[jax.Array, jax.Array]:
-        """(tokens, places) of the forward that a state is about to take, int32; for benchmarks."""
+    def fed(self, model: Transformer, state: State) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+        """(tokens, places) of the forward that a state is about to take; for benchmarks."""
         sizes, here = Sizes.of(model, len(state.block), self), block_of(state.canvas, state.block, self.block_slots)
         plan, shape = plan_feed(state, here, sizes, self)
         feed = pack_feed(plan, here, state.work.drafts, state.work.drafts, self.width, self.ids.mask_id)
@@ -219,7 +219,7 @@ def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
     )
 
 
-def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tuple[FeedPlan, jax.Array]:
+def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tuple[FeedPlan, Int32[Array, ""]]:
     """(what each row feeds, in which of the shapes): what its phase needs, and ahead of time what likely comes next."""
     work = s.work
     phase = work.phase[:, None]

@@ -12,6 +12,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Key
 
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.decoding.settings import TokenIds
@@ -26,8 +27,8 @@ from refusion_jax.systems.refusion.feeding import PackedFeed
 class Hidden:
     """What the output head reads, packed as the forward left it."""
 
-    packed: jax.Array  # [S, P, D]
-    index: jax.Array  # [B, W] int32, where each place of the feed stands in its shard's
+    packed: Float[Array, "S P D"]
+    index: Int32[Array, "B W"]  # where each place of the feed stands in its shard's
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +36,9 @@ class Hidden:
 class Tokens:
     """What is read at each place of a feed; means nothing where nobody reads."""
 
-    chosen: jax.Array  # [B, W] int32, the best token, or the one that was drawn
-    chance: jax.Array  # [B, W] float32, its probability
-    weighed: jax.Array  # [B, W] float32, at drafts: the probability of `PackedFeed.weighed`
+    chosen: Int32[Array, "B W"]  # the best token, or the one that was drawn
+    chance: Float32[Array, "B W"]  # its probability
+    weighed: Float32[Array, "B W"]  # at drafts: the probability of `PackedFeed.weighed`
 
 
 @jax.tree_util.register_dataclass
@@ -45,8 +46,8 @@ class Tokens:
 class Draws:
     """What decides which token is drawn at a place of a row, beside its logits."""
 
-    keys: jax.Array  # [B] PRNG keys of what is drawn now
-    planned: jax.Array  # [B] PRNG keys that the drafts were drawn with
+    keys: Key[Array, "*B"]  # of what is drawn now
+    planned: Key[Array, "*B"]  # that the drafts were drawn with
     settings: RowSettings
 
 
