@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import BOS, EOS, MASK, PAD, PROMPTS, causal, forward, settings, sharp_models, tiny_model
 
-from refusion_jax import DecodeSettings, decode
+from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
 
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
@@ -31,7 +31,8 @@ def random_requests(rng: np.random.Generator, count: int, slot_size: int) -> lis
             serial_blocks=blocks,
             slot_threshold=rng.uniform(0, 0.9),
             infill="exact",
-            overlap_planning=bool(rng.integers(2)),
+            infill_blend=0.0,
+            speculate=str(rng.choice(["0", "auto", "30", "1000"])),
         )
         gaps = [int(rng.integers(1, 10)), ids(3), int(rng.integers(1, 10))]
         requests.append(Request([BOS, *ids(6)], tuple(gaps) if rng.integers(3) == 0 else (), s))
@@ -77,7 +78,7 @@ def test_every_token_but_a_slots_first_is_the_best_behind_the_one_before_it(slot
 
 def test_blending_takes_the_plans_draft_the_more_the_more_it_weighs():
     model = sharp_models()[1]
-    plain = settings(slot=0.3, infill="exact")
+    plain = settings(slot=0.3, infill="exact", infill_blend=0.0)
     always = settings(slot=0.3, infill="exact", infill_blend=1.0)
     drafts = decode(model, PROMPTS, settings(slot=0.3, token=0.0))  # every draft is accepted
     assert decode(model, PROMPTS, always) == drafts
@@ -123,13 +124,31 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_neither_overlapping_nor_the_batch_changes_an_answer(temperature):
+def test_neither_the_budget_nor_the_batch_changes_an_answer(temperature):
     model = sharp_models()[0]
     runs = [
         decode(model, PROMPTS, settings(infill="exact", infill_blend=0.3, temperature=temperature, blocks=2,
-                                        overlap_planning=overlap, batch_size=size))
-        for overlap, size in itertools.product((True, False), (2, 64))
+                                        speculate=budget, batch_size=size))
+        for budget, size in itertools.product(("1000", "0"), (2, 64))
     ]  # fmt: skip
     for name in ("tokens", "commit_order", "rounds"):
         assert all(getattr(out, name) == getattr(runs[0], name) for out in runs)
     assert sum(runs[0].forwards) < sum(runs[-1].forwards)
+
+
+def test_infilling_is_exact_unless_the_authors_threshold_is_named():
+    """And then it is theirs, as in the public call of theirs that names no way of infilling."""
+    model = sharp_models()[1]
+    shared = {"max_new_tokens": 16, "slot_size": 4, "slot_threshold": 0.3}
+
+    def answers(**own):
+        return decode(model, PROMPTS, DecodeSettings("refusion", **shared, **own))
+
+    ours, theirs = answers(infill="exact", infill_blend=0.5), answers(infill="threshold", token_threshold=0.4)
+    assert ours.commit_tokens != theirs.commit_tokens
+    assert answers() == ours
+    assert answers(token_threshold=0.4) == theirs
+    assert answers(token_threshold=0.4, infill="exact") == ours
+    assert answers(infill="threshold") == answers(token_threshold=0.9)
+    with pytest.raises(UserError, match="^token_threshold=-0.5: must be at least 0, or -1 for 0.9"):
+        answers(token_threshold=-0.5)

@@ -1,40 +1,47 @@
 """Packing the real tokens of rows of different lengths changes where they stand, and nothing else."""
 
+import itertools
+
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_config, tiny_model
+from conftest import tiny_model
 from hypothesis import strategies as st
 
-from refusion_jax import DecodeSettings
-from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
-from refusion_jax.systems.api import decoder_for
-from refusion_jax.systems.refusion.decoder import shapes_of
+from refusion_jax.systems.refusion.budget import choose, shapes_of
 
 
 @hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(
-    st.sampled_from([1, 2, 4]), st.lists(st.integers(0, 6), min_size=8, max_size=8), st.sampled_from([6, 7])
-)
-def test_real_tokens_stand_row_by_row_and_come_back(shards, lengths, width):
-    most = np.reshape(lengths, (shards, -1)).sum(axis=1).max()
-    size = min(most + 3 - most % 3, 8 // shards * width)  # few sizes are quicker
-    ragged = Ragged.of(jnp.array(lengths, jnp.int32), width, size, shards)
+    st.sampled_from([1, 2, 4]), st.lists(st.integers(0, 6), min_size=8, max_size=8), st.sampled_from([6, 7]),
+    st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_real_tokens_stand_tile_by_tile_and_come_back(shards, lengths, width, tile):
+    tiles_of = -(-np.reshape(lengths, (shards, -1)) // tile)
+    most = tiles_of.sum(axis=1).max()
+    tiles = int(most + 3 - most % 3)  # few sizes are quicker
+    ragged = Ragged.of(jnp.array(lengths, jnp.int32), width, tile, tiles, shards)
     x = jnp.arange(8 * width * 2).reshape(8, width, 2)
-    packed, spread = ragged.pack(x), ragged.spread(ragged.pack(x))
-    assert packed.shape == (shards, size, 2)
-    for row, length in enumerate(lengths):
-        assert (spread[row, :length] == x[row, :length]).all()
-    if size < 8 // shards * width:
-        rows = np.arange(8).reshape(shards, -1)
-        for shard in range(shards):
-            real = np.concatenate([x[row, : lengths[row]] for row in rows[shard]])
-            assert (packed[shard, : len(real)] == real).all()
+    packed = ragged.pack(x)
+    assert packed.shape == (shards, tiles * tile, 2)
+    for back in (ragged.spread(packed), ragged.spread(packed, 3)):
+        for row, length in enumerate(lengths):
+            assert (back[row, :length] == x[row, :length][: back.shape[1]]).all()
+    rows, keys = ragged.rows_of_tiles(jnp.arange(8)).reshape(shards, tiles), ragged.keys_of_tiles(packed)
+    keys = keys.reshape(shards, tiles, width, 2)
+    for shard, row in np.ndindex(tiles_of.shape):
+        row_number = shard * tiles_of.shape[1] + row
+        own = np.flatnonzero(rows[shard] == row_number)[: tiles_of[shard, row]]
+        assert len(own) == tiles_of[shard, row]
+        for number, at in enumerate(own):
+            real = x[row_number, number * tile : lengths[row_number]][:tile]
+            assert (ragged.tiles(packed).reshape(shards, tiles, tile, 2)[shard, at, : len(real)] == real).all()
+            assert (keys[shard, at, : lengths[row_number]] == x[row_number, : lengths[row_number]]).all()
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 2)])
@@ -49,16 +56,13 @@ def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):
     visible &= jnp.tril(jnp.ones((1, T, T), bool))
     seen = jnp.array(rng.integers(0, S + 1, B))
 
-    def extend(ragged=None):
-        return model.extend(tokens, positions, KeyValues(*cached), seen, visible, ragged)
-
-    logits, new = extend()
+    logits, new = model.extend(tokens, positions, KeyValues(*cached), seen, visible)
 
     @jax.jit
     def packed(lengths):
-        ragged = Ragged.of(lengths, T, size={1: 20, 2: 12, 4: 8}[shards], shards=shards)
-        packed_logits, new = extend(ragged)
-        return ragged.spread(packed_logits), new
+        ragged = Ragged.of(lengths, T, tile=2, tiles={1: 12, 2: 6, 4: 5}[shards], shards=shards)
+        x, new = model.extend_hidden(tokens, positions, KeyValues(*cached), seen, visible, ragged)
+        return ragged.spread(model.logits(x)), jax.tree.map(jax.vmap(ragged.spread), new)
 
     axes = dict.fromkeys(MESH_AXES, 1) | {"data": mesh[0], "tensor": mesh[1]}
     with jax.set_mesh(make_mesh(axes, jax.devices()[: mesh[0] * mesh[1]])):
@@ -70,14 +74,31 @@ def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):
             np.testing.assert_allclose(got[:, row, :length], want[:, row, :length], rtol=1e-5, atol=1e-5)
 
 
-def test_some_compiled_shape_holds_any_rows_and_a_lone_row_packs_nothing():
-    settings = DecodeSettings("refusion", max_new_tokens=64, slot_size=4, serial_blocks=2)
-    widths = decoder_for(prepare([Request([1, 2])], settings, tiny_config()), tiny_config()).widths
-    widest = widths[-1]
-    assert shapes_of(1, widths) == [(width, width) for width in widths]
-    for rows in (2, 3, 8, 64):
-        shapes = shapes_of(rows, widths)
-        assert shapes[-1] == (widest, rows * widest)
-        assert len(shapes) <= 5
-        assert all(width <= size <= rows * width for width, size in shapes)
-        assert [size for _, size in shapes] == sorted(size for _, size in shapes)
+def test_some_compiled_shape_holds_any_rows_and_a_lone_row_is_one_tile():
+    """Whatever the rows need; most of its places are real, where they feed whole slots."""
+    for slot_size, (rows, blocks, budget) in itertools.product(
+        (1, 3, 4, 8, 32), ((1, 1, 0), (1, 2, 99), (8, 2, 60), (33, 1, 0))
+    ):
+        needed = 6 * slot_size
+        shapes = shapes_of(rows, needed * blocks, needed, budget, slot_size)
+        assert len(shapes) <= 8
+        assert [shape.places for shape in shapes] == sorted(shape.places for shape in shapes)
+        assert shapes[-1].tiles >= rows * -(-needed // shapes[-1].tile)
+        assert rows > 1 or all(shape.tiles == 1 for shape in shapes)
+        assert all(a.places >= 0.5 * b.places for a, b in itertools.pairwise(shapes))
+
+
+@hypothesis.settings(derandomize=True, deadline=None)
+@hypothesis.given(st.lists(st.tuples(*[st.integers(0, 6)] * 2), min_size=8, max_size=8), st.integers(0, 400))
+def test_what_is_needed_fits_and_a_budget_is_kept_unless_the_shape_has_room(rows, budget):
+    """And the smallest wishes are granted first."""
+    needed, asked = 4 * np.array(rows).T
+    shapes = shapes_of(8, 48, 24, 400, 4)
+    index, room = jax.device_get(choose(jnp.array(needed), jnp.array(asked), jnp.full(8, budget), shapes, 1))
+    shape, room = shapes[index], np.minimum(room, asked)
+    assert (room >= 0).all()
+    assert sum(-(-(needed + room) // shape.tile)) <= shape.tiles
+    least = [s for s in shapes if s.tiles >= sum(-(-needed // s.tile)) and s.places >= min(sum(needed + asked), budget)]
+    assert shape == least[0]
+    granted = room == asked
+    assert not granted.any() or granted.all() or max(asked[granted]) <= min(asked[~granted]) + 2 * shape.tile

@@ -45,11 +45,11 @@ def test_sampling_follows_softmax_and_temperature():
     assert (sample(many, draw, keys, places, row_settings(rows)) == 2).all()
 
 
-def test_neither_overlapping_nor_the_batch_changes_a_draw():
+def test_neither_the_budget_nor_the_batch_changes_a_draw():
     model, s = sharp_model(), settings(temperature=1.0, top_p=0.9, top_k=10, blocks=2)
-    overlaps = [{"overlap_planning": p, "overlap_infilling": i} for p in (True, False) for i in (True, False)]
+    budgets = [{"speculate": budget} for budget in ("1000", "auto", "0")]
     sizes = [{"batch_size": 2}, {"batch_size": 64}]
-    draws = [decode(model, PROMPTS, dataclasses.replace(s, **a, **b)) for a in overlaps for b in sizes]
+    draws = [decode(model, PROMPTS, dataclasses.replace(s, **a, **b)) for a in budgets for b in sizes]
     for name in ("tokens", "commit_order", "rounds"):
         assert all(getattr(out, name) == getattr(draws[0], name) for out in draws)
     assert sum(draws[0].forwards) < sum(draws[-1].forwards)

@@ -5,12 +5,15 @@
   python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
 Each --way is the name of a decoder, and settings of its own behind it: --way='sequential slot_size=4'; by default every
-decoder of the default system. Settings for all of them are flags, as those of generate. Without a checkpoint the
-weights are random, in the shape that --size names. Of each way: tokens a second, forwards, tokens a
-forward, milliseconds a forward; `bare_ms` is one forward of the widest width alone, with its logits, and
-`bare_half_full_ms` the same where half of its places hold a token; `of_bandwidth` is the share of the memory bandwidth
-that reading weights and cache once a forward takes, bandwidth being that of a copy measured here. Compilation is not
-counted, but told.
+decoder of the default system. Settings for all of them are flags, as those of generate. Without a checkpoint
+weights are random, in the shape that --size names. Of each way: tokens a second, forwards, tokens a forward,
+milliseconds a forward; `of_bandwidth` is the share of the memory bandwidth that reading weights and cache once takes,
+bandwidth being that of a copy measured here. Compilation is not counted, but told.
+
+Of one batch, run to its end: `real_places` is the share of the places of all forwards that held a token,
+`mflops_per_token` the arithmetic of all places over the tokens that were committed, and `not_model` the share of the
+loop's time that is not the model (building the feed, choosing shapes and tokens, writing the cache): what the loop does
+not take longer when the model is computed twice in it.
 """
 
 import functools
@@ -26,13 +29,13 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.decoding.cache import Cache, bytes_per_token
-from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.queue import batch_rows, mesh_of
-from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.flops import train_flops_per_token
+from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
@@ -72,7 +75,9 @@ def main(own: flags.FlagValues) -> None:
         raise UserError(f"--batch_sizes={','.join(own.batch_sizes)}: must be numbers of rows, as in 1,8,32")
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
-    table = Table("way", "batch", "tokens/s", "forwards", "tokens/forward", "ms/forward", "/ bare", "of bandwidth")
+    table = Table(
+        "way", "batch", "tokens/s", "tokens/forward", "ms/forward", "real", "MFLOP/token", "not model", "of bandwidth"
+    )
     for batch_size in map(int, own.batch_sizes):
         for record in measure(model, own, batch_size, bandwidth):
             print(json.dumps(record), flush=True)
@@ -80,10 +85,11 @@ def main(own: flags.FlagValues) -> None:
                 record["way"],
                 str(batch_size),
                 f"{record['tokens_per_second']:,.0f}",
-                f"{record['forwards']:,}",
                 f"{record['tokens_per_forward']:.2f}",
                 f"{record['ms_per_forward']:.2f}",
-                f"{record['ms_per_forward'] / record['bare_ms']:.2f}",
+                f"{record['real_places']:.0%}",
+                f"{record['mflops_per_token']:.1f}",
+                f"{record['not_model']:.0%}",
                 f"{record['of_bandwidth']:.0%}",
             )
     Console().print(table)
@@ -118,7 +124,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.commit_order) for a in answers[way])
         # Rows share forwards, and a batch runs as many as its busiest rows; the queue keeps the others as busy.
         each = took / (forwards / rows)
-        moved = weight_bytes(model) + rows * decoder.cache_length * bytes_per_token(c, model.dtype)
+        moved = model.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, model.dtype)
         records.append(
             {
                 "benchmark": "decode",
@@ -128,8 +134,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
                 "forwards": forwards,
                 "tokens_per_forward": tokens / forwards,
                 "ms_per_forward": 1e3 * each,
-                "bare_ms": 1e3 * bare_forward(model, rows, decoder),
-                "bare_half_full_ms": 1e3 * bare_forward(model, rows, decoder, parts=2),
+                **batch_costs(model, prepare(prompts[:rows], settings, c), rows, own.repeats),
                 "of_bandwidth": moved / each / bandwidth,
                 "compile_seconds": compiling[way] - took,
                 "width": decoder.width,
@@ -168,28 +173,81 @@ def random_model(size: str, dtype: str) -> Transformer:
     return nnx.merge(graphdef, init())
 
 
-def bare_forward(model: Transformer, rows: int, decoder: Decoder, parts: int = 1, repeats: int = 5) -> float:
-    """Seconds of one forward of the widest width and its best tokens, and nothing else; 1/parts of its places count."""
-    W = decoder.width
+def batch_costs(model: Transformer, requests: list[Request], rows: int, repeats: int) -> dict:
+    """real_places, mflops_per_token and not_model of one batch that is decoded to its end."""
+    c, decoder = model.config, decoder_for(requests, model.config)
+    graphdef, params = nnx.split(model)
+    requests += requests[:1] * (rows - len(requests))
+    layout, keys = decoder.lay_out(requests), jax.random.split(jax.random.key(0), rows)
 
-    @jax.jit
-    def run(model, cache, tokens):
-        visible = jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (rows, W, W))
-        positions = jnp.broadcast_to(jnp.arange(W), (rows, W))
-        length = jnp.full((rows,), max(decoder.cache_length - W, 0))
-        ragged = Ragged.of(jnp.full((rows,), W // parts), W, rows * W // parts, shards=1)
-        logits, new = model.extend(tokens, positions, cache.entries, length, visible, ragged)
-        return jnp.argmax(logits, axis=-1), new
+    @functools.partial(jax.jit, static_argnums=0)
+    def start(graphdef, params):
+        return decoder.init(nnx.merge(graphdef, params), layout, keys)
 
-    cache, tokens = Cache.empty(model, rows, decoder.cache_length), jnp.full((rows, W), 5)
-    jax.block_until_ready(run(model, cache, tokens))
-    return _median_seconds(lambda: run(model, cache, tokens), repeats)
+    @functools.partial(jax.jit, static_argnums=(0, 3))
+    def run(graphdef, params, state, wrap):
+        model = wrap(nnx.merge(graphdef, params))
+        return jax.lax.while_loop(lambda s: s.active.any(), functools.partial(decoder.step, model), state)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def count(graphdef, params, state):
+        model = nnx.merge(graphdef, params)
+
+        def step(carry):
+            state, real, places = carry
+            more_real, more_places = fed(decoder, model, state)
+            return decoder.step(model, state), real + more_real, places + more_places
+
+        return jax.lax.while_loop(lambda carry: carry[0].active.any(), step, (state, jnp.int32(0), jnp.int32(0)))
+
+    with jax.set_mesh(mesh_of(model)):
+        state = jax.block_until_ready(start(graphdef, params))
+        end, real, places = count(graphdef, params, state)
+        seconds = {wrap: [] for wrap in (lambda model: model, Twice)}
+        for turn in range(repeats + 1):
+            for wrap, times in seconds.items():
+                began = time.perf_counter()
+                jax.block_until_ready(run(graphdef, params, state, wrap))
+                times += [time.perf_counter() - began] * (turn > 0)
+    once, twice = (float(np.median(times)) for times in seconds.values())
+    flops = train_flops_per_token(c, decoder.cache_length) / 3 * int(places)
+    return {
+        "real_places": int(real) / int(places),
+        "mflops_per_token": flops / 1e6 / int(end.record.count.sum()),
+        "not_model": 2 - twice / once,
+    }
 
 
-def weight_bytes(model: Transformer) -> int:
-    """Bytes of the weights that a forward reads: all but an embedding that is no output head as well."""
-    every = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
-    return every - (0 if model.config.tie_word_embeddings else model.embed_tokens[...].nbytes)
+class Twice:
+    """A model that computes everything twice, and gives what it gives."""
+
+    def __init__(self, model: Transformer):
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        return self._model.logits(x) + 0.0 * self._model.logits(x + 1)
+
+    def extend_hidden(self, tokens, positions, *rest) -> tuple[jax.Array, KeyValues]:
+        (x, new), (other, _) = (self._model.extend_hidden(tokens, at, *rest) for at in (positions, positions + 1))
+        return x + 0.0 * other, new
+
+    def extend(self, tokens, positions, *rest) -> tuple[jax.Array, KeyValues]:
+        (x, new), (other, _) = (self._model.extend(tokens, at, *rest) for at in (positions, positions + 1))
+        return x + 0.0 * other, new
+
+    def hidden(self, tokens, positions, visibility) -> jax.Array:
+        x, other = (self._model.hidden(tokens, at, visibility) for at in (positions, positions + 1))
+        return x + 0.0 * other
+
+
+def fed(decoder: Decoder, model: Transformer, state: State) -> tuple[jax.Array, jax.Array]:
+    """(tokens, places) of the forward that a state is about to take; where it does not pack, of all rows."""
+    if hasattr(decoder, "fed"):
+        return decoder.fed(model, state)
+    return jnp.sum(state.active) * decoder.width, jnp.int32(len(state.active) * decoder.width)
 
 
 def copy_bandwidth(size: int = 2**28) -> float:

@@ -65,7 +65,8 @@ def stream(
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes requests as a queue, and yields (index of the request, its answer) as they finish.
 
-    An answer does not depend on the requests around it; but one that `is_over` ends may be a few forwards longer.
+    The longest texts go first, so that none of them is left for the end, where the other rows have nothing to do. An
+    answer does not depend on the requests around it; but one that `is_over` ends may be a few forwards longer.
 
     Args:
       model: from `load_model`; where its weights lie on a mesh, the batch is split over it as well. Where that mesh is
@@ -84,7 +85,8 @@ def stream(
     on_mesh = functools.partial(jax.set_mesh, mesh)
     with on_mesh():
         state = _empty(graphdef, params, decoder.lay_out(requests[:1]), B, decoder)
-    row_of, free, waiting = {}, list(range(B)), list(range(len(requests)))[::-1]
+    row_of, free = {}, list(range(B))
+    waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # the next one last
     while waiting or row_of:
         with on_mesh():
             is_worth_it = len(free) >= min(refill, len(waiting))
@@ -92,7 +94,9 @@ def stream(
                 rows = {free.pop(): waiting.pop() for _ in range(min(R, len(free), len(waiting)))}
                 row_of |= rows
                 state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder), decoder)
-            state = _run(graphdef, params, state, refill if waiting else B, _LOOK if is_over else _NEVER, decoder)
+            # Where fewer wait than fill the batch up again, they need not wait for more rows than they take.
+            wanted = min(refill, len(waiting)) if waiting else B
+            state = _run(graphdef, params, state, wanted, _LOOK if is_over else _NEVER, decoder)
             active, *answers = _fetch((state.active, state.record, state.forwards, state.rounds), mesh)
         done, ended = [row for row in row_of if not active[row]], np.zeros(B, bool)
         for row in [row for row in row_of if active[row] and is_over]:

@@ -103,7 +103,10 @@ class RowSettings:
 
     @classmethod
     def of(cls, rows: Sequence[Settings]) -> Self:
-        """These settings of each row, as numpy arrays; of one with choices, which of them it is."""
+        """These settings of each row, as numpy arrays; of one with choices, which of them it is.
+
+        What is no setting is a property of the settings, of type int.
+        """
         dtypes = {float: np.float32, int: np.int32, bool: np.bool_}
         kinds = {field.name: field.type for field in dataclasses.fields(rows[0])}
         choices = {name: own.choices for name, own in declared(type(rows[0])).items() if own.choices}
@@ -112,7 +115,7 @@ class RowSettings:
             values = [getattr(row, name) for row in rows]
             if name in choices:
                 return np.array([choices[name].index(value) for value in values], np.int32)
-            return np.array(values, dtypes[kinds[name]])
+            return np.array(values, dtypes[kinds.get(name, int)])
 
         return cls(*(of(field.name) for field in dataclasses.fields(cls)))
 

@@ -41,7 +41,7 @@ def cached_attention(
     Only the scores are: concatenating the keys and values themselves would copy the cache in every layer.
 
     Args:
-      q, k, v, mask: of the T new tokens, as for `attention`.
+      q, k, v, mask: of new tokens, as for `attention`.
       cached_k, cached_v: of the tokens before them.
       is_cached: the cached entries that count; every query sees them.
     """

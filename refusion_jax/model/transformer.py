@@ -96,6 +96,10 @@ class Layers(nnx.Module):
         self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5)
 
 
+# Attention over a cache is compiled for all of its entries, a half and a quarter of them: most rows are far from full.
+_KEY_COUNTS, _LEAST_KEYS = 3, 32
+
+
 class Transformer(nnx.Module):
     """A decoder-only transformer; who sees whom is said by its caller. It computes in `dtype`; logits are float32.
 
@@ -159,8 +163,7 @@ class Transformer(nnx.Module):
         cached: KeyValues,
         length: Int32[Array, "B"],
         visible: Bool[Array, "B T T"],
-        ragged: Ragged | None = None,
-    ) -> tuple[Float32[Array, "_ _ V"], KeyValues]:
+    ) -> tuple[Float32[Array, "B T V"], KeyValues]:
         """Logits of new tokens on top of cached ones, and the new tokens' own keys and values.
 
         The cache is only read: the caller decides which of the new keys and values to keep.
@@ -171,13 +174,12 @@ class Transformer(nnx.Module):
           cached: keys and values of S entries a row.
           length: the leading cached entries that every new token of the row sees.
           visible: which of the new tokens each new token sees.
-          ragged: the new tokens that count, to leave the others out of all but attention.
 
         Returns:
-          (logits of [B, T] tokens, or with `ragged` as it packs them; keys and values of T entries a row).
+          (logits; keys and values of T entries a row).
         """
-        x, kept = self.extend_hidden(tokens, positions, cached, length, visible, ragged)
-        return self.logits(x), kept
+        x, new = self.extend_hidden(tokens, positions, cached, length, visible)
+        return self.logits(x), new
 
     def extend_hidden(
         self,
@@ -188,16 +190,38 @@ class Transformer(nnx.Module):
         visible: Bool[Array, "B T T"],
         ragged: Ragged | None = None,
     ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
-        """`extend` without the output head: what it reads, for where the logits of some tokens are enough."""
-        is_cached = jnp.arange(cached.keys.shape[2])[None] < length[:, None]  # [B, S]
-        ragged = ragged or Ragged(*tokens.shape, len(tokens), None, None)
+        """`extend` without the output head: what it reads, for where the logits of some tokens are enough.
 
-        def attend(q, k, v, cached):
-            q, k, v = ragged.spread(q), ragged.spread(k), ragged.spread(v)
-            heads = cached_attention(q, k, v, visible, cached.keys, cached.values, is_cached)
-            return ragged.pack(heads), KeyValues(k, v)
+        Args:
+          tokens, positions, cached, length, visible: as for `extend`.
+          ragged: the new tokens that count, to leave the others out. What is returned is packed then, the keys and
+            values too.
+        """
+        ragged = ragged or Ragged.whole(*tokens.shape)
+        sizes = key_counts(cached.keys.shape[2])
+        enough = jnp.sum(jnp.max(length) > jnp.array(sizes[:-1], jnp.int32))  # index of the least that holds all rows
+        is_cached = ragged.rows_of_tiles(jnp.arange(sizes[-1])[None] < length[:, None])  # [tiles, S]
+        visible = ragged.tiles(ragged.pack(visible))  # [tiles, Q, T]
 
-        return self._run(ragged.pack(tokens), ragged.pack(positions), attend, cached)
+        def attend(q, k, v, layer):
+            q, new_k, new_v = ragged.tiles(q), ragged.keys_of_tiles(k), ragged.keys_of_tiles(v)
+
+            def over(size):
+                def run():
+                    # The layer is chosen here: handed into a branch, its part of the cache would be a copy.
+                    old_k, old_v = (
+                        ragged.rows_of_tiles(jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)[:, :size])
+                        for x in (cached.keys, cached.values)
+                    )
+                    return cached_attention(q, new_k, new_v, visible, old_k, old_v, is_cached[:, :size])
+
+                return run
+
+            heads = jax.lax.switch(enough, [over(size) for size in sizes])
+            return heads.reshape(*k.shape[:2], *heads.shape[2:]), KeyValues(k, v)
+
+        layers = jnp.arange(self.config.num_hidden_layers)
+        return self._run(ragged.pack(tokens), ragged.pack(positions), attend, layers)
 
     def hidden(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
@@ -208,6 +232,16 @@ class Transformer(nnx.Module):
             return checkpoint_name(packed.packed_attention(q, k, v, visibility, self.backend), ATTENTION), None
 
         return self._run(tokens, positions, attend, None)[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a forward reads: all but an embedding that is no output head as well."""
+
+        def size(x):
+            return x.size * x.dtype.itemsize
+
+        every = sum(map(size, jax.tree.leaves(nnx.to_pure_dict(nnx.state(self)))))
+        return every - (0 if self.config.tie_word_embeddings else size(self.embed_tokens[...]))
 
     @property
     def _head(self) -> nnx.Param:
@@ -288,6 +322,11 @@ def rotate(
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def key_counts(capacity: int) -> list[int]:
+    """Of so many cached entries attention reads one of these numbers, rising: the least that holds all that count."""
+    return sorted({max(capacity >> i, min(_LEAST_KEYS, capacity)) for i in range(_KEY_COUNTS)})
 
 
 def logical_axes(model: Transformer) -> dict:

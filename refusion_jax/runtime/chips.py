@@ -1,5 +1,7 @@
 """What each TPU generation can do, and how far published runs were from it: the one place for these numbers.
 
+Of NVIDIA's chips only what a decoder needs to know is here, from their data sheets.
+
 Peaks, bandwidths and sizes are those that Google documents (docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and
 /tpu7x). The inter-chip bandwidth is documented for both directions together (v5p: 1,200 GB/s), and of v4 as what a pod
 of 4,096 chips reduces (1.1 PB/s); here it is what a chip receives. Other sources put it 10 % lower on every generation,
@@ -78,3 +80,33 @@ def find_chip(topology: str) -> Chip:
         examples = ", ".join(chip.example for chip in CHIPS.values())
         raise UserError(f"--topology={topology}: unknown; known are GENERATION:SHAPE such as {examples}")
     return CHIPS[generation]
+
+
+# Dense bf16 FLOP/s and bytes/s of memory, by the beginning of jax.Device.device_kind.
+_GPUS = {
+    "NVIDIA A100": (312e12, 2.04e12),
+    "NVIDIA H100": (989e12, 3.35e12),
+    "NVIDIA H200": (989e12, 4.8e12),
+}
+
+# Two cores of an AMD EPYC: weights that the last cache (32 MiB) holds are there as fast as they are multiplied; what
+# does not fit comes from memory, in the time that some 16 tokens take.
+_CPU_CACHE, _CPU_TOKENS = 32 * 2**20, 16
+
+
+def free_tokens(weight_bytes: int, device_kind: str) -> int:
+    """How many tokens a forward can feed in the time in which its weights are read.
+
+    That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs a weight of 2 bytes); on a
+    CPU a rule from measured facts. 0 where nothing is known, and where nothing is free.
+
+    Args:
+      weight_bytes: read by a forward.
+      device_kind: `jax.Device.device_kind`.
+    """
+    chips = {chip.device_kind: (chip.peak_flops, chip.hbm_bandwidth) for chip in CHIPS.values()} | _GPUS
+    known = [name for name in chips if device_kind.startswith(name)]
+    if known:
+        flops, bandwidth = chips[max(known, key=len)]
+        return round(flops / bandwidth)
+    return _CPU_TOKENS if device_kind == "cpu" and weight_bytes > _CPU_CACHE else 0

@@ -12,7 +12,10 @@ from refusion_jax.runtime.errors import SettingError
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting. Its type is that of its default; a float may be given as an int, and must be finite."""
+    """One setting. Its type is that of its default; a float may be given as an int, and must be finite.
+
+    With `or_number` it is one of the choices or a whole number from 0 to 2^31 - 1, as an int or in digits.
+    """
 
     default: Any
     help: str
@@ -21,6 +24,7 @@ class Setting:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    or_number: bool = False
 
     def check(self, group: str, name: str, value: Any) -> None:
         """Refuses a value that is not of the type, finite, within the limits, and one of the choices.
@@ -38,6 +42,8 @@ class Setting:
             raise SettingError(group, name, value, why)
 
     def _fault(self, value: Any) -> str | None:
+        if self.or_number and str(value).isdecimal() and int(value) < 2**31:
+            return None
         kind = type(self.default)
         wanted = (int, float) if kind is float else (list, tuple) if kind is tuple else kind
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
@@ -45,7 +51,9 @@ class Setting:
         if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
             return "must be finite"
         if self.choices and value not in self.choices:
-            return f"unknown; known: {', '.join(map(str, self.choices))}"
+            return (
+                f"unknown; known: {', '.join(map(str, self.choices))}{', or a whole number' if self.or_number else ''}"
+            )
         for limit, holds, words in (
             (self.at_least, lambda x, y: x >= y, "at least"),
             (self.above, lambda x, y: x > y, "above"),

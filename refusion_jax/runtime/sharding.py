@@ -151,6 +151,11 @@ def shard_count_here(axis: str) -> int:
     return 1 if mesh.empty else shard_count(mesh, axis)
 
 
+def device_kind_here() -> str:
+    """What the devices are that a program is traced for: those of `jax.set_mesh`, outside it the default one."""
+    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind
+
+
 def on_each_chip(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function run by every chip of the mesh on its own shards; the function itself outside `jax.set_mesh`."""
     if jax.sharding.get_abstract_mesh().empty:

@@ -5,7 +5,7 @@ Axes: R requests, B rows, N slots a row.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -15,8 +15,9 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.requests import Request
 from refusion_jax.runtime.settings import setting
 
-INFILLS = "threshold", "exact"
-THRESHOLD, EXACT = range(len(INFILLS))
+AUTO = "auto"
+INFILLS = "threshold", "exact", AUTO
+THRESHOLD, EXACT = range(2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,43 +37,64 @@ class SlotSettings(shared.Settings):
         0.9, "Slots are chosen whose first token is more probable than this", at_least=0, at_most=1
     )
     token_threshold: float = setting(
-        0.9, "Drafted tokens are accepted to which their predecessor gives more than this", at_least=0, at_most=1
-    )
+        -1.0, "With infill=threshold: drafted tokens are accepted to which their predecessor gives more than this; "
+        "-1: 0.9. Where it is given, infill=auto is threshold", at_least=-1, at_most=1,
+    )  # fmt: skip
     infill: str = setting(
-        "threshold", "How drafts become text: 'threshold', the authors' way, accepts those above token_threshold and "
-        "drafts the others anew; 'exact' takes the model's own next token wherever a draft is another",
+        AUTO, "How drafts become text: 'threshold', the authors' way, accepts those above token_threshold and drafts "
+        "the others anew; 'exact' takes the model's own next token wherever a draft is another; 'auto': exact, unless "
+        "token_threshold is given",
         choices=INFILLS,
     )  # fmt: skip
     infill_blend: float = setting(
-        0.0, "With infill=exact and no temperature: the share that the plan's own probability of its draft has in the "
+        0.5, "With infill=exact and no temperature: the share that the plan's own probability of its draft has in the "
         "choice between draft and next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
     )  # fmt: skip
     recompute: bool = setting(
         False, "With infill=threshold: compute keys and values of slots that were infilled without seeing each other "
         "again, in text order, which the authors never do",
     )  # fmt: skip
-    overlap_planning: bool = setting(
-        True, "Plan the next slots in the forward that checks these: the same text, sooner"
-    )
-    overlap_infilling: bool = setting(
-        True, "Draft a slot's likely rest in the forward that checks it: the same text, sooner"
-    )
+    speculate: str = setting(
+        AUTO, "Tokens that a forward may feed, in each shard of the rows, to do ahead of time what comes next: the "
+        "same text in fewer forwards. 'auto': as many as cost no time on this device; 0: nothing is done ahead of time",
+        choices=(AUTO,), or_number=True,
+    )  # fmt: skip
 
     @classmethod
     def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        own = {"slot_size": min(trained["sizes"]), "overlap_infilling": False}
+        own = {"slot_size": min(trained["sizes"])}
         exact = [{"infill": "exact", "infill_blend": 0.5, "slot_threshold": sure} for sure in (0.9, 0.6, 0.3, 0.1)]
         theirs = [{"slot_threshold": sure, "token_threshold": sure} for sure in (0.9, 0.6, 0.3)]
-        overlap = [{"overlap_planning": False}, {"overlap_planning": True}]  # which is faster depends on the device
-        return [own | planning | dial for planning in overlap for dial in exact + theirs]
+        return [own | dial for dial in exact + theirs]
 
     def check(self) -> None:
+        if -1 < self.token_threshold < 0:
+            self.refuse("token_threshold", "must be at least 0, or -1 for 0.9")
         if self.new_tokens % self.multiple:
             self.refuse(
                 "max_new_tokens",
                 f"does not divide into serial_blocks={self.serial_blocks} runs of whole slots of "
                 f"slot_size={self.slot_size}; {-(-self.new_tokens // self.multiple) * self.multiple} would",
             )
+
+    @property
+    def resolved(self) -> Self:
+        """These settings with nothing left open of how drafts become text.
+
+        Exact infilling writes better text in fewer forwards (BENCHMARKS.md). Who names the threshold that only the
+        authors' way reads wants the authors' way.
+        """
+        is_theirs = self.infill == "threshold" or (self.infill == AUTO and self.token_threshold >= 0)
+        return dataclasses.replace(
+            self,
+            infill=INFILLS[THRESHOLD if is_theirs else EXACT],
+            token_threshold=self.token_threshold if self.token_threshold >= 0 else 0.9,
+        )
+
+    @property
+    def budget(self) -> int:
+        """speculate, and for 'auto' -1."""
+        return -1 if self.speculate == AUTO else int(self.speculate)
 
     @property
     def unit(self) -> int:
@@ -106,8 +128,12 @@ class RowSettings(shared.RowSettings):
     infill: Int32[ArrayLike, "*B"]  # THRESHOLD or EXACT
     infill_blend: Float32[ArrayLike, "*B"]
     recompute: Bool[ArrayLike, "*B"]
-    overlap_planning: Bool[ArrayLike, "*B"]
-    overlap_infilling: Bool[ArrayLike, "*B"]
+    budget: Int32[ArrayLike, "*B"]  # -1 for what the device has for free
+
+    @classmethod
+    def of(cls, rows: Sequence[SlotSettings]) -> Self:
+        """These settings of each row, as numpy arrays."""
+        return super().of([row.resolved for row in rows])
 
 
 @jax.tree_util.register_dataclass
@@ -119,19 +145,18 @@ class Canvas:
     size: Int32[ArrayLike, "R N"]  # its tokens; slot_size but for the last slot of a gap
     may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
     per_block: Int32[ArrayLike, "R"]  # slots of a serial block
-    widest: Int32[ArrayLike, "R"]  # tokens that one forward of the row may feed
 
     @classmethod
     def of(cls, requests: Sequence[Request], slots: int) -> "Canvas":
         """The slots of some requests, as numpy arrays of N = slots."""
         start, size = np.zeros((2, len(requests), slots), np.int32)
-        may_end, (per_block, widest) = np.zeros(start.shape, bool), np.ones((2, len(requests)), np.int32)
+        may_end, per_block = np.zeros(start.shape, bool), np.ones(len(requests), np.int32)
         for row, request in enumerate(requests):
             starts, sizes, ends = slots_of(request)
             n = len(starts)
             start[row, :n], size[row, :n], may_end[row, :n] = starts, sizes, ends
-            per_block[row], widest[row] = slots_a_block(request), tokens_a_forward(request)
-        return cls(start, size, may_end, per_block, widest)
+            per_block[row] = slots_a_block(request)
+        return cls(start, size, may_end, per_block)
 
 
 def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
@@ -151,8 +176,9 @@ def slots_a_block(request: Request) -> int:
 
 
 def tokens_a_forward(request: Request) -> int:
-    """Tokens of its widest forward: a block; where overlapped, the next block as well, or a slot and its guesses."""
-    s, per_block = request.settings, slots_a_block(request)
-    blocks = 2 if s.overlap_planning and len(slots_of(request)[0]) > per_block else 1
-    guesses = s.overlap_infilling and s.infill == "threshold"
-    return s.slot_size * max(per_block * blocks, 2 if guesses else 1)
+    """Tokens of its widest forward: a block; fed ahead of time the next block as well, or a slot and its guesses."""
+    s, per_block = request.settings.resolved, slots_a_block(request)
+    if not s.budget:
+        return s.slot_size * per_block
+    blocks = 2 if len(slots_of(request)[0]) > per_block else 1
+    return s.slot_size * max(per_block * blocks, 2 if s.infill == "threshold" else 1)

@@ -1,8 +1,8 @@
 """Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): one forward, five phases.
 
 Each row of a batch is in a phase of its own, which decides what it feeds and what it makes of the logits, so no row
-ever waits for another. Parts in brackets are fed ahead of time (`overlap_planning`, `overlap_infilling`): if all
-drafts are committed the next plan is there already, and if drafts fail where guessed so is the next draft. What they
+ever waits for another. Parts in brackets are fed ahead of time, as far as the budget goes (`speculate`): if all drafts
+are committed the next plan is there already, and if drafts fail where guessed so is the next draft. What they
 see is just what they would have seen in a forward of their own, so the text is the same and only forwards are saved.
 
     phase      drafts                  plan                 guesses
@@ -19,7 +19,7 @@ Axes: B rows, M slots of a block, K slot size, W width of a forward.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
 import jax
@@ -28,11 +28,13 @@ from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record, mask_logits, probability, sample
+from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.sharding import shard_count_here
+from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
+from refusion_jax.runtime.chips import free_tokens
+from refusion_jax.runtime.sharding import device_kind_here, shard_count_here
+from refusion_jax.systems.refusion.budget import Shape, choose, shapes_of
 from refusion_jax.systems.refusion.canvas import (
     EXACT,
     Canvas,
@@ -57,8 +59,9 @@ from refusion_jax.systems.refusion.phases import (
     judge,
     select,
 )
+from refusion_jax.systems.refusion.reading import Draws, Hidden, Tokens, read_tokens
 
-_WIDTHS = 3  # forwards of so many widths are compiled, each half as wide as the next
+_LEAST_PORTION = 16  # places whose logits are computed at once: fewer cost as much on CPU
 
 
 @jax.tree_util.register_dataclass
@@ -104,28 +107,28 @@ class PlanAndInfill:
     slot_size: int  # K
     slots: int  # of a row, at most
     block_slots: int  # M, of a serial block, at most
-    widths: tuple[int, ...]  # tokens a row that one forward may feed, rising; each forward takes the least that serves
+    width: int  # W, tokens a row that one forward feeds, at most
+    budget: int  # tokens that a forward of a shard may feed for the sake of speculation, where requests say how many
     cache_length: int
     chunk: int  # given tokens that one forward of the prefill takes
 
     @property
-    def width(self) -> int:
-        """W, tokens a row that the widest forward feeds."""
-        return self.widths[-1]
+    def block(self) -> int:
+        """Tokens of a serial block, at most: what one forward may commit."""
+        return self.block_slots * self.slot_size
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests; the cache holds what the widest forward writes, too."""
-        K = requests[0].settings.slot_size
-        widest = max(map(tokens_a_forward, requests))
-        widths = tuple(sorted({max(-(-widest >> i), K) for i in range(_WIDTHS)}))
+        """The least sizes that serve all of these requests; the cache holds what a forward writes behind it, too."""
+        K, block_slots = requests[0].settings.slot_size, max(map(slots_a_block, requests))
         return cls(
             ids=TokenIds.of(requests[0].settings, model),
             slot_size=K,
             slots=max(len(slots_of(request)[0]) for request in requests),
-            block_slots=max(map(slots_a_block, requests)),
-            widths=widths,
-            cache_length=text_capacity(requests) + widths[-1],
+            block_slots=block_slots,
+            width=max(map(tokens_a_forward, requests)),
+            budget=max(request.settings.budget for request in requests),
+            cache_length=text_capacity(requests) + block_slots * K,
             chunk=prefill_chunk(requests),
         )
 
@@ -145,7 +148,7 @@ class PlanAndInfill:
         slots, drafts = jnp.zeros((B, M), jnp.int32), jnp.zeros((B, M, K), jnp.int32)
         return State(
             cache=kv.prefill(model, layout.given, self.chunk),
-            record=Record.empty(B, self.slots * K + self.width),
+            record=Record.empty(B, self.slots * K + self.block),
             canvas=canvas,
             keys=keys,
             settings=layout.settings,
@@ -161,17 +164,48 @@ class PlanAndInfill:
         """One forward, and what each row makes of it."""
         return step(model, state, self)
 
+    def fed(self, model: Transformer, state: State) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+        """(tokens, places) of the forward that a state is about to take; for benchmarks."""
+        sizes, here = Sizes.of(model, len(state.block), self), block_of(state.canvas, state.block, self.block_slots)
+        plan, shape = plan_feed(state, here, sizes, self)
+        feed = pack_feed(plan, here, state.work.drafts, state.work.drafts, self.width, self.ids.mask_id)
+        return jnp.sum(feed.length), jnp.array([shape.places for shape in sizes.shapes])[shape] * sizes.shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is compiled in and known only where the batch and the device are."""
+
+    shards: int  # of rows
+    shapes: tuple[Shape, ...]  # of a forward
+    free: int  # tokens that a forward of a shard feeds in the time in which the weights are read
+    portion: int  # places whose logits are computed at once
+
+    @classmethod
+    def of(cls, model: Transformer, rows: int, decoder: PlanAndInfill) -> Self:
+        """Of a batch of so many rows, on the mesh of `jax.set_mesh`."""
+        shards, free = shard_count_here("batch"), free_tokens(model.weight_bytes, device_kind_here())
+        budget = max(decoder.budget, free)
+        shapes = shapes_of(rows // shards, decoder.width, decoder.block, budget, decoder.slot_size)
+        return cls(shards, shapes, free, min(max(free, _LEAST_PORTION), shapes[-1].places))
+
 
 def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
     """One forward, and what each row makes of it."""
+    sizes = Sizes.of(model, len(s.block), decoder)
     here = block_of(s.canvas, s.block, decoder.block_slots)
-    plan = plan_feed(s, here, decoder)
+    plan, shape = plan_feed(s, here, sizes, decoder)
     weighed = select(s.settings.infill == EXACT, s.work.planned, s.work.drafts)
     feed = pack_feed(plan, here, s.work.drafts, weighed, decoder.width, decoder.ids.mask_id)
-    reading, cache = forward(model, s, feed, decoder)
+
+    hidden, new = jax.lax.switch(shape, [forward_in(of, model, s, feed, sizes, decoder) for of in sizes.shapes])
+    fold_in = jax.vmap(jax.random.fold_in)
+    draws = Draws(fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings)
+    tokens = read_tokens(model, hidden, feed, draws, decoder.ids, sizes.portion, sizes.shards)
+    reading = read(tokens, s, feed)
 
     work, committed = judge(s.work, here, plan, reading, s.settings, decoder.ids.eos_id)
-    after = dataclasses.replace(s, cache=cache, work=work)
+    after = dataclasses.replace(s, cache=kv.write(s.cache, new), work=work)
     after = settle(after, s.work.drafts, committed, feed, decoder)
 
     # The plan is ready if it was fed, and everything in front of it was committed.
@@ -185,8 +219,8 @@ def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
     )
 
 
-def plan_feed(s: State, here: Block, decoder: PlanAndInfill) -> FeedPlan:
-    """What each row feeds: what its phase needs, and ahead of time what is likely to come next."""
+def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tuple[FeedPlan, Int32[Array, ""]]:
+    """(what each row feeds, in which of the shapes): what its phase needs, and ahead of time what likely comes next."""
     work = s.work
     phase = work.phase[:, None]
     plans, verifies, proposes, checks, recomputes = (phase == p for p in (PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE))
@@ -197,74 +231,73 @@ def plan_feed(s: State, here: Block, decoder: PlanAndInfill) -> FeedPlan:
     is_last = ~jnp.any(rest, axis=1)  # of its block: if all is accepted, the next block is planned
     following = block_of(s.canvas, s.block + 1, decoder.block_slots)
     plan_block = select(is_last, following, here)
-    ahead = s.settings.overlap_planning[:, None] & (verifies | checks | recomputes)
-    ahead_here, ahead_there = ahead & rest, ahead & (following.size > 0) & ~s.ended[:, None]
-    planned = jnp.where(plans, s.remaining, jnp.where(is_last[:, None], ahead_there, ahead_here))
-
-    # Guesses take what room the rest leaves. Only a slot that is verified without others sees what it would see alone.
+    ahead_there = (following.size > 0) & ~s.ended[:, None]
+    ahead = (verifies | checks | recomputes) & jnp.where(is_last[:, None], ahead_there, rest)
+    # Only a slot that is verified without others sees what it would see alone.
     is_lone = jnp.sum(chosen, axis=1, keepdims=True) == 1
     is_exact = (s.settings.infill == EXACT)[:, None]
-    length = jnp.where(chosen & (checks | (verifies & is_lone & ~is_exact)), here.size - work.guess, 0)
-    needed = jnp.sum(drafted, axis=1) + jnp.sum(jnp.where(planned, plan_block.size, 0), axis=1)
-    room = s.canvas.widest - needed
-    fits = (length > 0) & (jnp.cumsum(length, axis=1) <= room[:, None])
-    return FeedPlan(
+    guess = jnp.where(chosen & (checks | (verifies & is_lone & ~is_exact)), here.size - work.guess, 0)
+
+    planned, infilled = plans & s.remaining, proposes & chosen
+    needed = jnp.sum(drafted, axis=1)
+    needed += jnp.sum(jnp.where(planned, here.size, 0) + jnp.where(infilled, here.size - work.accepted, 0), axis=1)
+    next_plan = jnp.sum(jnp.where(ahead, plan_block.size, 0), axis=1)
+    budget = jnp.where(s.settings.budget < 0, sizes.free, s.settings.budget)
+    asked = jnp.where(s.settings.budget != 0, next_plan + jnp.sum(guess, axis=1), 0)
+    shape, room = choose(needed, jnp.minimum(asked, decoder.width - needed), budget, sizes.shapes, sizes.shards)
+
+    # The next plan first, and guesses take what room it leaves.
+    ahead &= (next_plan <= room)[:, None]
+    room -= jnp.sum(jnp.where(ahead, plan_block.size, 0), axis=1)
+    fits = (guess > 0) & (jnp.cumsum(guess, axis=1) <= room[:, None])
+    offset = jnp.arange(decoder.slot_size)[None, None]
+    is_open = (offset >= work.accepted[:, :, None]) & (offset + 1 < here.size[:, :, None])
+    plan = FeedPlan(
         drafted=drafted,
-        planned=planned,
+        planned=planned | ahead,
         plan_block=plan_block,
-        guessed=jnp.where(proposes, chosen, s.settings.overlap_infilling[:, None] & fits),
+        guessed=infilled | fits,
         cut=jnp.where(proposes, work.accepted, work.guess),
         alone=(proposes | checks)[:, 0],
+        read=is_open & (verifies | checks)[:, :, None],
     )
+    return plan, shape
 
 
-def forward(model: Transformer, s: State, feed: PackedFeed, decoder: PlanAndInfill) -> tuple[Reading, kv.Cache]:
-    """Runs the feed through the model, in the least shape that holds every row's."""
-    B, shards = len(feed.length), shard_count_here("batch")
-    fold_in = jax.vmap(jax.random.fold_in)
-    keys, planned_keys, settings = jax.tree.map(
-        lambda x: jnp.broadcast_to(x[:, None], feed.tokens.shape),
-        (fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings),
-    )
-    # A draft's next token is drawn with the noise that the plan drew it with: so they are most likely the same.
-    keys, places = jnp.where(feed.is_draft, planned_keys, keys), feed.positions + feed.is_draft
-    drawn = feed.is_plan | (feed.is_draft & (settings.infill == EXACT))
+def forward_in(
+    shape: Shape, model: Transformer, s: State, feed: PackedFeed, sizes: Sizes, decoder: PlanAndInfill
+) -> Callable[[], tuple[Hidden, KeyValues]]:
+    """The forward in one shape: what the head reads, and the entries of each row's first tokens."""
+    width, most = min(shape.width, decoder.width), sizes.shapes[-1].places
 
-    def in_shape(width: int, size: int):
-        W = decoder.width
-        ragged = Ragged.of(feed.length, width, size, shards)
+    def run():
+        ragged = Ragged.of(feed.length, width, shape.tile, shape.tiles, sizes.shards)
+        tokens, positions, visible = feed.tokens[:, :width], feed.positions[:, :width], feed.visible[:, :width, :width]
+        x, new = model.extend_hidden(tokens, positions, s.cache.entries, s.cache.length, visible, ragged)
+        drafts = min(width, decoder.block)  # whatever is committed stands in front
+        new = jax.tree.map(lambda x: jax.vmap(lambda x: ragged.spread(x, drafts))(x), new)
+        hidden = Hidden(_widen(x, most, 1), _widen(ragged.index(), decoder.width, 1))
+        return hidden, jax.tree.map(lambda x: _widen(x, decoder.block, 2), new)
 
-        def pack(x):
-            return ragged.pack(x[:, :width])
+    return run
 
-        def run():
-            tokens, positions = feed.tokens[:, :width], feed.positions[:, :width]
-            visible = feed.visible[:, :width, :width]
-            logits, new = model.extend(tokens, positions, s.cache.entries, s.cache.length, visible, ragged)
-            real, choosable = mask_logits(logits, pack(feed.may_end), decoder.ids)
-            own = jax.tree.map(pack, (drawn, keys, places, settings))
-            chosen = sample(choosable, *own)
-            weighed = jnp.where(pack(feed.is_draft), pack(feed.weighed), chosen)
-            chances = probability(real, weighed), probability(real, chosen)
-            widen = lambda x, axis: jnp.pad(x, [(0, (W - width) * (i == axis)) for i in range(x.ndim)])  # noqa: E731
-            chosen, *chances = (widen(ragged.spread(x), 1) for x in (chosen, *chances))
-            return chosen, *chances, jax.tree.map(lambda x: widen(x, 2), new)
 
-        return run
+def _widen(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """Zeros behind it along an axis, up to this size."""
+    return jnp.pad(x, [(0, (size - n) * (i == axis)) for i, n in enumerate(x.shape)])
 
-    shapes = shapes_of(B // shards, decoder.widths)
-    total = jnp.max(jnp.sum(feed.length.reshape(shards, -1), axis=1))
-    holds = jnp.array([(jnp.max(feed.length) <= width) & (total <= size) for width, size in shapes])
-    chosen, chance, chosen_chance, new = jax.lax.switch(jnp.argmax(holds), [in_shape(*shape) for shape in shapes])
-    chosen, chance, chosen_chance = (feed.to_grid(x, s.work.drafts) for x in (chosen, chance, chosen_chance))
-    (following, plan, guesses), (draft_chance, plan_chance, guesses_chance) = chosen, chance
+
+def read(tokens: Tokens, s: State, feed: PackedFeed) -> Reading:
+    """What the tokens at each place of the feed say about drafts, plan and guesses."""
+    chosen, chance, weighed = (feed.to_grid(x, s.work.drafts) for x in (tokens.chosen, tokens.chance, tokens.weighed))
+    (following, plan, guesses), (following_chance, plan_chance, guesses_chance) = chosen, chance
     draft_chance, following, following_chance = (
-        jnp.roll(x, 1, axis=2) for x in (draft_chance, following, chosen_chance[0])
+        jnp.roll(x, 1, axis=2) for x in (weighed[0], following, following_chance)
     )
     own = jax.tree.map(lambda x: x[:, None, None], s.settings)
     wanted = blend(s.work, draft_chance, following, following_chance, own)
     trusted = jnp.where(own.infill == EXACT, s.work.drafts == wanted, draft_chance > own.token_threshold)
-    return Reading(trusted, wanted, plan, plan_chance, guesses, guesses_chance), kv.write(s.cache, new)
+    return Reading(trusted, wanted, plan, plan_chance, guesses, guesses_chance)
 
 
 def settle(
@@ -294,21 +327,9 @@ def settle(
     return dataclasses.replace(
         s,
         cache=kv.commit(s.cache, count),
-        record=s.record.append(feed.tokens, feed.positions, count),
+        record=s.record.append(feed.tokens[:, : decoder.block], feed.positions[:, : decoder.block], count),
         work=dataclasses.replace(s.work, phase=jnp.where(over, DONE, s.work.phase)),
         block=s.block + onward,
         remaining=select(onward, following, remaining),
         ended=ended,
     )
-
-
-def shapes_of(rows: int, widths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(tokens of a row, tokens of a shard's rows together) at most, of each forward that is compiled; least first.
-
-    Rows are seldom wide all at once, so that most forwards need a half or a quarter of their places (0.2 to 0.5 were
-    real in the authors' cases and in random models, at 8 rows). Compiled for eight v5e chips, an 8B model's forward of
-    32 x 128 places is estimated at 77 ms, and where a half or a quarter of them is real at 46 and 31.
-    """
-    *narrow, widest = widths
-    parts = [(width, 2) for width in narrow] + [(widest, part) for part in (4, 2, 1)]
-    return sorted({(width, max(rows * width // part, width)) for width, part in parts}, key=lambda shape: shape[::-1])

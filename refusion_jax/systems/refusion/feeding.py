@@ -42,6 +42,7 @@ class FeedPlan:
     guessed: Bool[Array, "B M"]
     cut: Int32[Array, "B M"]  # where the guess begins
     alone: Bool[Array, "B"]  # drafts do not see those of other slots
+    read: Bool[Array, "B M K"]  # drafts whose logits somebody reads; those of plan and guesses are read always
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class PackedFeed:
     may_end: Bool[Array, "B W"]  # an EOS may be written there
     weighed: Int32[Array, "B W"]  # at drafts: the token whose probability is asked for, of those behind this one
     is_draft: Bool[Array, "B W"]
-    is_plan: Bool[Array, "B W"]
+    is_guess: Bool[Array, "B W"]
+    is_read: Bool[Array, "B W"]  # its logits are of use
     length: Int32[Array, "B"]
     place: Int32[Array, "B U"]  # where in the feed each place of the grid stands; no meaning for empty ones
 
@@ -119,6 +121,8 @@ def pack_feed(
 
     mask = jnp.full((1, 1, 1), mask_id)
     begin, end = here.start[:, :, None], here.may_end[:, :, None]
+    always = jnp.ones((1, 1, 1), bool)
+    length = seen[:, -1]
     return PackedFeed(
         tokens=pick(drafts, mask, mask),
         positions=pick(begin + offset, there.start[:, :, None] + offset, begin + offset),
@@ -126,8 +130,9 @@ def pack_feed(
         may_end=pick(end, there.may_end[:, :, None], end),
         weighed=pick(jnp.roll(weighed, -1, axis=2), mask, mask),
         is_draft=source < M * K,
-        is_plan=source // (M * K) == 1,
-        length=seen[:, -1],
+        is_guess=source // (M * K) == 2,
+        is_read=pick(plan.read, always, always) & (jnp.arange(W)[None] < length[:, None]),
+        length=length,
         place=jnp.clip(seen - 1, 0, W - 1),
     )
 

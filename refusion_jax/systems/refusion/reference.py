@@ -65,7 +65,7 @@ def sees(i: int, alone: list | None) -> list[int]:
 
 def plan_and_infill(model: Transformer, request: Request) -> dict:
     """The decoder `refusion`: plan, then infill what was chosen (arXiv 2512.13586, section 3.3)."""
-    text, s, rounds = Text(model, request), request.settings, 0
+    text, s, rounds = Text(model, request), request.settings.resolved, 0
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
     per_block = -(-len(text.slots) // s.serial_blocks)
@@ -133,7 +133,8 @@ def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], 
       draft: place -> the plan's token.
       chance: of no use here.
     """
-    s, mask, eos, above = text.plain.request.settings, text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
+    s, above = text.plain.request.settings.resolved, text.plain.above
+    mask, eos = text.plain.ids.mask_id, text.plain.ids.eos_id
 
     def accepted(p, slot, before):
         """How many leading tokens of a slot are accepted, if the first `before + 1` are anyway."""
