@@ -58,8 +58,10 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
+_BLOCK = 32  # the paper's
+
 KEYS = {
-    "block_size": Setting(32, "tokens that are denoised together", at_least=1, at_most=4096),
+    "block_size": Setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096),
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
 }
 
@@ -133,8 +135,9 @@ class BlockSettings(shared.Settings):
     """How to decode block by block."""
 
     block_size: int = setting(
-        32, "Tokens that are denoised together, as the model was trained", scope="compiled", at_least=1, at_most=4096
-    )
+        0, f"Tokens that are denoised together; 0: as the model was trained, or {_BLOCK} where nobody says",
+        scope="compiled", at_least=0, at_most=4096,
+    )  # fmt: skip
     sub_block: int = setting(8, "Parts of a block, finished one after the other", at_least=1, at_most=4096)
     threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
 
@@ -142,6 +145,10 @@ class BlockSettings(shared.Settings):
     def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = {"block_size": trained["block_size"]}
         return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """With the block size that the model was trained with."""
+        return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
 
 
 @jax.tree_util.register_dataclass
@@ -269,4 +276,5 @@ SYSTEM = System(
     references={"block_diffusion": reference},
     section="block_diffusion",
     keys=KEYS,
+    block_key="block_size",
 )

@@ -70,7 +70,7 @@ def main(own: flags.FlagValues) -> None:
     call = {"budget": size, "config": file, "keys": config.to_dict()}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
-        systems = own.systems or trainable()
+        systems = own.systems or [name for name in trainable() if find_system(name).decoders]  # the others fine-tune
         results = Comparison(directory, own.budget, config, file, systems, own.studies, command, pieces).run()
     finally:
         pieces.close()
