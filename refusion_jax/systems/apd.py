@@ -17,10 +17,11 @@ left to right, several tokens a forward of the large model where both models agr
 Serves models that others train; `shift` says whether they read the token at j from the logits at j - 1 (checkpoints of
 ours say it themselves).
 
-From the paper and descriptions of the authors' code: target, same noise, prefix, first token, R = 0.6, 200 places
-ahead. Not done: their window of the model's own keys and values, an approximation; here the model reads the whole text
-in each forward, and only the verifier has a cache, which is exact. `forwards` counts the model's, and each has one of
-the verifier beside it. Chosen here: drafts behind the first EOS are not committed; mask and padding are never chosen.
+From a description of the paper and the authors' code, neither of which was read for this file: target, same noise,
+prefix, first token, R = 0.6, 200 places ahead. Not done: their window of the model's own keys and values, an
+approximation; here the model reads the whole text in each forward, and only the verifier has a cache, which is exact.
+`forwards` counts the model's, and each has one of the verifier beside it. Chosen here: drafts behind the first EOS are
+not committed; mask and padding are never chosen.
 
 Axes: B rows, C text length, N tokens to decode, K places ahead, V vocabulary.
 """

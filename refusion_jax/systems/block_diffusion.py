@@ -25,12 +25,13 @@ Decoded block by block: a forward over the block reveals, in the first sub-block
 p > `threshold`, at least the surest; when no mask is left, one more forward over the finished block commits its keys
 and values, and its last token gives the next block's first.
 
-From the paper and the authors' code: masks and complementary copies, shift and mean, order of decoding. The authors put
-both copies beside a clean text each; here they share one: the same loss for 3 T tokens instead of 4 T. They pad every
-example with masks to whole blocks, from which a model learns where texts end; here rows are packed, so a noisy block is
-that of the document of its first token, and behind that document's end it holds masks without labels in place of the
-next one, whose labels there are lost. Their cache inside a block, an approximation that is off by default, is left out.
-Places behind an EOS that was revealed are not decoded, and fed as masks, as in training.
+From a description of the paper and the authors' code, neither of which was read for this file: masks and complementary
+copies, shift and mean, order of decoding. The authors put both copies beside a clean text each; here they share one:
+the same loss for 3 T tokens instead of 4 T. They pad every example with masks to whole blocks, from which a model
+learns where texts end; here rows are packed, so a noisy block is that of the document of its first token, and behind
+that document's end it holds masks without labels in place of the next one, whose labels there are lost. Their cache
+inside a block, an approximation that is off by default, is left out. Places behind an EOS that was revealed are not
+decoded, and fed as masks, as in training.
 
 Axes: B rows, T row length, C text length, K block size, V vocabulary.
 """

@@ -22,9 +22,10 @@ one is drawn anew from max(0, p - q), and the next forward starts with this toke
 the last of them gives one more token, and the masks behind it N - 1 new drafts. So the text is distributed as the
 clean tokens' p: greedy, it is what `ar` would decode from the same weights, token by token.
 
-From the paper and the authors' code: layout, shift, weights, the rule of acceptance. Chosen here: p and q are both
-narrowed by top_k and top_p, which keeps the text exactly that of p; blocks are counted in the row, so that a document's
-first one may be short; the weight of the clean half is constant, where the authors can also balance both halves.
+From a description of the paper and the authors' code, neither of which was read for this file: layout, shift, weights,
+the rule of acceptance. Chosen here: p and q are both narrowed by top_k and top_p, which keeps the text exactly that of
+p; blocks are counted in the row, so that a document's first one may be short; the weight of the clean half is constant,
+where the authors can also balance both halves.
 
 Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V vocabulary.
 """
