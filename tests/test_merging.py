@@ -1,5 +1,7 @@
 """Merged masks: which are fed, and that nothing changes where nothing is merged."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from conftest import BOS, PROMPTS, settings, sharp_models, tiny_config
 
@@ -15,10 +17,10 @@ def fed(requests: list[Request], block_length: int, block: int, merge: int) -> l
     s = settings("llada", new=7, block_length=block_length, merge=merge)
     requests = prepare(requests, s, tiny_config())
     decoder = decoder_for(requests, tiny_config())
-    layout = decoder.lay_out(requests)
-    keys = np.zeros((len(requests), 2), np.uint32)
+    layout = jax.tree.map(jnp.asarray, decoder.lay_out(requests))
+    keys = jax.random.split(jax.random.key(0), len(requests))
     state = canvas.MaskedText.start(layout, keys, decoder.ids, decoder.new_tokens)
-    is_fed = np.asarray(fed_places(state, np.full(len(requests), (block + 1) * block_length), merge))
+    is_fed = np.asarray(fed_places(state, jnp.full(len(requests), (block + 1) * block_length), merge))
     return ["".join(".x"[int(own[i])] for i in range(int(n))) for own, n in zip(is_fed, state.length, strict=True)]
 
 

@@ -61,4 +61,4 @@ def test_the_rejected_text_repeats_the_first_masked_tokens_of_its_document():
 
 
 def test_its_models_are_decoded_as_those_of_masked_diffusion():
-    assert set(decoders_for("r2ft")) == {"conv", "fast_dllm", "llada"}
+    assert set(decoders_for("r2ft")) == {"apd", "conv", "fast_dllm", "llada"}

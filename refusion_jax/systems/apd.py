@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Key
+from jaxtyping import Array, ArrayLike, Float32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import masked_text as canvas
@@ -79,7 +79,7 @@ class CheckedSettings(shared.Settings):
 class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
-    drafter_weight: Float32[Array, "B"]
+    drafter_weight: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
