@@ -1,12 +1,22 @@
-"""The quickstart: a model of a million parameters learns worked problems from scratch, in minutes on two CPU cores."""
+"""The quickstart: a model of a million parameters learns worked problems from scratch, in minutes on two CPU cores.
+
+--config=configs/quickstart.py            slot diffusion
+--config=configs/quickstart.py:llada      another system, by its name, with keys that suit answers of 25 tokens
+"""
 
 from refusion_jax.config import default_config
 
 TOPOLOGIES = {"": ["v5e:2x2"]}  # compiled by tests/test_tpu.py
 
 
-def get_config():
+OWN_KEYS = {"block_diffusion": {"block_diffusion.block_size": 8}, "wedlm": {"wedlm.block_size": 16}}
+
+
+def get_config(variant=""):
     c = default_config()
+    if variant:
+        c.objective = variant
+        c.update_from_flattened_dict(OWN_KEYS.get(variant, {}))
     c.steps = 2400
     c.batch_size = 32
     c.row_length = 64

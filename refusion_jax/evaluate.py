@@ -43,7 +43,7 @@ from refusion_jax.runtime.storage import is_remote, write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.training import heldout
 from refusion_jax.training.checkpoints import find_step
-from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
+from refusion_jax.training.pretrained import choose_method, load_for, load_model, load_tokenizer
 from refusion_jax.training.workdir import read_config
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
@@ -152,9 +152,9 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
         raise UserError(f"--chat: the tokenizer of {checkpoint} has no chat template")
     asked = {name: value for name, value in cli.given(_SETTINGS).items() if name != "method"}
     check_settings(method, asked)
-    DecodeSettings(method, **asked)
+    settings = DecodeSettings(method, **asked)
     tasks = benchmark.load_tasks(plan)
-    model = load_model(checkpoint, _DTYPE.value, _mesh())
+    model = load_for(checkpoint, settings, _DTYPE.value, _mesh())
     lm = harness.EvaluatedModel(
         model,
         tokenizer,

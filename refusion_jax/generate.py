@@ -52,7 +52,7 @@ from refusion_jax.runtime.storage import absolute, is_remote, write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 from refusion_jax.training.checkpoints import find_step
-from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_model, read_model_config
+from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_for, read_model_config
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
@@ -70,11 +70,13 @@ _SETTINGS = cli.define_settings(all_settings(), "decode")
 
 
 def useless_flags() -> list[str]:
-    """Flags of settings that the chosen decoder does not have."""
+    """Flags of settings that the chosen decoder does not have; of those it has, the help becomes its own."""
     method = cli.given(_SETTINGS).get("method")
     if _CHECKPOINT.value:
         method = choose_method(epath.Path(_CHECKPOINT.value), method)
     own = declared(find_decoder(method or decoders_for(default_system().name)[0]).settings)
+    for name in own:
+        flags.FLAGS[f"decode.{name}"].help = cli.explained(own[name])
     return [f"decode.{name}" for name in _SETTINGS if name not in own]
 
 
@@ -198,7 +200,7 @@ def main() -> None:
             print(f"{journal.path}: {len(records)} of {len(requests)} answers are there, going on", flush=True)
         if todo:
             answers = track(
-                stream(load_model(checkpoint, _DTYPE.value, mesh), [requests[i] for i in todo], decoder),
+                stream(load_for(checkpoint, settings, _DTYPE.value, mesh), [requests[i] for i in todo], decoder),
                 total=len(requests),
                 completed=len(records),
                 description="decoding",

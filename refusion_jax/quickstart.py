@@ -3,9 +3,9 @@
   python -m refusion_jax.quickstart --workdir=runs/quickstart
 
 Prints accuracy (the whole worked answer must be right), tokens per forward and tokens per second (one prompt at a time,
-unless --decode.batch_size says otherwise), for every decoder of the system that the model was trained for; then three
-answers, piece by piece (of a slot model, slot by slot) in the order of writing. The same figures go to
-DIR/report.json.
+unless --decode.batch_size says otherwise), for every decoder of the system that the model was trained for
+(those that need a further model, if they are given one); then three answers, piece by piece (of a slot model, slot by
+slot) in the order of writing. The same figures go to DIR/report.json.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.companions import missing
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
@@ -29,7 +30,7 @@ from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
 from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.metrics import read_metrics
-from refusion_jax.training.pretrained import load_model, load_tokenizer
+from refusion_jax.training.pretrained import load_for, load_tokenizer
 from refusion_jax.training.workdir import read_config
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
@@ -53,10 +54,11 @@ def report(
       given: decode settings that differ from their defaults.
       started: Unix seconds from which seconds_total counts.
     """
-    model, tokenizer = load_model(workdir), load_tokenizer(workdir)
-    names = decoders_for(read_config(workdir).objective)
+    tokenizer, names = load_tokenizer(workdir), decoders_for(read_config(workdir).objective)
     settings = {name: DecodeSettings(name, max_new_tokens=MAX_NEW_TOKENS, **given) for name in names}
-    measured = {name: measure(own, model, tokenizer, problems) for name, own in settings.items()}
+    names = [name for name in names if not missing(settings[name])]
+    models = {name: load_for(workdir, settings[name]) for name in names}
+    measured = {name: measure(settings[name], models[name], tokenizer, problems) for name in names}
     return (
         {name: figures for name, (figures, _) in measured.items()}
         | {
@@ -65,7 +67,7 @@ def report(
             "batch_size": settings[names[0]].batch_size,
             "seconds_total": time.time() - started,
             "train_seconds": read_metrics(workdir)[-1]["seconds"],
-            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
+            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(models[names[0]]))),
         },
         settings[names[0]],
         measured[names[0]][1],

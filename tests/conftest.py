@@ -30,8 +30,10 @@ from fork_server import ForkServer
 from refusion_jax import DecodeSettings
 from refusion_jax.batch.visibility import CAUSAL, Visibility
 from refusion_jax.config import default_config
+from refusion_jax.decoding.companions import with_companions
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.systems.registry import find_decoder
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -179,6 +181,11 @@ def sharp_model(seed: int = 0):
 @functools.cache
 def sharp_models():
     return [sharp_model(seed) for seed in range(5)]
+
+
+def equipped(model: Transformer, method: str) -> Transformer:
+    """The model with what a decoder needs beside it."""
+    return with_companions(model, **dict.fromkeys(find_decoder(method).settings.companions, sharp_model(7)))
 
 
 def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, **changes) -> Settings:

@@ -7,13 +7,15 @@ import pytest
 from conftest import config_with, tiny_config
 from flax import nnx
 
-from refusion_jax import UserError, config
+from refusion_jax import DecodeSettings, UserError, config
 from refusion_jax.config.keys import keys
+from refusion_jax.config.model import model_config
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.settings import declared
 from refusion_jax.systems.api import all_settings
-from refusion_jax.systems.registry import decoders
+from refusion_jax.systems.registry import decoders, trainable
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 
@@ -37,6 +39,32 @@ def test_a_variant_changes_the_config_and_an_unknown_one_is_refused():
     assert get_config("stdlib").data.path == "stdlib"
     with pytest.raises(ValueError, match="unknown variant 'x'; known: stdlib"):
         get_config("x")
+
+
+@pytest.mark.parametrize("name", trainable())
+def test_the_quickstart_has_a_variant_for_every_system(name):
+    made = load(next(p for p in CONFIGS if p.stem == "quickstart"))(name)
+    config.check(made)
+    assert made.objective == name
+
+
+def test_decoders_go_by_the_block_that_their_model_was_trained_with():
+    """Through the model of the run; what the user sets goes first, and without either it is the paper's."""
+    made = config_with(objective="block_diffusion", **{"block_diffusion.block_size": 8})
+    assert model_config(made).block_size == 8
+    assert model_config(config_with(objective="llada")).block_size == 0
+    for method, name, untold, trained in (
+        ("block_diffusion", "block_size", 32, 8),
+        ("d2f", "block_length", 16, 8),
+        ("idlm", "stride", 4, 9),
+    ):
+        for block, given, expected in ((0, {}, untold), (8, {}, trained), (8, {name: 5}, 5)):
+            requests = prepare([[5, 6]], DecodeSettings(method, **given), tiny_config(block_size=block))
+            assert getattr(requests[0].settings, name) == expected
+
+
+def test_help_tells_defaults_that_differ():
+    assert all_settings()["block_length"].help.endswith("unless set, 32 for fast_dllm")
 
 
 # Parameters with and without the embeddings, in billions, as Qwen3's technical report rounds them (arXiv 2505.09388).

@@ -2,12 +2,14 @@
 its own rows; what it decodes is its plain reference, whatever stands beside it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from conftest import BOS, MASK, PROMPTS, config_with, settings, sharp_model, sharp_models, tiny_model
+from conftest import BOS, MASK, PROMPTS, config_with, equipped, settings, sharp_model, sharp_models, tiny_model
 from flax import nnx
 
 from refusion_jax import UserError, decode
@@ -15,7 +17,10 @@ from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.model.transformer import logical_axes
+from refusion_jax.runtime import sharding
 from refusion_jax.systems import registry
+from refusion_jax.training.train_step import init_state, make_train_step, state_shardings
 
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
@@ -41,12 +46,13 @@ VARIANTS = {
         {"block_length": 8, "rule": "factor", "factor": 1.5},
         {"cache": "none", "threshold": 0.5},
     ],
+    "apd": [{"lookahead": 5, "drafter_weight": 0.3}, {"shift": "yes", "drafter_weight": 0.9}],
     "conv": [{"steps": 4, "conv_window": 5}, {"shift": "yes", "conv_window": 2, "conv_scale": 0.3}],
     "idlm": [{"stride": 2}, {"stride": 6, "new": 15}],
     "block_diffusion": [{"block_size": 8, "sub_block": 3, "threshold": 0.3}, {"block_size": 3, "threshold": 0.6}],
     "wedlm": [{"window": 5, "entropy_threshold": 1.5, "distance_penalty": 0.1}, {"window": 4, "new": 15}],
     "card": [{"draft_length": 5, "threshold": 0.5}, {"passes": 2, "threshold": 0.3}, {"passes": 1}],
-    "llada": [{"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
+    "llada": [{"block_length": 5, "merge": 3}, {"steps": 4}, {"block_length": 4}, {"block_length": 8, "steps": 6}],
 }
 
 
@@ -152,6 +158,42 @@ def test_the_length_of_inputs_and_the_pattern_are_those_that_are_counted(name):
         np.testing.assert_array_equal(batch.visibility.mask(), expected)
 
 
+def one_step(name: str, accumulation: int, devices: int, **mesh_shape: int):
+    """(metrics, gradient) of one step on eight rows, by gradient descent of rate 1."""
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | mesh_shape, jax.devices()[:devices])
+    model = tiny_model(num_hidden_layers=1)
+    (graph, params), axes = nnx.split(model), logical_axes(model)
+    objective = make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK)
+    step = make_train_step(graph, objective, optax.sgd(1.0), lambda _: 1.0, 0, accumulation)
+    state = init_state(nnx.to_pure_dict(params), optax.sgd(1.0))
+    shardings = state_shardings(mesh, axes, state)
+    with jax.set_mesh(mesh):
+        some = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), rows())
+        some = jax.device_put(some, sharding.sharding(mesh, "batch", "length"))
+        after, metrics = jax.jit(step, out_shardings=(shardings, None))(jax.device_put(state, shardings), some)
+    return jax.device_get(
+        (metrics, jax.tree.map(lambda old, new: old - new, state.params, jax.device_get(after.params)))
+    )
+
+
+# Two compile two programs in the time there is; tests/test_train_step.py has two others.
+QUICKLY_SPLIT = ("r2ft", "block_diffusion")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICKLY_SPLIT else [pytest.mark.slow]) for n in TRAINABLE]
+)
+def test_neither_devices_nor_accumulation_change_a_step(name):
+    metrics, gradient = one_step(name, accumulation=1, devices=1)
+    split_metrics, split_gradient = one_step(name, accumulation=2, devices=8, data=2, fsdp=2, tensor=2)
+    assert np.isfinite(metrics["grad_norm"])
+    assert metrics["grad_norm"] > 0
+    for key, value in metrics.items():
+        np.testing.assert_allclose(split_metrics[key], value, rtol=1e-5, err_msg=key)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
+    jax.tree.map(close, split_gradient, gradient)
+
+
 def requests_for(name: str, model, **changes) -> list[Request]:
     """The prompts, and templates where the decoder takes them."""
     s = settings(name, **changes)
@@ -173,7 +215,7 @@ def ways_of(name: str) -> list:
 def test_a_decoder_is_its_plain_reference(name, changes):
     system = next(s for s in registry.systems().values() if name in s.decoders)
     compared = 0
-    for model in sharp_models()[:2]:
+    for model in (equipped(model, name) for model in sharp_models()[:2]):
         requests = requests_for(name, model, **changes)
         out = decode(model, requests, settings(name))
         for i, request in enumerate(requests):
@@ -189,7 +231,7 @@ def test_a_decoder_is_its_plain_reference(name, changes):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_position_is_committed_once_and_the_answer_is_what_was_committed(name):
-    for model in sharp_models()[:2]:
+    for model in (equipped(model, name) for model in sharp_models()[:2]):
         requests = requests_for(name, model)
         out = decode(model, requests, settings(name))
         for i, request in enumerate(requests):
@@ -206,7 +248,7 @@ def test_every_position_is_committed_once_and_the_answer_is_what_was_committed(n
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_neither_the_batch_nor_the_capacity_changes_an_answer(name):
-    model = sharp_model()
+    model = equipped(sharp_model(), name)
     for temperature in (0.0, 0.8):
         s = settings(name, temperature=temperature)
         together = decode(model, PROMPTS, s)

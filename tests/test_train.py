@@ -12,7 +12,8 @@ from refusion_jax.training.checkpoints import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
 KEYS = set(
-    "step loss loss_ar loss_mdm grad_norm learning_rate tokens tokens_per_second mfu seconds epoch skipped".split()
+    "step loss loss_ar loss_mdm loss_preference grad_norm learning_rate tokens tokens_per_second mfu seconds epoch "
+    "skipped".split()
 )
 SAME_WHEN_RESUMED = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens")
 

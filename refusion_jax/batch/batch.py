@@ -1,14 +1,15 @@
 """What a model is trained on: the inputs of one forward, and what its logits are compared with.
 
-The loss is always the same sum: over the terms of the objective, coefficient * sum of weight * cross-entropy. The
-weights carry the whole normalization, counted over the *global* batch, so accumulation and sharding change nothing but
-the order of summation.
+The loss is a sum over the terms of the objective, coefficient * sum of weight * cross-entropy; an objective that is not
+linear in the cross-entropies says by `combine` what its terms are. The weights carry the whole normalization, counted
+over the *global* batch, so accumulation and sharding change nothing but the order of summation.
 
 Axes: B rows, T input length, V vocabulary.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,9 @@ class Batch:
     labels: Int32[Array, "B T"]
     weights: dict[str, Float32[Array, "B T"]]  # by loss term; 0 where it has no label
     facts: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)  # for reports; not trained on
+    # (cross-entropies, batch) -> terms, as `weigh`, where a term is no weighted sum; hashable. Terms add up over rows,
+    # as micro-batches do.
+    combine: Callable | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def mean_over(has_label: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
@@ -49,7 +53,9 @@ def loss_terms(logits: Float32[Array, "B T V"], batch: Batch) -> dict[str, Float
 
 
 def weigh(cross_entropy: Float32[Array, "B T"], batch: Batch) -> dict[str, Float32[Array, ""]]:
-    """Every term's weighted sum of cross-entropies."""
+    """Every term: the weighted sum of cross-entropies, unless the batch combines them otherwise."""
+    if batch.combine:
+        return batch.combine(cross_entropy, batch)
     return {name: jnp.sum(weight * cross_entropy) for name, weight in batch.weights.items()}
 
 

@@ -32,12 +32,13 @@ def text_positions(segment_ids: Int32[ArrayLike, "B T"]) -> Int32[Array, "B T"]:
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
-def per_document_sum(x: Shaped[Array, "B T"], segment_ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """For every token the sum of x over its document."""
+def per_document_sum(x: Shaped[Array, "B T"], segment_ids: Int32[ArrayLike, "B T"]) -> Shaped[Array, "B T"]:
+    """For every token the sum of x over its document, in x's dtype; where that is bool, int32."""
     T = x.shape[-1]
+    x = x.astype(jnp.int32) if x.dtype == bool else x
 
     def one_row(x, ids):
-        return jax.ops.segment_sum(x.astype(jnp.int32), ids, num_segments=T + 1)[ids]
+        return jax.ops.segment_sum(x, ids, num_segments=T + 1)[ids]
 
     return jax.vmap(one_row)(x, segment_ids)
 

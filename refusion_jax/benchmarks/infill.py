@@ -6,9 +6,9 @@
 
 The checkpoint is a run of ours on the built-in problems (configs/quickstart.py), or one step of it. Each --way is the
 name of a decoder, and settings of its own behind it; by default one token a forward, the authors' infilling and exact
-infilling, these with several thresholds. An answer is right if the whole worked answer is. All ways of one decoder and
-slot size are one queue, so that one compilation serves them; `tokens_per_forward` counts the forwards that each answer
-took part in.
+infilling, these with several thresholds. An answer is right if the whole worked answer is. All ways that differ in
+traced settings alone are one queue, so that one compilation serves them; `tokens_per_forward` counts the forwards that
+each answer took part in.
 """
 
 import collections
@@ -22,9 +22,10 @@ from refusion_jax.benchmarks.decode import read_way
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import scope
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import load_model, load_tokenizer
+from refusion_jax.training.pretrained import load_for, load_tokenizer
 
 _MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 _SLOT_THRESHOLDS = (0.9, 0.6, 0.3)
@@ -65,14 +66,18 @@ def main(own: flags.FlagValues) -> None:
 
 def measure(checkpoint: str, ways: list[str], slot_size: int, count: int, batch_size: int) -> list[dict]:
     """Exact match and tokens a forward of each way, with slots of one size."""
-    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     problems = list(tasks.problems("test", count, seed=0))
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
     shared = {"max_new_tokens": _MAX_NEW_TOKENS, "slot_size": slot_size, "batch_size": batch_size}
     settings = {way: read_way(way, shared) for way in ways}
     right, tokens, forwards = (collections.Counter() for _ in range(3))
-    for method in dict.fromkeys(own.method for own in settings.values()):
-        own_ways = [way for way in ways if settings[way].method == method]
+    compiled = {
+        way: tuple(getattr(own, n) for n in sorted(scope(type(own), "compiled"))) for way, own in settings.items()
+    }
+    for program in dict.fromkeys(compiled.values()):
+        own_ways = [way for way in ways if compiled[way] == program]
+        model = load_for(checkpoint, settings[own_ways[0]])
         jobs = [(way, i) for way in own_ways for i in range(count)]
         requests = [Request(prompts[i], settings=settings[way], noise=i) for way, i in jobs]
         for job, answer in stream(model, prepare(requests, requests[0].settings, model.config)):

@@ -15,7 +15,7 @@ from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.systems.api import DecodeSettings, check_settings, read_settings
 from refusion_jax.systems.interface import Objective
-from refusion_jax.systems.registry import decoders_for, find_system
+from refusion_jax.systems.registry import decoders_for, find_decoder, find_system
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -103,7 +103,8 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
       UserError: where eval.decode names no setting of a decoder that serves the objective, or a value it cannot have.
     """
     flag = f"--config.eval.decode={c.eval.decode!r}"
-    settings, fitting = read_settings(c.eval.decode.split(), flag), decoders_for(c.objective)
+    settings = read_settings(c.eval.decode.split(), flag)
+    fitting = [name for name in decoders_for(c.objective) if not find_decoder(name).settings.companions]
     method = settings.pop("method", next(iter(fitting), ""))
     if method not in fitting:
         raise UserError(f"{flag}: models of objective={c.objective} are decoded by {' or '.join(fitting) or 'nothing'}")

@@ -18,7 +18,7 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None 
     Raises:
       UserError: where the tokenizer has more ids than the embedding has rows.
     """
-    rows = config.model.vocab_size
+    rows, system = config.model.vocab_size, find_system(config.objective)
     if tokenizer and tokenizer.size > rows:
         raise UserError(
             f"--config.model.vocab_size={rows} is less than the {tokenizer.size} pieces of the tokenizer; give at "
@@ -37,5 +37,6 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None 
         bos_token_id=bos,
         eos_token_id=eos,
         mask_token_id=mask,
-        shifted=find_system(config.objective).shifted,
+        shifted=system.shifted,
+        block_size=config[system.section][system.block_key] if system.block_key else 0,
     )

@@ -30,9 +30,12 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
     c, width = model.config, decoder.width
     per_row = decoder.cache_length * bytes_per_token(c, model.dtype)
     logits = 4 * width * c.vocab_size * _FLOAT32  # as they come, twice masked, and with noise
+    logits += width * model.head_rows * c.hidden_size * model.dtype.itemsize  # rows that are picked
+    rounded = c.vocab_size * c.hidden_size if model.head_rows else 0  # the head in int8
     scores = 2 * width * c.num_attention_heads * (decoder.cache_length + width) * _FLOAT32  # before and after softmax
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
-    return (-(-rows // batch) * (per_row + logits + scores) + -(-admitted // batch) * per_row) // tensor
+    batched = -(-rows // batch) * (per_row + logits + scores)
+    return (batched + -(-admitted // batch) * per_row + rounded) // tensor
 
 
 def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> None:

@@ -209,7 +209,7 @@ def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> 
 @functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames="state")
 def _run(graphdef, params, state: State, wanted, most, decoder: Decoder) -> State:
     """Decodes until `wanted` rows are done, for at most `most` forwards."""
-    model = nnx.merge(graphdef, params)
+    model = nnx.merge(graphdef, params).ready()
     end, _ = jax.lax.while_loop(
         lambda carry: (jnp.sum(~carry[0].active) < wanted) & (carry[1] < most),
         lambda carry: (decoder.step(model, carry[0]), carry[1] + 1),

@@ -188,7 +188,7 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
         own = {} if request.settings else {"settings": settings, "noise": i}
         named.append(dataclasses.replace(request, name=request.name or f"prompt {i}", **own))
     longest = max((len(request.prompt) for request in named), default=0)
-    filled = [dataclasses.replace(r, settings=r.settings.fill_in(room - longest)) for r in named]
+    filled = [dataclasses.replace(r, settings=r.settings.for_model(model).fill_in(room - longest)) for r in named]
     for request in filled:
         _check(request, model.vocab_size, room)
     return filled

@@ -6,7 +6,7 @@ subclass of `RowSettings`. Axis: B rows.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -27,6 +27,8 @@ class Settings:
       SettingError: where a value is impossible, naming it, the reason, and what would work.
     """
 
+    companions: ClassVar[tuple[str, ...]] = ()  # its settings that name further models, see companions.py
+
     method: str = setting("", "Which decoder; by default the one the model was trained for", scope="compiled")
     max_new_tokens: int = setting(
         0, "Tokens to decode at most, rounded up to what the decoder writes at once; 0: 128, or what fits", at_least=0,
@@ -45,6 +47,10 @@ class Settings:
     cache_length: int = setting(
         0, "Tokens, prompt and answer together, that a row may hold; 0: what the longest prompt needs", scope="batch",
         at_least=0, at_most=2**28,
+    )  # fmt: skip
+    head_rows: int = setting(
+        0, "Rows of the output head that are computed exactly for a token, the best by a cheap int8 product with all; "
+        "the others count as impossible; 0: all", scope="compiled", at_least=0, at_most=2**24,
     )  # fmt: skip
     eos_id: int = setting(-1, "End of text; -1: the model's own", scope="compiled", at_least=-1, below=2**31)
     mask_id: int = setting(-1, "Mask token; -1: the model's own", scope="compiled", at_least=-1, below=2**31)
@@ -85,6 +91,11 @@ class Settings:
     def new_tokens(self) -> int:
         """max_new_tokens, rounded up to whole pieces."""
         return -(-self.max_new_tokens // self.unit) * self.unit
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """With what is left to the model set as it says; for subclasses to fill in."""
+        del model
+        return self
 
     def fill_in(self, room: int) -> Self:
         """With max_new_tokens set, where it is 0: as many as fit into `room`, one multiple at least, 128 at most."""

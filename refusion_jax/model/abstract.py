@@ -12,7 +12,7 @@ from refusion_jax.runtime.sharding import mesh_axes, shard_count, sharding
 
 
 def abstract_transformer(
-    config: ModelConfig, dtype: str, mesh: Mesh, flags: str = "mesh"
+    config: ModelConfig, dtype: str, mesh: Mesh, flags: str = "mesh", head_rows: int = 0
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The structure of a model, and a `jax.ShapeDtypeStruct` of every weight with its sharding.
 
@@ -21,12 +21,13 @@ def abstract_transformer(
       dtype: of weights and computation.
       mesh: that they are split over; its devices need not be there.
       flags: by which its sizes were given, for the error.
+      head_rows: of its output head, see `Transformer.with_head_rows`.
 
     Raises:
       SettingError: where the mesh cannot split a weight evenly.
     """
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))
-    graphdef, weights = nnx.split(model)
+    graphdef, weights = nnx.split(model.with_head_rows(head_rows))
 
     def place(x: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         for size, axis in zip(x.shape, axes, strict=True):

@@ -41,6 +41,8 @@ def _fault(c: ModelConfig) -> str | None:
             return f"{name}={getattr(c, name)} must be 1 to {largest}"
     if c.num_attention_heads % c.num_key_value_heads:
         return f"num_attention_heads={c.num_attention_heads} must be a multiple of {c.num_key_value_heads} kv heads"
+    if not 0 <= c.block_size <= 2**20:
+        return f"block_size={c.block_size} must be 0 to {2**20}"
     if c.head_dim % 2:
         return f"head_dim={c.head_dim} must be even"
     if not (0 < c.rope_theta <= 1e12 and 0 < c.rms_norm_eps <= 1):

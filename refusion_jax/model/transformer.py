@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.model import packed_attention as packed
+from refusion_jax.model.approximate_head import RoundedHead, shortlisted_logits
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.ragged import Ragged
@@ -49,6 +50,7 @@ class ModelConfig:
     eos_token_id: int
     mask_token_id: int
     shifted: bool = False  # trained to read a masked token from the logits at the token before it
+    block_size: int = 0  # tokens that it was trained to denoise together, where that is a number of its own
 
 
 @jax.tree_util.register_dataclass
@@ -120,6 +122,8 @@ class Transformer(nnx.Module):
         backend: str = "xla",
     ):
         self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
+        self.head_rows = 0  # of the output head that a token's logits are computed of; 0: all, see `with_head_rows`
+        self._rounded_head: RoundedHead | None = None
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5)
         self.layers = Layers(config, rngs)
@@ -247,10 +251,28 @@ class Transformer(nnx.Module):
     def _head(self) -> nnx.Param:
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
+    @property
+    def output_head(self) -> Float[Array, "V D"]:
+        """In the dtype of computation."""
+        return self._head[...].astype(self.dtype)
+
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         """Logits from what `hidden` gave, or a part of its tokens."""
-        logits = linear(x, self._head[...].astype(self.dtype).T).astype(jnp.float32)
-        return constrain(logits, "batch", "length", "vocab")
+        if self._rounded_head:
+            return shortlisted_logits(x, self.output_head, self._rounded_head, self.head_rows)
+        return constrain(linear(x, self.output_head.T).astype(jnp.float32), "batch", "length", "vocab")
+
+    def with_head_rows(self, rows: int) -> "Transformer":
+        """The same weights, with an output head of so many rows a token (see approximate_head.py); 0: all."""
+        model = nnx.merge(*nnx.split(self))
+        model.head_rows = rows if rows < self.config.vocab_size else 0
+        return model
+
+    def ready(self) -> "Transformer":
+        """This model with what its output head needs made once for the many forwards that follow."""
+        if self.head_rows:
+            self._rounded_head = RoundedHead.of(self.output_head)
+        return self
 
     def _run(self, tokens, positions, attend: Callable, per_layer: Any) -> tuple[jax.Array, Any]:
         """Embeds and scans the layers.

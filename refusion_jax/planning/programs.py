@@ -51,7 +51,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     mesh = sharding.make_mesh(c.mesh, tpu_devices(topology, slices))
     shape = model_config(c)
     capacity = settings.cache_length or c.row_length
-    settings = settings.fill_in(capacity)
+    settings = settings.for_model(shape).fill_in(capacity)
     length, rows = capacity - settings.new_tokens, settings.batch_size
     if length < 1:
         raise SettingError(
@@ -64,7 +64,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
             rows,
             f"does not divide into {parts} parts; the next size that does is {-(-rows // parts) * parts}",
         )
-    graphdef, target = abstract_transformer(shape, c.dtype, mesh, flags="config.mesh")
+    graphdef, target = abstract_transformer(shape, c.dtype, mesh, flags="config.mesh", head_rows=settings.head_rows)
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
     newcomers = queue.newcomers({0: 0}, requests, queue.admitted(rows, mesh), rows, decoder)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from refusion_jax.decoding import queue
+from refusion_jax.decoding.companions import check_companions
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
@@ -38,8 +39,18 @@ class DecodeSettings:
 
 
 def all_settings() -> dict[str, Setting]:
-    """The settings of all decoders, by name."""
-    return {name: own for d in reversed(decoders().values()) for name, own in declared(d.settings).items()}
+    """The settings of all decoders, by name; where their defaults differ, the help of the first one's says so."""
+    found: dict[str, dict[str, Setting]] = {}
+    for method, decoder in decoders().items():
+        for name, own in declared(decoder.settings).items():
+            found.setdefault(name, {})[method] = own
+    return {name: _first(by_method) for name, by_method in found.items()}
+
+
+def _first(by_method: dict[str, Setting]) -> Setting:
+    first = next(iter(by_method.values()))
+    others = [f"{own.default} for {method}" for method, own in by_method.items() if own.default != first.default]
+    return dataclasses.replace(first, help=f"{first.help}; unless set, {', '.join(others)}") if others else first
 
 
 def check_settings(method: str, given: Mapping[str, Any]) -> None:
@@ -95,7 +106,7 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
     whatever the thresholds, temperature, seed and prompts.
 
     Args:
-      model: from `load_model`.
+      model: from `load_model`; for a decoder that needs further models, with them beside it (`with_companions`).
       prompts: token ids, at least one each; or requests, for templates with gaps.
       settings: how to decode, from `DecodeSettings`.
 
@@ -125,8 +136,10 @@ def stream(
     Raises:
       UserError: where the decoder cannot serve them together.
     """
+    settings = requests[0].settings
+    check_companions(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
-    return queue.stream(model, decoder, requests, requests[0].settings.batch_size, is_over)
+    return queue.stream(model.with_head_rows(settings.head_rows), decoder, requests, settings.batch_size, is_over)
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:

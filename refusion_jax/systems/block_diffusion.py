@@ -25,12 +25,13 @@ Decoded block by block: a forward over the block reveals, in the first sub-block
 p > `threshold`, at least the surest; when no mask is left, one more forward over the finished block commits its keys
 and values, and its last token gives the next block's first.
 
-From the paper and the authors' code: masks and complementary copies, shift and mean, order of decoding. The authors put
-both copies beside a clean text each; here they share one: the same loss for 3 T tokens instead of 4 T. They pad every
-example with masks to whole blocks, from which a model learns where texts end; here rows are packed, so a noisy block is
-that of the document of its first token, and behind that document's end it holds masks without labels in place of the
-next one, whose labels there are lost. Their cache inside a block, an approximation that is off by default, is left out.
-Places behind an EOS that was revealed are not decoded, and fed as masks, as in training.
+From a description of the paper and the authors' code, neither of which was read for this file: masks and complementary
+copies, shift and mean, order of decoding. The authors put both copies beside a clean text each; here they share one:
+the same loss for 3 T tokens instead of 4 T. They pad every example with masks to whole blocks, from which a model
+learns where texts end; here rows are packed, so a noisy block is that of the document of its first token, and behind
+that document's end it holds masks without labels in place of the next one, whose labels there are lost. Their cache
+inside a block, an approximation that is off by default, is left out. Places behind an EOS that was revealed are not
+decoded, and fed as masks, as in training.
 
 Axes: B rows, T row length, C text length, K block size, V vocabulary.
 """
@@ -58,8 +59,10 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
+_BLOCK = 32  # the paper's
+
 KEYS = {
-    "block_size": Setting(32, "tokens that are denoised together", at_least=1, at_most=4096),
+    "block_size": Setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096),
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
 }
 
@@ -133,8 +136,9 @@ class BlockSettings(shared.Settings):
     """How to decode block by block."""
 
     block_size: int = setting(
-        32, "Tokens that are denoised together, as the model was trained", scope="compiled", at_least=1, at_most=4096
-    )
+        0, f"Tokens that are denoised together; 0: as the model was trained, or {_BLOCK} where nobody says",
+        scope="compiled", at_least=0, at_most=4096,
+    )  # fmt: skip
     sub_block: int = setting(8, "Parts of a block, finished one after the other", at_least=1, at_most=4096)
     threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
 
@@ -142,6 +146,10 @@ class BlockSettings(shared.Settings):
     def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = {"block_size": trained["block_size"]}
         return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """With the block size that the model was trained with."""
+        return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
 
 
 @jax.tree_util.register_dataclass
@@ -269,4 +277,5 @@ SYSTEM = System(
     references={"block_diffusion": reference},
     section="block_diffusion",
     keys=KEYS,
+    block_key="block_size",
 )

@@ -146,5 +146,5 @@ SYSTEM = System(
     objective=None,
     decoders={"conv": Convolve},
     references={"conv": reference},
-    decodes=("llada", "dream"),
+    decodes=("llada", "dream", "r2ft"),
 )

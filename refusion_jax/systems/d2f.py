@@ -55,7 +55,7 @@ from refusion_jax.systems.interface import System
 _BLOCK = 16  # the paper's
 
 KEYS = {
-    "block_length": Setting(_BLOCK, "tokens of a block; decode with the same", at_least=1, at_most=2**20),
+    "block_length": Setting(_BLOCK, "tokens of a block; decoders go by it", at_least=1, at_most=2**20),
     "padding": PADDING,
     "least": Setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1),
     "most": Setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1),
@@ -135,8 +135,9 @@ class PipelineSettings(shared.Settings):
     """How to decode blocks in a pipeline."""
 
     block_length: int = setting(
-        _BLOCK, "Tokens of a block; as the model was trained", scope="compiled", at_least=1, at_most=2**20
-    )
+        0, f"Tokens of a block; 0: as the model was trained, or {_BLOCK} where nobody says", scope="compiled",
+        at_least=0, at_most=2**24,
+    )  # fmt: skip
     blocks_in_flight: int = setting(
         4, "Blocks that one forward feeds, at most", scope="compiled", at_least=2, at_most=2**16
     )
@@ -154,7 +155,11 @@ class PipelineSettings(shared.Settings):
     @property
     def unit(self) -> int:
         """Tokens of a block."""
-        return self.block_length
+        return self.block_length or _BLOCK
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """With the blocks that the model was trained with."""
+        return dataclasses.replace(self, block_length=self.block_length or model.block_size or _BLOCK)
 
 
 @jax.tree_util.register_dataclass
@@ -309,5 +314,6 @@ SYSTEM = System(
     references={"d2f": reference},
     section="d2f",
     keys=KEYS,
+    block_key="block_length",
     check=check,
 )

@@ -262,5 +262,5 @@ SYSTEM = System(
     objective=None,
     decoders={"fast_dllm": BlockCache},
     references={"fast_dllm": reference},
-    decodes=("llada", "dream"),
+    decodes=("llada", "dream", "r2ft"),
 )

@@ -22,16 +22,17 @@ one is drawn anew from max(0, p - q), and the next forward starts with this toke
 the last of them gives one more token, and the masks behind it N - 1 new drafts. So the text is distributed as the
 clean tokens' p: greedy, it is what `ar` would decode from the same weights, token by token.
 
-From the paper and the authors' code: layout, shift, weights, the rule of acceptance. Chosen here: p and q are both
-narrowed by top_k and top_p, which keeps the text exactly that of p; blocks are counted in the row, so that a document's
-first one may be short; the weight of the clean half is constant, where the authors can also balance both halves.
+From a description of the paper and the authors' code, neither of which was read for this file: layout, shift, weights,
+the rule of acceptance. Chosen here: p and q are both narrowed by top_k and top_p, which keeps the text exactly that of
+p; blocks are counted in the row, so that a document's first one may be short; the weight of the clean half is constant,
+where the authors can also balance both halves.
 
 Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V vocabulary.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +48,14 @@ from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import drawn_from, mask_logits
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
+_BLOCK = 3
+
 KEYS = {
-    "block_size": Setting(3, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64),
+    "block_size": Setting(_BLOCK, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64),
     "clean_weight": Setting(0.2, "of the next-token term beside that of the masks", at_least=0, at_most=1e6),
 }
 _DRAFT, _CHECK, _REPAIR = range(3)  # what a draw at a place is for: each has noise of its own
@@ -109,14 +112,22 @@ class StrideSettings(shared.Settings):
     """How to decode a model that checks its own drafts."""
 
     stride: int = setting(
-        4, "Tokens that a forward yields at most: N - 1 drafts are checked, and N - 1 made", scope="compiled",
-        at_least=2, at_most=65,
+        0, "Tokens that a forward yields at most: N - 1 drafts are checked, and N - 1 made; 0: one more than the masks "
+        f"of a block in training, or {_BLOCK + 1} where nobody says", scope="compiled", at_least=0, at_most=65,
     )  # fmt: skip
 
     @classmethod
     def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         most = trained["block_size"] + 1
         return [{"stride": stride} for stride in range(2, most + 1)]
+
+    def check(self) -> None:
+        if self.stride == 1:
+            self.refuse("stride", "must be at least 2, or 0")
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """With the stride that the model was trained for."""
+        return dataclasses.replace(self, stride=self.stride or 1 + (model.block_size or _BLOCK))
 
 
 @jax.tree_util.register_dataclass
@@ -275,4 +286,5 @@ SYSTEM = System(
     references={"idlm": reference},
     section="idlm",
     keys=KEYS,
+    block_key="block_size",
 )

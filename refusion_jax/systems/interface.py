@@ -75,6 +75,7 @@ class System:
     feed: Callable[[Text], Feed] | None = None  # by which forward a text is scored, if its likelihood is known
     needs_prompt: bool = False  # the first token of a text is read from the one before it, which must be there
     is_bound: bool = False  # the feed is drawn at random, and the mean over draws bounds log p from below
+    block_key: str = ""  # its config key that says how many tokens its models denoise together; decoders go by that
     shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     claims: tuple[Claim, ...] = ()
     studies: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(

@@ -9,7 +9,8 @@ prompts never are; the loss is the cross-entropy of the masked tokens themselves
 
 Decoded: the whole text goes through the model in every forward. The answer is cut into blocks, finished one after the
 other; a block of n masks takes a fixed number of steps, each of which commits the most confident n / steps of them. A
-temperature adds Gumbel noise to the logits; confidence is the model's own, without noise.
+temperature adds Gumbel noise to the logits; confidence is the model's own, without noise. With `merge` few of the masks
+behind the block are fed (decoding/merging.py).
 
 From the paper and the authors' code: schedule, order of commitment, 1 / p. Chosen here: as documents are packed, t and
 normalization are per document; a row stops behind the block in which an EOS was committed.
@@ -32,6 +33,7 @@ from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.merging import fed_places, merged_logits
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
@@ -85,6 +87,11 @@ class DiffusionSettings(shared.Settings):
         0, "Tokens of a block; blocks are finished one after the other; 0: the whole answer", at_least=0, at_most=2**24
     )
 
+    merge: int = setting(
+        1, "Masks behind the block that one of them stands for: fewer tokens a forward, an approximation",
+        scope="compiled", at_least=1, at_most=2**24,
+    )  # fmt: skip
+
     def check(self) -> None:
         blocks = -(-self.max_new_tokens // (self.block_length or self.max_new_tokens or 1))
         if self.steps and blocks and self.steps % blocks:
@@ -124,6 +131,7 @@ class Denoise:
     width: int  # C, tokens of the longest text
     new_tokens: int  # N, of a row, at most
     block_length: int  # K, of a block, at most
+    merge: int
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
@@ -134,6 +142,7 @@ class Denoise:
             width=text_capacity(requests),
             new_tokens=N,
             block_length=min(N, max(r.settings.block_length or N for r in requests)),
+            merge=requests[0].settings.merge,
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -151,7 +160,10 @@ class Denoise:
         length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
         blocks = jnp.maximum(-(-count // length), 1)
         w = canvas.window(s, self.ids, self.block_length, s.block * length, length)
-        logits = canvas.denoise(model, s, w.position, shifted=False)
+        if self.merge > 1:
+            logits = merged_logits(model, s, w.position, fed_places(s, (s.block + 1) * length, self.merge))
+        else:
+            logits = canvas.denoise(model, s, w.position, shifted=False)
         chosen, real, _ = canvas.propose(logits, s, w, self.ids)
         steps = jnp.clip(jnp.where(own.steps > 0, own.steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
         rank = canvas.ranks(probability(real, chosen), w)
@@ -171,11 +183,16 @@ def reference(model: Transformer, request: Request) -> dict:
     plain, s, commits = Plain(model, request), request.settings, []
     text, n = dict(plain.given), len(plain.places)
     length = s.block_length or n
-    for block in (plain.places[i : i + length] for i in range(0, n, length)):
+    for start in range(0, n, length):
+        block, behind = plain.places[start : start + length], plain.places[start + length :]
+        groups = [behind[i : i + s.merge] for i in range(0, len(behind), s.merge)]
+        left_out = set(behind) - {group[(len(group) - 1) // 2] for group in groups}
+        fed = [place for place in range(request.length) if place not in left_out]
         steps = min(s.steps // -(-n // length) or len(block), len(block))
         for step in range(steps):
-            tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
-            p = plain.forward("denoise", tokens, [*range(len(tokens))], np.ones((len(tokens), len(tokens)), bool))
+            tokens = [text.get(place, plain.ids.mask_id) for place in fed]
+            p = np.full((request.length, model.config.vocab_size), np.nan)
+            p[fed] = plain.forward("denoise", tokens, fed, np.ones((len(fed), len(fed)), bool))
             best = {place: plain.best(p[place], place) for place in block if place not in text}
             count = len(block) // steps + (step < len(block) % steps)
             new = {place: best[place] for place in plain.first({at: p[at][best[at]] for at in best}, count)}
@@ -209,6 +226,7 @@ SYSTEM = System(
     references={"llada": reference},
     section="llada",
     keys=KEYS,
+    decodes=("r2ft",),
     feed=feed,
     is_bound=True,
 )

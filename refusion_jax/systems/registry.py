@@ -103,10 +103,10 @@ def system_of(method: str) -> System:
 
 
 def decoders_for(objective: str) -> list[str]:
-    """Names of the decoders that serve models trained by a system, its default first."""
+    """Names of the decoders that serve models trained by a system, its default first; last those that need others."""
     own = systems()[objective].decoders if objective in systems() else {}
-    others = [name for system in systems().values() if objective in system.decodes for name in system.decoders]
-    return [*own, *others]
+    others = {n: d for system in systems().values() if objective in system.decodes for n, d in system.decoders.items()}
+    return [*own, *sorted(others, key=lambda name: len(others[name].settings.companions))]
 
 
 def loss_terms() -> list[str]:

@@ -17,7 +17,7 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from refusion_jax.batch.batch import is_labelled
+from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import read_rows
@@ -122,17 +122,16 @@ def make_evaluation(
             batch, groups = some
             model = nnx.merge(graphdef, params)
             ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
-            sums = {}
-            for name, weight in batch.weights.items():
-                sums[name] = jnp.sum(weight * ce), jnp.sum(weight)
-                for group, member in groups.items():
-                    sums[f"{name}_{group}"] = jnp.sum(weight * ce * member), jnp.sum(weight * member)
-            return None, sums
+            sums = {
+                f"{name}_{group}": (jnp.sum(weight * ce * member), jnp.sum(weight * member))
+                for name, weight in batch.weights.items()
+                for group, member in groups.items()
+            }
+            return None, (weigh(ce, batch), sums)
 
-        sums = jax.lax.scan(part, None, split_batch((batch, groups), parts))[1]
-        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
-        terms = {name: sums[name][0] for name in batch.weights}
-        means = {name: total / weight for name, (total, weight) in sums.items() if name not in terms}  # 0/0: NaN
+        terms_and_sums = jax.lax.scan(part, None, split_batch((batch, groups), parts))[1]
+        terms, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), terms_and_sums)
+        means = {name: total / weight for name, (total, weight) in sums.items()}  # 0/0: NaN
         loss = sum(objective.coefficients[name] * term for name, term in terms.items())
         return {"eval_loss": loss} | {f"eval_loss_{name}": value for name, value in (terms | means).items()}
 

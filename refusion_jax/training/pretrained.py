@@ -9,6 +9,8 @@ from flax import nnx
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
+from refusion_jax.decoding.companions import check_vocabulary, with_companions
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -35,6 +37,25 @@ def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.
     mesh = mesh or make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
     graphdef, target = abstract_transformer(config, dtype, mesh)
     return nnx.merge(graphdef, load_params(path, target))
+
+
+def load_for(
+    path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
+) -> Transformer:
+    """`load_model`, with the further models that a decoder's settings name beside it.
+
+    Raises:
+      SettingError: where one of them is of another tokenizer.
+    """
+    companions = {}
+    for name in settings.companions:
+        if other := getattr(settings, name):
+            check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))
+            files = [find_tokenizer_file(_tokenizer_place(epath.Path(place))) for place in (path, other)]
+            if all(files) and files[0].read_bytes() != files[1].read_bytes():
+                raise SettingError("decode", name, other, f"has another tokenizer than {path}")
+            companions[name] = load_model(other, dtype, mesh)
+    return with_companions(load_model(path, dtype, mesh), **companions)
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:
@@ -79,12 +100,17 @@ def check_fits(path: epath.Path, config: ModelConfig) -> None:
 
 def find_tokenizer(path: epath.Path) -> Tokenizer | None:
     """The tokenizer of a run or model, if it has one."""
-    directory = path if huggingface.is_huggingface(path) else checkpoints.find_step(path)[0]
+    directory = _tokenizer_place(path)
     file = find_tokenizer_file(directory)
     if file is None:
         return None
     is_run = (directory / "model.json").exists() and (directory / "config.json").exists()
     return load_tokenizer_file(file, workdir.read_config(directory).data.mask_piece if is_run else MASK_PIECE)
+
+
+def _tokenizer_place(path: epath.Path) -> epath.Path:
+    """Where the tokenizer of a run or model lies, if it has one."""
+    return path if huggingface.is_huggingface(path) else checkpoints.find_step(path)[0]
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:

@@ -70,7 +70,8 @@ def main(own: flags.FlagValues) -> None:
     call = {"budget": size, "config": file, "keys": config.to_dict()}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
-        systems = list(dict.fromkeys(own.systems)) or trainable()
+        every = [name for name in trainable() if find_system(name).decoders]  # the others fine-tune
+        systems = list(dict.fromkeys(own.systems)) or every
         results = Comparison(directory, own.budget, config, file, systems, own.studies, command, pieces).run()
     finally:
         pieces.close()

@@ -1,0 +1,205 @@
+"""APD (Israel et al., arXiv 2506.00413): a masked diffusion model drafts, a small left-to-right model checks.
+
+Decoded: the next `lookahead` places are masks, and one forward of the model gives a token for each, whatever stands at
+the others. The verifier, a model of the system `ar` with the same tokenizer (`--decode.verifier=RUN`), reads these
+drafts in one forward behind the text. Target and draft of a place are drawn with the same noise (greedy: none):
+
+    target = softmax(R l_D + (1 - R) l_AR)        R = `drafter_weight`, l_D of the model, l_AR of the verifier
+
+The longest prefix is committed where both are the same token, and at least the first draft. So the text is written from
+left to right, several tokens a forward of the large model where both models agree. Two given tokens, three places:
+
+    text       p q M M M        the model: a matrix of ones     the verifier, of which p is cached:
+    drafts         a b c                                            q  1 . .
+    targets        a b x                                            a  1 1 .
+    committed      a b                                              b  1 1 1
+
+Serves models that others train; `shift` says whether they read the token at j from the logits at j - 1 (checkpoints of
+ours say it themselves).
+
+From a description of the paper and the authors' code, neither of which was read for this file: target, same noise,
+prefix, first token, R = 0.6, 200 places ahead. Not done: their window of the model's own keys and values, an
+approximation; here the model reads the whole text in each forward, and only the verifier has a cache, which is exact.
+`forwards` counts the model's, and each has one of the verifier beside it. Chosen here: drafts behind the first EOS are
+not committed; mask and padding are never chosen.
+
+Axes: B rows, C text length, N tokens to decode, K places ahead, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float32, Key
+
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.masked_text import MaskedText
+from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.requests import (
+    Layout,
+    Request,
+    check_no_templates,
+    most_new_tokens,
+    prefill_chunk,
+    text_capacity,
+)
+from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.runtime.settings import setting
+from refusion_jax.systems.interface import System
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedSettings(shared.Settings):
+    """How to decode a masked diffusion model with a verifier."""
+
+    companions: ClassVar[tuple[str, ...]] = ("verifier",)
+
+    verifier: str = setting(
+        "", "Run of a left-to-right model with the same tokenizer, which checks the drafts", scope="compiled"
+    )
+    drafter_weight: float = setting(
+        0.6, "Share of the drafting model in what is committed, the verifier's being the rest", at_least=0, at_most=1
+    )
+    lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
+    shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+
+    @classmethod
+    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return []  # it cannot be measured without a second model
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    drafter_weight: Float32[ArrayLike, "*B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State(MaskedText):
+    """All that the loop carries."""
+
+    cache: kv.Cache  # of the verifier: all tokens but the last
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftAndCheck:
+    """The decoder, with the sizes that are compiled in."""
+
+    settings: ClassVar[type[CheckedSettings]] = CheckedSettings
+
+    ids: shared.TokenIds
+    width: int  # C, tokens of the longest text
+    new_tokens: int  # N, of a row, at most
+    lookahead: int  # K
+    chunk: int  # given tokens that one forward of the verifier's prefill takes
+    shifted: bool
+
+    @property
+    def cache_length(self) -> int:
+        """Entries of the verifier's cache, drafts included."""
+        return self.width + self.lookahead
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The least sizes that serve all of these requests.
+
+        Raises:
+          UserError: for templates, which need what a left-to-right model does not see.
+        """
+        check_no_templates(requests)
+        s, N = requests[0].settings, most_new_tokens(requests)
+        return cls(
+            ids=shared.TokenIds.of(s, model),
+            width=text_capacity(requests),
+            new_tokens=N,
+            lookahead=min(s.lookahead, N),
+            chunk=prefill_chunk(requests),
+            shifted=canvas.is_shifted(s.shift, model),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, the places behind them, and settings of some requests."""
+        return Layout.of(requests, self.width, self.new_tokens, RowSettings)
+
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+        """Rows of which nothing is written; the verifier has read what is given."""
+        given = layout.given
+        room = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, self.lookahead))), (given.tokens, given.positions))
+        cache = kv.prefill(model.verifier, dataclasses.replace(given, tokens=room[0], positions=room[1]), self.chunk)
+        cache = kv.commit(cache, jnp.full_like(given.length, -1))
+        return State.start(layout, keys, self.ids, self.lookahead, cache=cache)
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward of the model over the text and the masks ahead, one of the verifier over what it drafts."""
+        given, done, K = s.layout.given.length, s.record.count, self.lookahead
+        w = canvas.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
+        ahead = dataclasses.replace(s, length=given + done + w.size)
+        drafter, choosable = mask_logits(canvas.denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids)
+        own, noise = jax.tree.map(
+            lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
+            (s.layout.settings, jax.vmap(jax.random.fold_in)(s.keys, s.forwards)),
+        )
+        drafts = sample(choosable, w.masked, noise, w.position, own)
+
+        last = jnp.take_along_axis(s.text, (given + done - 1)[:, None], axis=1)
+        fed, positions = jnp.concatenate([last, drafts[:, :-1]], axis=1), w.position - 1
+        visible = jnp.broadcast_to(jnp.tril(jnp.ones((K, K), bool)), (len(fed), K, K))
+        logits, cache = kv.extend(model.verifier, s.cache, fed, positions, visible)
+        share = own.drafter_weight[:, :, None]
+        verifier = logits[:, :, : drafter.shape[2]]
+        blended = jnp.where(drafter > -jnp.inf, share * drafter + (1 - share) * verifier, -jnp.inf)
+        targets = sample(mask_logits(blended, w.may_end, self.ids)[1], w.masked, noise, w.position, own)
+
+        agrees = w.masked & (targets == drafts)
+        prefix = jnp.maximum(jnp.sum(jnp.cumprod(agrees, axis=1), axis=1), 1)[:, None]
+        offset = jnp.arange(K)[None]
+        is_eos = w.masked & (drafts == self.ids.eos_id)
+        behind_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0
+        after = canvas.commit(s, w, drafts, (offset < prefix) & ~behind_eos, self.ids)
+        return dataclasses.replace(after, cache=kv.commit(cache, after.record.count - done))
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, check, s = Plain(model, request), Plain(model.verifier, request), request.settings
+    shift, commits = canvas.is_shifted(s.shift, model.config), []
+    text, places = list(plain.given.values()), list(plain.places)
+    while places:
+        ahead = places[: s.lookahead]
+        n = len(text) + len(ahead)
+        p = plain.forward("draft", text + [plain.ids.mask_id] * len(ahead), [*range(n)], np.ones((n, n), bool))
+        drafts = [plain.best(p[place - shift], place) for place in ahead]
+        q = check.forward("check", text + drafts, [*range(n)], np.tril(np.ones((n, n), bool)))
+        least, accepted = np.finfo(np.float32).tiny, 0
+        for place, draft in zip(ahead, drafts, strict=True):
+            log_p, log_q = (np.log(np.maximum(x, least)) for x in (p[place - shift], q[place - 1]))
+            target = np.exp(s.drafter_weight * log_p + (1 - s.drafter_weight) * log_q)
+            agrees = check.best(target / target.sum(), place) == draft
+            if not agrees and accepted:
+                break
+            accepted += 1
+            if not agrees or draft == plain.ids.eos_id:
+                break
+        commits += zip(drafts[:accepted], ahead, strict=False)
+        text += drafts[:accepted]
+        places = places[accepted:] if plain.ids.eos_id not in drafts[:accepted] else []
+    plain.margin = min(plain.margin, check.margin)
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="apd",
+    objective=None,
+    decoders={"apd": DraftAndCheck},
+    references={"apd": reference},
+    decodes=("llada", "dream", "r2ft"),
+)

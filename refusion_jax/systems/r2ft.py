@@ -1,0 +1,150 @@
+"""R2FT (Seo et al., arXiv 2509.15188): fine-tuning that prefers an answer to the same answer with a phrase repeated.
+
+For models of masked diffusion (start from one: `init_from`), which decoded in few steps write one phrase over and over.
+t ~ U(0, 1) is drawn per document, p = (1 - eps) t + eps; each response token is masked with probability p. At its n
+masked places a document has what stands there, and a rejected text: the first of these tokens, a phrase of 1 to
+`longest_phrase` of them, drawn per document, over and over. With C and R the sums of the cross-entropies of the two,
+
+    loss of a document = -log sigmoid((beta_rejected R - beta_chosen C) / n - gamma) + anchor C / n
+
+and the loss is the mean over the documents of the batch. Both are read at the masked token itself (not shifted), from
+the same text, which is fed twice: the framework compares a token with one label. A phrase of two:
+
+    text       p q a b c d e       halves do not see each other: 1 .
+    inputs     p q M M c M M   p q M M c M M                     . 1
+    labels     . . a b . d e   . . a b . a b
+
+From a description of the paper and the authors' code, neither of which was read for this file: the loss and its
+constants. Chosen here: what is repeated, of which only "a repeated phrase" is known; no padding behind answers, as the
+base has learnt where they end; documents of which nothing is masked count for nothing.
+
+Axes: B rows, T row length.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
+
+from refusion_jax.batch.batch import Batch, count_documents
+from refusion_jax.batch.masking import draw_masks
+from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.visibility import Pattern, Visibility
+from refusion_jax.runtime.settings import Setting
+from refusion_jax.systems import llada
+from refusion_jax.systems.interface import System
+
+KEYS = {
+    "eps": llada.KEYS["eps"],
+    "beta_chosen": Setting(1.0, "of the chosen text's log-probability in the preference", above=0, at_most=1e3),
+    "beta_rejected": Setting(1.0, "of the rejected text's", above=0, at_most=1e3),
+    "gamma": Setting(0.0, "margin by which the chosen text must win, in nats a masked token", at_least=0, at_most=1e3),
+    "anchor": Setting(0.1, "weight of the chosen text's own cross-entropy", at_least=0, at_most=1e3),
+    "longest_phrase": Setting(8, "tokens of a repeated phrase, at most", at_least=1, at_most=4096),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Twice(Pattern):
+    """Two halves that do not see each other, each wholly visible to itself."""
+
+    def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        index = np.arange(length, dtype=np.int32)
+        return 0 * index, 1 + index // (length // 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """The terms of the loss from what both halves cost; see the docstring of the module."""
+
+    gamma: float
+
+    def __call__(self, cross_entropy: Float32[Array, "B T2"], batch: Batch) -> dict[str, Float32[Array, ""]]:
+        """preference, and mdm, the chosen text's own."""
+        T = cross_entropy.shape[1] // 2
+        cost, share = batch.weights["preference"] * cross_entropy, batch.weights["mdm"][:, :T]
+        margin = per_document_sum(cost[:, T:] - cost[:, :T], batch.visibility.segment_ids[:, :T])
+        return {
+            "preference": jnp.sum(share * jax.nn.softplus(self.gamma - margin)),  # shares of a document: 1 / documents
+            "mdm": jnp.sum(share * cross_entropy[:, :T]),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectRepetition:
+    """Mean over documents of -log sigmoid(margin - gamma) + anchor * CE."""
+
+    pattern: ClassVar[Pattern] = Twice()
+
+    mask_id: int
+    eps: float
+    beta_chosen: float
+    beta_rejected: float
+    gamma: float
+    anchor: float
+    longest_phrase: int
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Of the two terms."""
+        return {"preference": 1.0, "mdm": self.anchor}
+
+    def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
+        """Masks response tokens with a probability of each document's own; the text twice, its labels two texts."""
+        index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
+        is_masked, p = draw_masks(rows, index, keys, self.eps)
+        count = per_document_sum(is_masked, rows.segment_ids)
+        rejected = jnp.take_along_axis(rows.tokens, self._repeated(is_masked, index, positions, keys), axis=1)
+        each = is_masked / jnp.maximum(count, 1).astype(jnp.float32)
+        inputs = jnp.where(is_masked, self.mask_id, rows.tokens)
+        return Batch(
+            inputs=_join(inputs, inputs),
+            positions=_join(positions, positions),
+            visibility=Visibility.of(self.pattern, _join(rows.segment_ids, rows.segment_ids)),
+            labels=_join(rows.tokens, rejected),
+            weights={
+                "preference": _join(self.beta_chosen * each, self.beta_rejected * each),
+                "mdm": _join(each / count_documents(rows.segment_ids), 0 * each),
+            },
+            facts={"mask_ratio": _join(p, p)},
+            combine=Preference(self.gamma),
+        )
+
+    def _repeated(
+        self,
+        is_masked: Bool[Array, "B T"],
+        index: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        keys: Key[Array, "B"],
+    ) -> Int32[Array, "B T"]:
+        """Of each masked place the one whose token the rejected text has there."""
+        start = index - positions  # index of the document's first token
+        draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)
+        length = 1 + jnp.floor(jnp.take_along_axis(draws, start, axis=1) * self.longest_phrase).astype(jnp.int32)
+        before = jnp.cumsum(is_masked, axis=1) - is_masked  # masks of the row in front of each place
+        first = jnp.take_along_axis(before, start, axis=1)  # of the document
+        order = jnp.argsort(~is_masked, axis=1, stable=True)  # masked places first
+        return jnp.take_along_axis(order, jnp.where(is_masked, first + (before - first) % length, 0), axis=1)
+
+    def input_length(self, row_length: int) -> int:
+        """2 T: the same text, for each of its two labels."""
+        return 2 * row_length
+
+
+def _join(chosen: Shaped[Array, "B T"], rejected: Shaped[Array, "B T"]) -> Shaped[Array, "B T2"]:
+    return jnp.concatenate([chosen, rejected], axis=1)
+
+
+SYSTEM = System(
+    name="r2ft",
+    objective=RejectRepetition,
+    decoders={},
+    references={},
+    section="r2ft",
+    keys=KEYS,
+    feed=llada.feed,
+    is_bound=True,
+)

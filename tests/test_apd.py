@@ -1,0 +1,50 @@
+"""A model that drafts and one that checks: what is committed, and what a decoder with a companion asks for."""
+
+import jax.numpy as jnp
+import pytest
+from conftest import MASK, PAD, PROMPTS, causal, equipped, forward, settings, sharp_models, tiny_model
+from test_readme import tiny_qwen3
+
+from refusion_jax import UserError, decode
+from refusion_jax.decoding.companions import with_companions
+from refusion_jax.systems.registry import decoders_for
+from refusion_jax.training.pretrained import load_for
+
+
+def test_a_verifier_without_weight_refuses_nothing_and_all_is_written_at_once():
+    out = decode(equipped(sharp_models()[0], "apd"), PROMPTS, settings("apd", drafter_weight=1.0))
+    assert out.forwards == [1] * len(PROMPTS)
+    assert all(order == sorted(order) for order in out.commit_order)
+
+
+def test_with_all_weight_it_accepts_just_what_it_would_write_itself():
+    """What a forward commits behind its first draft is the verifier's own choice, given all before it."""
+    model = equipped(sharp_models()[1], "apd")
+    out = decode(model, PROMPTS, settings("apd", drafter_weight=0.0))
+    for prompt, tokens, forwards in zip(PROMPTS, out.tokens, out.forwards, strict=True):
+        text = jnp.array([prompt + tokens + [0] * (32 - len(prompt + tokens))])
+        logits = forward(model.verifier, text, jnp.arange(32)[None], causal(jnp.ones_like(text)))[0]
+        own = logits[:, :30].at[:, jnp.array([PAD, MASK])].set(-jnp.inf).argmax(axis=1)[len(prompt) - 1 :]
+        refused = sum(int(a) != b for a, b in zip(own, tokens, strict=False))
+        assert refused <= forwards <= len(tokens)  # only a forward's first draft can be another
+    half = decode(model, PROMPTS, settings("apd", drafter_weight=0.9))
+    assert len(PROMPTS) < sum(half.forwards) < sum(map(len, half.tokens))  # some are accepted, others refused
+
+
+def test_it_needs_a_model_of_the_same_vocabulary_beside_its_own():
+    model = sharp_models()[0]
+    with pytest.raises(UserError, match="verifier=: the decoder 'apd' needs a model here"):
+        decode(model, PROMPTS, settings("apd"))
+    with pytest.raises(UserError, match="of another vocabulary: num_tokens is 20, not 30"):
+        with_companions(model, verifier=tiny_model(num_tokens=20))
+
+
+def test_a_checkpoint_is_loaded_with_those_that_the_settings_name(tmp_path):
+    tiny_qwen3(tmp_path / "a")
+    tiny_qwen3(tmp_path / "b")
+    assert load_for(tmp_path / "a", settings("apd", verifier=str(tmp_path / "b"))).verifier.config.vocab_size == 512
+
+
+def test_it_is_offered_last_since_it_needs_more_than_the_model():
+    assert decoders_for("llada")[0] == "llada"
+    assert decoders_for("llada")[-1] == decoders_for("r2ft")[-1] == "apd"
