@@ -131,6 +131,32 @@ def test_where_nobody_is_ever_right_no_claim_holds():
     assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival).holds
 
 
+def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
+    run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1}
+    study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
+    study |= {"accuracy": 0.25, "tokens_per_forward": 3.0}
+    whole = RESULTS | {
+        "budget": "small",
+        "command": "the command",
+        "commits": ["abc"],
+        "machine": {"cores": 2, "processor": "P", "device": "cpu", "memory_gib": 4, "load": 9.0},
+        "versions": {"jax": "0"},
+        "config": json.loads(CONFIGS("small").to_json()),
+        "seeds": 2,
+        "problems": 4,
+        "new_tokens": 32,
+        "runs": [run_of | {"system": system} for system in ("refusion", "llada", "ar")],
+        "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
+        "studies": [study | {"step": 4}, study | {"step": 8, "accuracy": 0.75}],
+    }
+    page = report.report(whole)
+    assert "| ar | 0.1 | 0.5000 |" in page
+    assert "| system | setting | step 4 | step 8 |" in page
+    assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
+    assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
+    assert "Other work shared the machine" in page
+
+
 def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
     file = tmp_path / "PAGE.md"
     file.write_text("# Figures\n\nby hand\n")
@@ -142,7 +168,6 @@ def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
     assert text.index("three") < text.index("two")
 
 
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # how ml_collections reads a config file
 @pytest.mark.parametrize(
     ("given", "said"),
     [
