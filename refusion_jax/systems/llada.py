@@ -191,7 +191,7 @@ def reference(model: Transformer, request: Request) -> dict:
         steps = min(s.steps // -(-n // length) or len(block), len(block))
         for step in range(steps):
             tokens = [text.get(place, plain.ids.mask_id) for place in fed]
-            p = np.full((request.length, model.config.vocab_size), np.nan)
+            p = np.full((request.length, model.config.vocab_size), np.nan, np.float32)
             p[fed] = plain.forward("denoise", tokens, fed, np.ones((len(fed), len(fed)), bool))
             best = {place: plain.best(p[place], place) for place in block if place not in text}
             count = len(block) // steps + (step < len(block) % steps)
