@@ -1,6 +1,7 @@
 """Attention, behind one function: every objective and every decoder attends through here.
 
-Axes: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K query heads a key head serves, H head size.
+Axes: B rows, T queries, S keys, U new keys, N query heads, K key/value heads, G = N / K query heads a key head serves,
+H head size.
 """
 
 import jax
@@ -29,9 +30,9 @@ def attention(
 
 def cached_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    mask: Bool[Array, "B T T"],
+    k: Float[Array, "B U K H"],
+    v: Float[Array, "B U K H"],
+    mask: Bool[Array, "B T U"],
     cached_k: Float[Array, "B S K H"],
     cached_v: Float[Array, "B S K H"],
     is_cached: Bool[Array, "B S"],
