@@ -1,6 +1,7 @@
 """Attention, behind one function: every objective and every decoder attends through here.
 
-Axes: B rows, T queries, S keys, U new keys, N query heads, K key/value heads, G = N / K query heads a key head serves, H head size.
+Axes: B rows, T queries, S keys, U new keys, N query heads, K key/value heads, G = N / K query heads a key head serves,
+H head size.
 """
 
 import jax
