@@ -78,7 +78,7 @@ def decode_all(batch_size: int, dtype: str = "float32", budgets=BUDGETS) -> list
     return results
 
 
-@pytest.mark.parametrize("batch_size", [1, 16, 64])
+@pytest.mark.parametrize("batch_size", [1, 16, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size):
     wrong = []
     for case, budget, got in decode_all(batch_size):
