@@ -52,7 +52,7 @@ def test_nothing_is_transferred_while_the_device_decodes():
 def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
     """A queue much longer than the batch, of requests of very different lengths, compiles one loop.
 
-    Forwards are those of a row alone where nothing is fed ahead of time; else they depend on the room that others leave.
+    Forwards are those of a row alone where nothing is fed ahead of time; else on the room that others leave.
     """
     model = sharp_model()
     lengths = [4, 32, 8, 4, 24, 4, 4, 16] * 4

@@ -120,7 +120,7 @@ _EVAL = {
     "every": _count(
         1000, "steps between evaluations of the held-out loss; the last step is always evaluated", _MOST_STEPS
     ),
-    "rows": Setting(256, "rows evaluated, at most; 0: all", at_least=0, at_most=2**31 - 1),
+    "rows": Setting(256, "rows evaluated, at most, evenly spaced; 0: all", at_least=0, at_most=2**31 - 1),
     "tasks": Setting("", "tasks of `evaluate` to decode and score while training, with commas between; empty: none"),
     "tasks_every": _count(1000, "steps between that; the last step is always scored", _MOST_STEPS),
     "limit": Setting(200, "problems of each task, the first so many; 0: all", at_least=0, at_most=2**31 - 1),

@@ -7,6 +7,7 @@ loss is exact, whatever the size of the last part.
 Axes: N rows of the set, filled up with empty ones to whole batches of B; T row length.
 """
 
+import collections
 from collections.abc import Callable
 
 import jax
@@ -182,17 +183,21 @@ def make_held_out(
 
 
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
-    """(set, index) of the first eval.rows rows of the sets, in equal parts of each.
+    """(set, index) of eval.rows rows of the sets, in equal parts of each and evenly spaced in it.
+
+    Packing puts long documents first: the first rows of a set are no sample of it.
 
     Raises:
       UserError: where there is none, or not the same on all hosts.
     """
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))
-    picked = [(rows, index) for index in range(most) for rows in sets if index < len(rows)][: config.eval.rows or None]
-    if not picked:
+    turns = [(number, i) for i in range(most) for number, rows in enumerate(sets) if i < len(rows)]
+    turns = turns[: config.eval.rows or None]
+    if not turns:
         raise UserError(f"--config.eval.path={config.eval.path}: holds no row to evaluate on")
-    return picked
+    shares = collections.Counter(number for number, _ in turns)
+    return [(sets[number], i * len(sets[number]) // shares[number]) for number, i in turns]
 
 
 def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:
