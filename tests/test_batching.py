@@ -75,7 +75,7 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
 def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_have_said(method):
     """Every other one may end behind seven tokens; it is seen within a few forwards, long before the end."""
     model = sharp_model()
-    s = settings(method, new=128, blocks=8, slot=0.95, token=0.95, eos_id=29, batch_size=2)
+    s = settings(method, new=128, blocks=8, slot=0.95, token=0.95, eos_id=29, batch_size=2, speculate="0")
     requests = prepare([[BOS, 5 + i] for i in range(6)], s, model.config)
     whole = dict(stream(model, requests))
     asked = []
