@@ -189,6 +189,15 @@ def equipped(model: Transformer, method: str) -> Transformer:
 
 
 def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, **changes) -> Settings:
-    """Decode settings, of which each decoder takes its own."""
-    slots = {"slot_size": size, "serial_blocks": blocks, "slot_threshold": slot, "token_threshold": token}
+    """Decode settings, of which each decoder takes its own.
+
+    Nothing is fed ahead of time unless a test says so: how much fits depends on the other rows, and forwards with it.
+    """
+    slots = {
+        "speculate": "0",
+        "slot_size": size,
+        "serial_blocks": blocks,
+        "slot_threshold": slot,
+        "token_threshold": token,
+    }
     return DecodeSettings(method, max_new_tokens=new, **slots | changes)

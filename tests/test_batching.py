@@ -56,7 +56,7 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
     """
     model = sharp_model()
     lengths = [4, 32, 8, 4, 24, 4, 4, 16] * 4
-    s = settings(new=32, eos_id=29, batch_size=8, speculate="0")
+    s = settings(new=32, eos_id=29, batch_size=8)
     requests = [
         Request([BOS, 5 + i % 20], settings=dataclasses.replace(s, max_new_tokens=n)) for i, n in enumerate(lengths)
     ]
@@ -75,7 +75,7 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
 def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_have_said(method):
     """Every other one may end behind seven tokens; it is seen within a few forwards, long before the end."""
     model = sharp_model()
-    s = settings(method, new=128, blocks=8, slot=0.95, token=0.95, eos_id=29, batch_size=2, speculate="0")
+    s = settings(method, new=128, blocks=8, slot=0.95, token=0.95, eos_id=29, batch_size=2)
     requests = prepare([[BOS, 5 + i] for i in range(6)], s, model.config)
     whole = dict(stream(model, requests))
     asked = []
@@ -94,7 +94,7 @@ def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_hav
             assert whole[index].tokens[: len(answer.tokens)] == answer.tokens
             assert 7 <= len(answer.tokens) < 100
             assert answer.forwards <= 48 < whole[index].forwards
-    assert len(asked) < 40  # no look at every forward
+    assert len(asked) < sum(answer.forwards for answer in ended.values()) / 8  # no look at every forward
 
 
 def test_a_stop_string_is_settled_once_no_longer_one_could_begin_before_it():
@@ -130,7 +130,7 @@ def test_prompts_of_any_length_are_prefilled_in_chunks(length):
 
 def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():
     model = tiny_model()
-    requests = prepare(PROMPTS, settings(new=64, blocks=2), model.config)
+    requests = prepare(PROMPTS, settings(new=64, blocks=2, speculate="auto"), model.config)
     decoder = decoder_for(requests, model.config)
     assert decoder.width == 64  # a block of 32 and the next one
     assert decoder.cache_length == 96 + 32  # 8 + 64 tokens, rounded up to 96, and what a forward may commit
@@ -141,7 +141,7 @@ def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():
 
 def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
     model = tiny_model()
-    requests = prepare(PROMPTS, settings(new=64, blocks=2), model.config)
+    requests = prepare(PROMPTS, settings(new=64, blocks=2, speculate="auto"), model.config)
     compiled = batching._run._cache_size()
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2_350_000)
     with pytest.raises(UserError, match="batch_size=8: 8 rows of 128 tokens, of 256 bytes.*size=4 would fit"):
