@@ -29,9 +29,11 @@ class SentencePieceTokenizer:
         """
         self.model = model
         self.threads = -1  # that encode; -1: one a core
+        if not model:  # which the library takes, and complains of at every call
+            raise UserError(f"{origin} is not a sentencepiece model: it is empty")
         try:
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+        except (RuntimeError, UnicodeDecodeError) as error:  # the latter where its own message quotes the file
             raise UserError(f"{origin} is not a sentencepiece model") from error
         self.bos_id, self.eos_id, self.pad_id = (
             self._pieces.bos_id(),

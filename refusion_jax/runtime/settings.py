@@ -42,7 +42,7 @@ class Setting:
             raise SettingError(group, name, value, why)
 
     def _fault(self, value: Any) -> str | None:
-        if self.or_number and str(value).isdecimal() and int(value) < 2**31:
+        if self.or_number and len(str(value)) <= 10 and str(value).isdecimal() and int(value) < 2**31:
             return None
         kind = type(self.default)
         wanted = (int, float) if kind is float else (list, tuple) if kind is tuple else kind
