@@ -136,10 +136,7 @@ def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards():
         plain = decode(model, PROMPTS, dataclasses.replace(s, speculate="0"))
         assert ahead.tokens == plain.tokens
         assert plain.forwards == [2 * rounds for rounds in plain.rounds]
-        # 11 of 20 is all that can be; of six rows one may wait once or twice, as the largest compiled shape has not
-        # room for all that every row could use.
-        assert min(a / b for a, b in zip(ahead.forwards, plain.forwards, strict=True)) <= 0.55
-        assert sum(ahead.forwards) <= 0.57 * sum(plain.forwards)
+        assert max(a / b for a, b in zip(ahead.forwards, plain.forwards, strict=True)) <= 0.55
 
 
 def test_the_larger_the_budget_the_fewer_the_forwards():

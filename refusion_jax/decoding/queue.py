@@ -52,7 +52,7 @@ class Answer:
     commit_order: list[int]  # positions of all decoded tokens, in the order of commitment
     commit_tokens: list[int]  # those tokens; after an EOS they may hold some that the answer does not
     forwards: int  # of the decoding loop; the prefill is not counted
-    rounds: int  # plans followed (refusion), or forwards
+    rounds: int  # plans followed, by decoders that plan; else forwards
     finish_reason: str  # "eos", "length", or "stop" where the caller has ended it
 
 

@@ -9,8 +9,6 @@ Whoever reads takes the newest step that is whole. What is damaged, torn or fore
 
 import contextlib
 import dataclasses
-import functools
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +22,7 @@ from refusion_jax.runtime import checksums
 from refusion_jax.runtime.distributed import all_agree
 from refusion_jax.runtime.errors import UserError, first_line
 from refusion_jax.runtime.storage import absolute, is_remote
+from refusion_jax.training import failed_saves
 from refusion_jax.training.train_step import Guard, TrainState
 
 ITEMS = ("params", "optimizer", "data")
@@ -53,7 +52,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._clean()
-        _say_failures_once()
+        failed_saves.say_once()
         self._checkpointer = _make_checkpointer(verify)
 
     def __enter__(self) -> "Checkpoints":
@@ -397,24 +396,3 @@ class _OwnChecksums:
 
 def _make_checkpointer(verify: bool) -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(_WithChecksums(verify))
-
-
-def _no_traceback(record: Any) -> bool:
-    return "orbax" not in record.pathname or not record.exc_info
-
-
-@functools.cache
-def _say_failures_once() -> None:
-    """We say in one line that a save has failed.
-
-    Orbax logs the whole traceback of the same, and leaves behind writes under way, each of which ends with a traceback
-    of its own: nobody listens to it any more (its event loop is closed).
-    """
-    logging.get_absl_logger().addFilter(_no_traceback)
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            before(unraisable)
-
-    sys.unraisablehook = hook

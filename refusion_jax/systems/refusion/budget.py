@@ -55,8 +55,10 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     for size in sizes:
         tile = max(size // (rows * _TILES_A_ROW * least), 1) * least
         shapes.append(Shape(width, tile, -(-size // tile)))
-    tile = shapes[0].tile
-    shapes[0] = Shape(width, tile, max(shapes[0].tiles, rows * -(-needed // tile)))
+    # The largest holds whatever rows need, and where the budget is for all that they might feed, that as well: tiles
+    # are of one row each, so a place of the budget may cost more than a place.
+    tile, each = shapes[0].tile, width if budget >= rows * width else needed
+    shapes[0] = Shape(width, tile, max(shapes[0].tiles, rows * -(-each // tile)))
     return tuple(sorted(set(shapes), key=lambda shape: shape.places))
 
 
@@ -82,11 +84,14 @@ def choose(
     """
     needed, asked, budget = (x.reshape(shards, -1) for x in (needed, asked, budget))
     tile, tiles = jnp.array([s.tile for s in shapes]), jnp.array([s.tiles for s in shapes])
-    used = jnp.max(jnp.sum(-(-needed[:, :, None] // tile[None, None]), axis=1), axis=0)  # [J]
-    within = jnp.minimum(jnp.sum(needed + asked, axis=1), jnp.max(jnp.where(asked > 0, budget, 0), axis=1))
-    index = jnp.argmax((used <= tiles) & (jnp.max(within) <= tile * tiles))
+    tile, tiles = tile[None], tiles[None]  # [1, J]
+    holds = tiles_of(needed, tile) <= tiles
+    budget = jnp.max(jnp.where(asked > 0, budget, 0), axis=1, keepdims=True)
+    is_within = jnp.sum(needed + asked, axis=1, keepdims=True) <= budget
+    holds &= jnp.where(is_within, tiles_of(needed + asked, tile) <= tiles, budget <= tile * tiles)  # [S, J]
+    index = jnp.argmax(jnp.all(holds, axis=0).at[-1].set(True))
 
-    tile, tiles = tile[index], tiles[index]
+    tile, tiles = tile[0, index], tiles[0, index]
     have = -(-needed // tile)
     wish = -(-(needed + asked) // tile) - have  # [S, B/S] more tiles
     order = np.arange(wish.shape[1])
@@ -97,3 +102,8 @@ def choose(
     spare = tiles - jnp.sum(have, axis=1, keepdims=True)
     granted = jnp.clip(spare - before, 0, wish)
     return index, jnp.minimum((have + granted) * tile - needed, asked).reshape(-1)
+
+
+def tiles_of(tokens: Int32[Array, "S _"], tile: Int32[Array, "1 J"]) -> Int32[Array, "S J"]:
+    """Tiles of each shard that hold so many tokens of its rows, in each shape."""
+    return jnp.sum(-(-tokens[:, :, None] // tile[None]), axis=1)

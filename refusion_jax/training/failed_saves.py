@@ -1,0 +1,34 @@
+"""A save that fails is said once, by us: what Orbax and asyncio say of it besides is left out."""
+
+import functools
+import logging
+import sys
+import traceback
+from typing import Any
+
+from absl import logging as absl_logging
+
+
+@functools.cache
+def say_once() -> None:
+    """Leaves out the tracebacks of failed saves.
+
+    Orbax logs one itself. The writes that were under way beside the first that failed end in one each: as tasks that
+    nobody has awaited, when they are collected, or behind the end of their event loop.
+    """
+    absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
+    logging.getLogger("asyncio").addFilter(lambda record: not _is_of_orbax(record.exc_info))
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _is_of_orbax(exc_info: Any) -> bool:
+    if not exc_info:
+        return False
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc_info[2]))
+    return any(name.partition(".")[0] == "orbax" for name in names)
