@@ -92,9 +92,7 @@ def strategies(slot_size: int):
 
 
 @pytest.mark.parametrize("slot_size", [1, 3, 4])
-@hypothesis.settings(
-    max_examples=RANDOM_CASES // 24, deadline=None, derandomize=True, database=None, phases=[hypothesis.Phase.generate]
-)
+@hypothesis.settings(max_examples=RANDOM_CASES // 24, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
 def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
     """The same tokens, commit order, rounds and, where nothing is fed ahead of time, phases; else no more forwards."""

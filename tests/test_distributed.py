@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import rows_probe
-from conftest import ROOT, TINY_RUN, run
+from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
 
 from refusion_jax.runtime import distributed
 from refusion_jax.runtime.errors import UserError
@@ -25,14 +25,14 @@ FLAGS += ["--config.eval.path=tasks", "--config.eval.every=5", "--config.eval.ro
 
 def start_hosts(hosts: int, *flags: str, devices: int = 4, **variables: str) -> subprocess.Popen:
     """launch/local_hosts.sh, in a process group of its own."""
-    env = os.environ | {"DEVICES": str(devices), "PYTHON": sys.executable, "XLA_FLAGS": ""} | variables
+    env = os.environ | {"DEVICES": str(devices), "PYTHON": sys.executable, "XLA_FLAGS": QUICK_COMPILE} | variables
     line = ["bash", "launch/local_hosts.sh", str(hosts), *flags]
     return subprocess.Popen(
         line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
-def until(process: subprocess.Popen, happened, seconds: float = 120) -> None:
+def until(process: subprocess.Popen, happened, seconds: float = 400) -> None:
     """Waits for something to happen while a process runs."""
     deadline = time.monotonic() + seconds
     while not happened():
@@ -71,7 +71,7 @@ def test_two_processes_see_the_rows_and_the_noise_of_one():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
-    env |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK_COMPILE}"}
     line = [sys.executable, "tests/rows_probe.py"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [subprocess.Popen(line, cwd=ROOT, env=env | {"JAX_PROCESS_ID": str(i)}, **pipes) for i in range(2)]
@@ -113,7 +113,7 @@ def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
-    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILE}
     both = []
     for index in range(2):  # a relative path, on machines of their own
         home = tmp_path / str(index)
@@ -123,7 +123,7 @@ def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         both.append(subprocess.Popen(line, cwd=home, env=env | {"JAX_PROCESS_ID": str(index)}, **pipes))
     for process in both:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 2, err
         assert "error: --workdir=runs/new is not one directory for all hosts; give one that they share" in err
     assert list(tmp_path.rglob("runs")) == []
@@ -132,7 +132,7 @@ def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
 @pytest.mark.slow
 def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path, one_process):
     process = start_hosts(4, *FLAGS, "--config.checkpoint.every=5", f"--workdir={tmp_path}", RESTARTS="1")
-    until(process, lambda: saved_steps(tmp_path), 400)
+    until(process, lambda: saved_steps(tmp_path))
     first = workers(process)
     os.kill(first[2], signal.SIGKILL)
     out, err = process.communicate()
@@ -188,6 +188,7 @@ def stand_in(tmp_path):
             f"""#!/usr/bin/env bash
 if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi
 echo start >>{tmp_path}/starts.$JAX_PROCESS_ID
+cd {tmp_path}
 case $JAX_PROCESS_ID in {case} esac
 """
         )
@@ -195,10 +196,11 @@ case $JAX_PROCESS_ID in {case} esac
         return str(script)
 
     make.starts = lambda: (tmp_path / "starts.1").read_text().count("start")
+    make.waiting = lambda: len(list(tmp_path.glob("waits.*")))
     return make
 
 
-WAIT = "trap 'exit 75' TERM; while :; do sleep 0.05; done"
+WAIT = "trap 'exit 75' TERM; touch waits.$JAX_PROCESS_ID; while :; do sleep 0.05; done"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_when_one_process_ends_badly_the_others_are_ended_and_some_codes_start_i
     stand_in, case, code, starts, said
 ):
     process = start_hosts(2, PYTHON=stand_in(case), RESTARTS="2")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code, out + err
     assert stand_in.starts() == starts
     assert said in err
@@ -225,10 +227,9 @@ def test_when_one_process_ends_badly_the_others_are_ended_and_some_codes_start_i
 
 def test_a_signal_is_passed_on_and_nothing_is_started_again(stand_in):
     process = start_hosts(3, PYTHON=stand_in(f"*) {WAIT} ;;"), RESTARTS="3")
-    until(process, lambda: len(workers(process)) == 3)
-    time.sleep(0.5)  # for the traps
+    until(process, lambda: stand_in.waiting() == 3)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75, out + err
     assert stand_in.starts() == 1
 

@@ -44,7 +44,7 @@ def start(gcloud, *arguments: str) -> subprocess.Popen:
 
 def tpu_vm(gcloud, *arguments: str, code: int = 0) -> tuple[str, str]:
     process = start(gcloud, *arguments)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code, out + err
     return out, err
 
@@ -178,7 +178,7 @@ def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, 
     """The whole road with real processes: the stub's machine is killed, its folder removed, and made again."""
     workdir = gcloud / "shared" / "run"
     process = start(gcloud, "run", "tpu", *ASKED, "--", *TINY_RUN, f"--workdir={workdir}")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(read_metrics(workdir)) < 25:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, (gcloud / "vm" / "refusion_jax" / "train.log").read_text()
@@ -186,7 +186,7 @@ def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, 
     (gcloud / "state").write_text("SUSPENDED")
     pid = int((gcloud / "vm" / "refusion_jax" / "train.pid").read_text())
     os.killpg(os.getsid(pid), signal.SIGKILL)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert [call[0] for call in calls(gcloud)].count("create") == 2
 

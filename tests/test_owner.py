@@ -63,7 +63,7 @@ def test_an_owner_that_was_taken_over_notices_and_leaves_the_lease_alone(tmp_pat
     mine = owner.acquire(epath.Path(tmp_path))
     mine.check()
     lease_of_another_machine(tmp_path, 1)
-    mine._thread.join(5)
+    mine._thread.join(60)
     with pytest.raises(UserError, match="taken over by process 7 on far"):
         mine.check()
     mine.close()

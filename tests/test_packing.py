@@ -19,7 +19,6 @@ def documents(draw):
     return [Document([100 * i + j for j in range(n)], draw(st.integers(0, n - 1))) for i, n in enumerate(lengths, 1)]
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(documents())
 def test_every_document_is_in_one_row_once_whole_and_marked(docs):
     rows = pack(docs, ROW)
@@ -42,7 +41,6 @@ def test_every_document_is_in_one_row_once_whole_and_marked(docs):
     assert rows.fill == pytest.approx(sum(len(d.tokens) for d in docs) / (len(rows) * ROW))
 
 
-@hypothesis.settings(derandomize=True, deadline=None)
 @hypothesis.given(documents())
 def test_rows_are_packed_as_tightly_as_best_fit_decreasing_promises(docs):
     """No more than one row in all is at most half full, or two of them would have gone into one."""

@@ -33,9 +33,9 @@ def test_all_that_come_go_on_and_leave_the_port_to_jax():
 
 
 def test_who_does_not_come_is_named_by_everybody():
-    found, _ = call(4, (0, 2), 1)
+    found, _ = call(4, (0, 2), 2)
     assert [str(error) for error in found] == [
-        "process 1, 3 of this run did not come within 1 s (--peer_seconds waits longer)"
+        "process 1, 3 of this run did not come within 2 s (--peer_seconds waits longer)"
     ] * 2
 
 
@@ -78,7 +78,7 @@ def test_one_that_dies_or_fails_is_named_by_all_others_which_leave(how, code, sa
         assert process.stdout.readline() == "there\n"
     three[1].communicate("go\n")
     for index in (0, 2):
-        _, err = three[index].communicate(timeout=30)
+        _, err = three[index].communicate(timeout=300)
         assert three[index].returncode == code, err
         assert said in err
 
@@ -86,7 +86,7 @@ def test_one_that_dies_or_fails_is_named_by_all_others_which_leave(how, code, sa
 def test_a_process_that_hangs_shows_its_stacks_and_leaves_to_be_started_again():
     program = "import time; from refusion_jax.runtime.watchdog import Watchdog; dog = Watchdog(0.005); dog.alive(7)\n"
     program += "def stuck():\n    time.sleep(60)\nstuck()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75
     assert "in stuck" in done.stderr
     assert "nothing has happened for 0.005 minutes behind step 7" in done.stderr

@@ -1,5 +1,6 @@
 """Preemption, by real signals and by a metadata server as Google's machines have one."""
 
+import collections
 import http.server
 import re
 import signal
@@ -22,7 +23,7 @@ FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]
 
 
 def wait_for_steps(process, workdir, steps: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(read_metrics(workdir)) < steps:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -83,8 +84,8 @@ def test_a_signal_is_heard_where_python_drops_exceptions(moment):
 
 @pytest.fixture
 def metadata_server():
-    """Answers that can be changed while it runs."""
-    answers = {"maintenance-event": "NONE", "preempted": "FALSE"}
+    """Answers that can be changed while it runs, and how often each was given."""
+    answers, given = {"maintenance-event": "NONE", "preempted": "FALSE"}, collections.Counter()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):  # noqa: N802
@@ -92,17 +93,27 @@ def metadata_server():
             assert self.path.startswith("/computeMetadata/v1/instance/")
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(answers[self.path.rsplit("/", 1)[1]].encode())
+            name = self.path.rsplit("/", 1)[1]
+            self.wfile.write(answers[name].encode())
+            given[name] += 1
 
         def log_message(self, *_):
             pass
 
     server = http.server.ThreadingHTTPServer(("localhost", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    server.answers = answers
+    server.answers, server.given = answers, given
     yield server
     server.shutdown()
     server.server_close()
+
+
+def wait_until_asked(server, times: int) -> None:
+    """Until every answer has been given so often: what stood before a change is known then."""
+    deadline = time.monotonic() + 60
+    while min(server.given[name] for name in server.answers) < times:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +128,10 @@ def test_a_maintenance_notice_becomes_sigterm(metadata_server, monkeypatch, befo
     address = f"localhost:{metadata_server.server_port}"
     watcher = threading.Thread(target=preemption._watch_maintenance, args=(address,), daemon=True)
     watcher.start()
-    time.sleep(0.3)
+    wait_until_asked(metadata_server, 3)
     assert not heard
     metadata_server.answers["maintenance-event"] = notice
-    watcher.join(5)
+    watcher.join(60)
     assert heard == [signal.SIGTERM]
 
 
@@ -132,10 +143,10 @@ def test_a_notice_that_stands_already_does_not_stop_the_run_again(metadata_serve
     address = f"localhost:{metadata_server.server_port}"
     watcher = threading.Thread(target=preemption._watch_maintenance, args=(address,), daemon=True)
     watcher.start()
-    time.sleep(0.3)
+    wait_until_asked(metadata_server, 3)
     assert not heard
     metadata_server.answers["preempted"] = "TRUE"
-    watcher.join(5)
+    watcher.join(60)
     assert heard == [signal.SIGTERM]
 
 

@@ -60,7 +60,7 @@ def read(rows, hosts, batch_size, first, last, seed=0):
     return [row for step in zip(*parts, strict=True) for part in step for row in part["tokens"][:, 0].tolist()]
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=25)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(
     rows=st.integers(1, 70),
     batch_size=st.sampled_from([4, 8, 12]),
@@ -132,13 +132,13 @@ def test_a_host_reads_its_own_rows_only(prepared, monkeypatch):
 
 
 def test_any_step_of_a_huge_data_set_is_there_at_once():
-    began = time.monotonic()
+    began = time.process_time()
     order = RowOrder([10**9, 10**6], [3, 1], seed=0)
     assert len({order[10**12 + i] for i in range(1000)}) > 990
-    assert time.monotonic() - began < 5  # an order that was stored would take minutes and gigabytes
+    assert time.process_time() - began < 5  # an order that was stored would take minutes and gigabytes
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=30)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     parts=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 20)), min_size=2, max_size=4),
     places=st.integers(1, 3000),

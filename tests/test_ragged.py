@@ -16,7 +16,7 @@ from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.systems.refusion.budget import choose, shapes_of
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=30)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(
     st.sampled_from([(1, 6, 4), (2, 7, 2), (4, 7, 4)]), st.lists(st.integers(0, 6), min_size=8, max_size=8)
 )
@@ -88,7 +88,7 @@ def test_some_compiled_shape_holds_any_rows_and_a_lone_row_is_one_tile():
         assert all(a.places >= 0.5 * b.places for a, b in itertools.pairwise(shapes))
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=40)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(st.lists(st.tuples(*[st.integers(0, 6)] * 2), min_size=8, max_size=8), st.integers(0, 400))
 def test_what_is_needed_fits_and_a_budget_is_kept_unless_the_shape_has_room(rows, budget):
     """And the smallest wishes are granted first."""

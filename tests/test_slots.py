@@ -40,7 +40,7 @@ documents = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1
     lambda d: sum(p + r for p, r in d) <= ROW
 )
 any_corruption = hypothesis.given(documents, st.integers(0, 2**31 - 1))
-few = hypothesis.settings(deadline=None, max_examples=100, derandomize=True)
+few = hypothesis.settings(max_examples=100)
 
 
 @few

@@ -145,7 +145,7 @@ def test_a_pipe_is_written_through(tmp_path):
     listener = threading.Thread(target=lambda: heard.append(pipe.read_text()))
     listener.start()
     storage.write_file(pipe, "through")
-    listener.join(5)
+    listener.join(60)
     assert heard == ["through"]
     assert pipe.is_fifo()
 

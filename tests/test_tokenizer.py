@@ -22,7 +22,6 @@ def any_text():
     return st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0"))
 
 
-@hypothesis.settings(derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(any_text())
 @hypothesis.example("  two  spaces\tand tabs\r\n\n and indentation\n    here ")
 @hypothesis.example("<mask></s><s><pad><unk> are plain characters")
