@@ -1,22 +1,22 @@
 """Strict settings for every test: eight virtual CPU devices, no implicit rank promotion, warnings are errors."""
 
 import atexit
+import contextlib
 import functools
+import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from quick_compile import QUICK_COMPILE
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests compile more than they run: without LLVM's optimizations, and with the emitter of LLVM's code that XLA had before
-# its fusions went through MLIR, a decoder compiles in a sixth of the time. A user's own settings are what
-# test_quickstart.py runs with.
-QUICK_COMPILE = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
 os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} --xla_force_host_platform_device_count=8"
 # Virtual devices share XLA's thread pool, and a collective blocks its thread until all devices have come: with too few
 # threads they wait for each other for ever (seen once, with two devices on two cores).
@@ -109,6 +109,21 @@ def run(command: str, *flags: str, devices: int = 1, code: int = 0) -> tuple[str
     ended = FORKS.ask(command, [*map(str, flags)], environment(devices))
     assert ended["code"] == code, f"{command} {' '.join(map(str, flags))}\n{ended['out']}\n{ended['err']}"
     return ended["out"], ended["err"]
+
+
+@contextlib.contextmanager
+def compiled() -> Iterator[list[str]]:
+    """The programs that JAX compiles in the block, as it logs them."""
+    programs = []
+    handler = logging.Handler()
+    handler.emit = lambda record: programs.extend(re.findall(r"^Compiling (\S+)", record.getMessage()))
+    logger = logging.getLogger("jax")
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield programs
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

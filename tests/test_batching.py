@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, PROMPTS, ROOT, settings, sharp_model, tiny_config, tiny_model
+from conftest import BOS, PROMPTS, ROOT, compiled, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode
@@ -24,11 +24,12 @@ from refusion_jax.systems.api import decoder_for, stream
 def test_changing_thresholds_temperature_seed_and_prompts_compiles_nothing(method):
     model = sharp_model()
     decode(model, PROMPTS, settings(method))
-    compiled = batching._run._cache_size()
-    decode(model, PROMPTS[::-1], settings(method, slot=0.1, token=0.9, temperature=0.5, seed=9))
-    assert batching._run._cache_size() == compiled
-    decode(model, PROMPTS, settings(method, new=8))
-    assert batching._run._cache_size() == compiled + 1  # sizes do: the counter counts
+    with compiled() as programs:
+        decode(model, PROMPTS[::-1], settings(method, slot=0.1, token=0.9, temperature=0.5, seed=9))
+    assert not programs
+    with compiled() as programs:
+        decode(model, PROMPTS, settings(method, new=8))
+    assert programs  # sizes do: they are counted
 
 
 def test_nothing_is_transferred_while_the_device_decodes():
@@ -50,7 +51,7 @@ def test_nothing_is_transferred_while_the_device_decodes():
 
 
 def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
-    """A queue much longer than the batch, of requests of very different lengths, compiles one loop.
+    """A queue much longer than the batch, of requests of very different lengths, compiles nothing of its own.
 
     Forwards are those of a row alone where nothing is fed ahead of time; else on the room that others leave.
     """
@@ -61,9 +62,10 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
         Request([BOS, 5 + i % 20], settings=dataclasses.replace(s, max_new_tokens=n)) for i, n in enumerate(lengths)
     ]
     requests = prepare(requests, s, model.config)
-    compiled = batching._run._cache_size(), batching._admit._cache_size()
-    order, answers = zip(*stream(model, requests), strict=True)
-    assert (batching._run._cache_size(), batching._admit._cache_size()) == (compiled[0] + 1, compiled[1] + 1)
+    list(stream(model, requests[:8]))
+    with compiled() as programs:
+        order, answers = zip(*stream(model, requests), strict=True)
+    assert not programs
     assert sorted(order) == list(range(32))
     assert {lengths[i] for i in order[-8:]} == {4}  # the longest go first, wherever they stand in the call
     for i, answer in zip(order, answers, strict=True):
@@ -142,14 +144,14 @@ def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():
 def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
     model = tiny_model()
     requests = prepare(PROMPTS, settings(new=64, blocks=2, speculate="auto"), model.config)
-    compiled = batching._run._cache_size()
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2_350_000)
-    with pytest.raises(UserError, match="batch_size=8: 8 rows of 128 tokens, of 256 bytes.*size=4 would fit"):
+    message = "batch_size=8: 8 rows of 128 tokens, of 256 bytes.*size=4 would fit"
+    with compiled() as programs, pytest.raises(UserError, match=message):
         next(stream(model, requests))
+    assert not programs
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match="lower cache_length"):
         next(stream(model, requests))
-    assert batching._run._cache_size() == compiled
 
 
 def test_help_states_the_bytes_of_a_token_as_they_are():
