@@ -1,6 +1,9 @@
+import asyncio
+import gc
 import random
 import resource
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -229,12 +232,29 @@ def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_d
         checkpoints.wait()
         full_disk(-1)
         checkpoints.save(3, make_state(3), {"next_row": 24})
+    gc.collect()  # of tasks that nobody has awaited asyncio logs the exception when they are collected
     assert caplog.text.count("could not be written") == 1
     assert "checkpoint 2 could not be written" in caplog.text
     assert "Traceback" not in caplog.text + capfd.readouterr().err
     assert saved_steps(tmp_path) == [1, 3]
     with Checkpoints(tmp_path, 3):  # what was being written when it failed is cleared away
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
+
+
+@pytest.mark.parametrize(("module", "told"), [("orbax.checkpoint", 0), ("another", 1)])
+def test_a_write_that_fails_beside_the_first_is_not_told_of_again(tmp_path, caplog, module, told):
+    """Nobody awaits the other writes of a save that has failed, which asyncio logs; those of other programs stay."""
+
+    async def write():
+        raise OSError("the disk is full")
+
+    with Checkpoints(tmp_path, 3):
+        loop = asyncio.new_event_loop()
+        loop.create_task(types.FunctionType(write.__code__, {"__name__": module, "OSError": OSError})())
+        loop.run_until_complete(asyncio.sleep(0.01))
+        gc.collect()
+        loop.close()
+    assert caplog.text.count("never retrieved") == told
 
 
 def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):
