@@ -58,6 +58,7 @@ for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
+
 ROOT = Path(__file__).parent.parent
 SHARED = Path(os.environ.get("REFUSION_SHARED", ROOT.parent / "shared"))
 

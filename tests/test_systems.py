@@ -66,12 +66,19 @@ def rows() -> Rows:
     return Rows(*map(jnp.asarray, (np.tile(np.arange(5, 5 + T, dtype=np.int32), (2, 1)), segments, response)))
 
 
+@functools.cache
+def objective_of(name: str):
+    """(objective, its `corrupt`, compiled once for all tests)."""
+    objective = make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK)
+    return objective, jax.jit(objective.corrupt)
+
+
 def batch_of(name: str, seed: int, some: Rows | None = None):
     """The batch of rows whose noise comes from a seed."""
     some = some or rows()
-    objective = make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK)
+    objective, corrupt = objective_of(name)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(some.tokens)))
-    return objective, jax.jit(objective.corrupt)(some, keys)
+    return objective, corrupt(some, keys)
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -108,20 +115,25 @@ def test_the_model_sees_just_what_the_mask_shows(name):
     np.testing.assert_array_equal(influence[real], reach[real])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _cross_entropy(graph, params, *of_batch):
+    return nnx.merge(graph, params).cross_entropy(*of_batch)
+
+
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_a_document_is_predicted_packed_as_it_is_alone(name):
     _, batch = batch_of(name, 2)
-    model = tiny_model()
+    model = nnx.split(tiny_model())
     labelled = is_labelled(batch)
-    packed = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, labelled)
+    packed = _cross_entropy(*model, batch.inputs, batch.positions, batch.visibility, batch.labels, labelled)
     segments = np.asarray(batch.visibility.segment_ids)
     for row in range(2):
         for segment in set(segments[row]) - {0}:
             own = np.flatnonzero(segments[row] == segment)
             cut = lambda x, row=row, own=own: jnp.asarray(x)[row : row + 1, own]  # noqa: E731
             seen = dataclasses.replace(jax.tree.map(cut, batch.visibility), pattern=None)
-            alone = model.cross_entropy(
-                *map(cut, (batch.inputs, batch.positions)), seen, *map(cut, (batch.labels, labelled))
+            alone = _cross_entropy(
+                *model, *map(cut, (batch.inputs, batch.positions)), seen, *map(cut, (batch.labels, labelled))
             )
             np.testing.assert_allclose(alone[0], packed[row, own], atol=1e-5)
 
@@ -163,7 +175,7 @@ def one_step(name: str, accumulation: int, devices: int, **mesh_shape: int):
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | mesh_shape, jax.devices()[:devices])
     model = tiny_model(num_hidden_layers=1)
     (graph, params), axes = nnx.split(model), logical_axes(model)
-    objective = make_objective(config_with(objective=name, **{"slots.sizes": (2, 3, 4)}), MASK)
+    objective, _ = objective_of(name)
     step = make_train_step(graph, objective, optax.sgd(1.0), lambda _: 1.0, 0, accumulation)
     state = init_state(nnx.to_pure_dict(params), optax.sgd(1.0))
     shardings = state_shardings(mesh, axes, state)
