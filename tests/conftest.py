@@ -73,10 +73,14 @@ TINY_RUN = [
 
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
 
+# Files that take a minute and more.
+LONGEST = "quickstart fuzz systems decoding tpu readme exact_infilling golden batching train".split()
+
 
 def pytest_collection_modifyitems(items):
-    """The two longest files first: where files run side by side, none of them is left for the end."""
-    items.sort(key=lambda item: item.path.stem not in ("test_quickstart", "test_golden"))
+    """The longest files first: where files run side by side, none of them is left for the end."""
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(autouse=True, scope="module")
