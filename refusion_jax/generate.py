@@ -15,6 +15,9 @@ terminal gets its text alone.
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
 
+--record_feeds=FILE writes down what every forward fed, for `plan --what=decode --feeds=FILE`, which says how fast the
+same feeds are on a TPU; the format stands in refusion_jax/decoding/recording.py.
+
 Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only where
 nobody else can write to it: the second call with the same sizes starts in seconds.
 
@@ -40,6 +43,7 @@ from rich.progress import track
 
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
+from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.huggingface import is_huggingface
@@ -62,6 +66,7 @@ _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
 )
+_RECORD = flags.DEFINE_string("record_feeds", None, "JSON file for what the forwards fed, see `plan --feeds`")
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
@@ -156,6 +161,11 @@ def main() -> None:
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
     if output:
         cli.check_output("output", output)
+    feeds = epath.Path(_RECORD.value) if _RECORD.value else None
+    if feeds:
+        cli.check_output("record_feeds", feeds)
+        if output and absolute(feeds) == absolute(output):
+            raise UserError(f"--record_feeds={feeds}: --output={output} is the same file")
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")
@@ -163,6 +173,7 @@ def main() -> None:
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
     settings = DecodeSettings(**given)
+    recorder = Recorder(settings) if feeds else None
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.devices()[: _DATA.value * _TENSOR.value])
 
@@ -187,6 +198,11 @@ def main() -> None:
             journal = Journal(partial, describe_call(ids, requests), range(len(requests)))
             stack.callback(journal.close)
             add, records = journal.add, journal.records
+            if feeds and records:
+                raise UserError(
+                    f"--record_feeds={feeds}: {partial} holds answers of a call before, and what they fed is not "
+                    f"known: delete it, or leave the flag out"
+                )
         elif output and is_remote(output):
             records = {}
             add = records.__setitem__
@@ -200,7 +216,12 @@ def main() -> None:
             print(f"{journal.path}: {len(records)} of {len(requests)} answers are there, going on", flush=True)
         if todo:
             answers = track(
-                stream(load_for(checkpoint, settings, _DTYPE.value, mesh), [requests[i] for i in todo], decoder),
+                stream(
+                    load_for(checkpoint, settings, _DTYPE.value, mesh),
+                    [requests[i] for i in todo],
+                    decoder,
+                    recorder=recorder,
+                ),
                 total=len(requests),
                 completed=len(records),
                 description="decoding",
@@ -210,7 +231,9 @@ def main() -> None:
             for at, answer in answers:
                 add(todo[at], to_record(ids[todo[at]], answer, tokenizer, stops))
 
-        # 4. The finished file, in the order of the prompts.
+        # 4. The finished file, in the order of the prompts, and what the forwards fed.
+        if feeds:
+            write_file(feeds, recorder.recording().as_json())
         if journal or (output and is_remote(output)):
             write_file(output, "".join(to_line(records[i]) for i in range(len(requests))))
             if journal:

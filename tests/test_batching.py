@@ -43,9 +43,9 @@ def test_nothing_is_transferred_while_the_device_decodes():
     state = batching._admit(graphdef, params, state, newcomers, decoder)
     wanted, most = jnp.int32(4), jnp.int32(10**6)
     with jax.transfer_guard("disallow_explicit"):
-        state = batching._run(graphdef, params, state, wanted, most, decoder)
+        state, _ = batching._run(graphdef, params, state, None, wanted, most, decoder)
     assert not state.active.any()
-    lowered = batching._run.lower(graphdef, params, state, wanted, most, decoder).as_text()
+    lowered = batching._run.lower(graphdef, params, state, None, wanted, most, decoder).as_text()
     assert "while" in lowered
     assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered]
 

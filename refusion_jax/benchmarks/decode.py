@@ -29,8 +29,8 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.decoding import feeds
 from refusion_jax.decoding.cache import bytes_per_token
-from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
@@ -38,6 +38,7 @@ from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import shard_count
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_model
@@ -195,12 +196,14 @@ def batch_costs(model: Transformer, requests: list[Request], rows: int, repeats:
 
         def step(carry):
             state, real, places = carry
-            more_real, more_places = fed(decoder, model, state)
-            return decoder.step(model, state), real + more_real, places + more_places
+            forward = feeds.fed(decoder, model, state)
+            return decoder.step(model, state), real + jnp.sum(forward.tokens), places + sizes[forward.shape]
 
         return jax.lax.while_loop(lambda carry: carry[0].active.any(), step, (state, jnp.int32(0), jnp.int32(0)))
 
-    with jax.set_mesh(mesh_of(model)):
+    mesh = mesh_of(model)
+    with jax.set_mesh(mesh):
+        sizes = jnp.array([shape.places * shard_count(mesh, "batch") for shape in feeds.shapes(decoder, model, rows)])
         state = jax.block_until_ready(start(graphdef, params))
         end, real, places = count(graphdef, params, state)
         seconds = {wrap: [] for wrap in (lambda model: model, Twice)}
@@ -241,13 +244,6 @@ class Twice:
     def hidden(self, tokens, positions, visibility) -> jax.Array:
         x, other = (self._model.hidden(tokens, at, visibility) for at in (positions, positions + 1))
         return x + 0.0 * other
-
-
-def fed(decoder: Decoder, model: Transformer, state: State) -> tuple[jax.Array, jax.Array]:
-    """(tokens, places) of the forward that a state is about to take; where it does not pack, of all rows."""
-    if hasattr(decoder, "fed"):
-        return decoder.fed(model, state)
-    return jnp.sum(state.active) * decoder.width, jnp.int32(len(state.active) * decoder.width)
 
 
 def copy_bandwidth(size: int = 2**28) -> float:

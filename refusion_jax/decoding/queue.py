@@ -21,8 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import ArrayLike, Int32, UInt32
 
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import feeds
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import check_memory
+from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.model.transformer import KeyValues, Transformer
@@ -62,6 +64,7 @@ def stream(
     requests: Sequence[Request],
     batch_size: int,
     is_over: Callable[[int, list[int]], bool] | None = None,
+    recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes requests as a queue, and yields (index of the request, its answer) as they finish.
 
@@ -76,6 +79,7 @@ def stream(
       batch_size: B at most.
       is_over: (index, the tokens so far in reading order, up to the first that is missing) -> whether they are enough;
         the row is then free for the next request. Asked every few forwards.
+      recorder: is told what all forwards feed; the counts come to the host with the answers.
     """
     graphdef, params = nnx.split(model)
     mesh = mesh_of(model)
@@ -85,6 +89,9 @@ def stream(
     on_mesh = functools.partial(jax.set_mesh, mesh)
     with on_mesh():
         state = _empty(graphdef, params, decoder.lay_out(requests[:1]), B, decoder)
+        shapes = feeds.shapes(decoder, model, B) if recorder else ()
+    if recorder:
+        recorder.begin(decoder, shapes, B, shard_count(mesh, "batch"))
     row_of, free = {}, list(range(B))
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # the next one last
     while waiting or row_of:
@@ -94,10 +101,17 @@ def stream(
                 rows = {free.pop(): waiting.pop() for _ in range(min(R, len(free), len(waiting)))}
                 row_of |= rows
                 state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder), decoder)
+                if recorder:
+                    recorder.add_prefill([requests[index] for index in rows.values()], R, decoder)
             # Where fewer wait than fill the batch up again, they need not wait for more rows than they take.
             wanted = min(refill, len(waiting)) if waiting else B
-            state = _run(graphdef, params, state, wanted, _LOOK if is_over else _NEVER, decoder)
-            active, *answers = _fetch((state.active, state.record, state.forwards, state.rounds), mesh)
+            counts = feeds.Counts.none(decoder, shapes, B) if recorder else None
+            state, counts = _run(graphdef, params, state, counts, wanted, _LOOK if is_over else _NEVER, decoder)
+            active, counts, *answers = _fetch(
+                (state.active, counts, state.record, state.forwards, state.rounds), mesh
+            )
+            if recorder:
+                recorder.add_forwards(counts)
         done, ended = [row for row in row_of if not active[row]], np.zeros(B, bool)
         for row in [row for row in row_of if active[row] and is_over]:
             tokens = _reading_order(requests[row_of[row]], _row(answers[0], row), decoder.ids.eos_id, to_gap=True)
@@ -109,7 +123,11 @@ def stream(
             index = row_of.pop(row)
             free.append(row)
             record, forwards, rounds = (_row(x, row) for x in answers)
-            yield index, read_answer(requests[index], record, forwards, rounds, decoder.ids.eos_id, bool(ended[row]))
+            request, is_ended = requests[index], bool(ended[row])
+            answer = read_answer(request, record, forwards, rounds, decoder.ids.eos_id, is_ended)
+            if recorder:
+                recorder.add_answer(request, answer)
+            yield index, answer
 
 
 def _fetch(arrays: Any, mesh: Mesh) -> Any:
@@ -182,7 +200,7 @@ def _reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) 
 def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
     """Fills a batch and decodes it to the end: all that the device does, as one function to be lowered and planned."""
     state = _admit(graphdef, params, _empty(graphdef, params, newcomers.layout, rows, decoder), newcomers, decoder)
-    return _run(graphdef, params, state, rows, _NEVER, decoder).record
+    return _run(graphdef, params, state, None, rows, _NEVER, decoder)[0].record
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "rows", "decoder"))
@@ -206,16 +224,23 @@ def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> 
     return _placed(_by_batch_axis(put, state, started))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames="state")
-def _run(graphdef, params, state: State, wanted, most, decoder: Decoder) -> State:
-    """Decodes until `wanted` rows are done, for at most `most` forwards."""
+@functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames=("state", "counts"))
+def _run(
+    graphdef, params, state: State, counts: feeds.Counts | None, wanted, most, decoder: Decoder
+) -> tuple[State, feeds.Counts | None]:
+    """Decodes until `wanted` rows are done, for at most `most` forwards; with `counts`, counts what these feed."""
     model = nnx.merge(graphdef, params).ready()
-    end, _ = jax.lax.while_loop(
-        lambda carry: (jnp.sum(~carry[0].active) < wanted) & (carry[1] < most),
-        lambda carry: (decoder.step(model, carry[0]), carry[1] + 1),
-        (state, 0),
+
+    def forward(carry):
+        state, counts, done = carry
+        if counts is not None:
+            counts = counts.plus(feeds.fed(decoder, model, state), decoder.cache_length)
+        return decoder.step(model, state), counts, done + 1
+
+    end, counts, _ = jax.lax.while_loop(
+        lambda carry: (jnp.sum(~carry[0].active) < wanted) & (carry[2] < most), forward, (state, counts, 0)
     )
-    return _placed(end)
+    return _placed(end), counts
 
 
 @functools.partial(jax.jit, donate_argnames="state")

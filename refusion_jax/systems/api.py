@@ -9,6 +9,7 @@ from refusion_jax.decoding import queue
 from refusion_jax.decoding.companions import check_companions
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -124,6 +125,7 @@ def stream(
     requests: Sequence[Request],
     decoder: Decoder | None = None,
     is_over: Callable[[int, list[int]], bool] | None = None,
+    recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes requests from `prepare`, one at least, as a queue; yields (index, answer) as they finish.
 
@@ -132,6 +134,7 @@ def stream(
       requests: their settings name the decoder and the batch size.
       decoder: sizes to compile for, where several calls are to share them; by default what these requests need.
       is_over: says of (index, tokens so far) whether an answer may end there, as for `queue.stream`.
+      recorder: is told what all forwards feed.
 
     Raises:
       UserError: where the decoder cannot serve them together.
@@ -139,7 +142,8 @@ def stream(
     settings = requests[0].settings
     check_companions(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
-    return queue.stream(model.with_head_rows(settings.head_rows), decoder, requests, settings.batch_size, is_over)
+    model = model.with_head_rows(settings.head_rows)
+    return queue.stream(model, decoder, requests, settings.batch_size, is_over, recorder)
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:

@@ -211,6 +211,11 @@ class Pipeline:
             block_length=own.block_length,
         )
 
+    @property
+    def chunk(self) -> int:
+        """Given tokens that one forward of the prefill takes: all."""
+        return self.cache_length
+
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, the places behind them, and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)

@@ -38,12 +38,14 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache
+from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.masked_text import MaskedText, Window
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, check_no_templates, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime.settings import setting
+from refusion_jax.runtime.sharding import shard_count_here
 from refusion_jax.systems.interface import System
 
 _BLOCK = 32  # the paper's
@@ -139,6 +141,19 @@ class BlockCache:
         entries = Cache.empty(model, len(zeros), self.cache_length).entries
         own = {"block": zeros, "is_fresh": zeros == 0, "entries": entries}
         return State.start(layout, keys, self.ids, self.block_length, **own)
+
+    def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
+        """A forward over whole texts, and one over what is fed on top of the cache."""
+        behind = self.block_length if self.cache == "dual" else self.new_tokens
+        tiles = rows // shard_count_here("batch")
+        return tuple(Shape(width, width, tiles) for width in (self.width, behind))
+
+    def fed(self, model: Transformer, s: State) -> Fed:
+        """What the forward that a state is about to take feeds."""
+        behind = self._window(s)[3]
+        is_whole = jnp.any(s.active & s.is_fresh)
+        tokens = jnp.where(is_whole, s.length * s.is_fresh, behind * ~s.is_fresh) * s.active
+        return Fed(1 - is_whole.astype(jnp.int32), tokens, jnp.where(is_whole, 0, s.length - behind))
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward: over the whole text for rows whose block begins, if there are any, else over blocks."""

@@ -9,29 +9,15 @@ wishes are granted whole, and one that is not is of little use.
 Axes: B rows, S shards of rows, J shapes.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from refusion_jax.decoding.feeds import Shape
+
 _SHAPES = 6  # compiled, at most; each has two thirds of the places of the next, so that most of them are real
 _TILE = 8  # places, where rows feed few: attention is slow with narrower tiles, and wider ones are seldom full
 _TILES_A_ROW = 4  # on average, at most: each tile reads the keys of its row anew
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One forward that is compiled."""
-
-    width: int  # places of a row, at most
-    tile: int  # places that stand together, all of them of one row
-    tiles: int  # of a shard
-
-    @property
-    def places(self) -> int:
-        """Of a shard."""
-        return self.tile * self.tiles
 
 
 def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[Shape, ...]:

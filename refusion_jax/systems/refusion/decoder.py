@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds
@@ -34,7 +35,7 @@ from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime.chips import free_tokens
 from refusion_jax.runtime.sharding import device_kind_here, shard_count_here
-from refusion_jax.systems.refusion.budget import Shape, choose, shapes_of
+from refusion_jax.systems.refusion.budget import choose, shapes_of
 from refusion_jax.systems.refusion.canvas import (
     EXACT,
     Canvas,
@@ -164,12 +165,16 @@ class PlanAndInfill:
         """One forward, and what each row makes of it."""
         return step(model, state, self)
 
-    def fed(self, model: Transformer, state: State) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
-        """(tokens, places) of the forward that a state is about to take; for benchmarks."""
+    def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
+        """The forwards that are compiled for a batch of so many rows."""
+        return Sizes.of(model, rows, self).shapes
+
+    def fed(self, model: Transformer, state: State) -> Fed:
+        """What the forward that a state is about to take feeds."""
         sizes, here = Sizes.of(model, len(state.block), self), block_of(state.canvas, state.block, self.block_slots)
         plan, shape = plan_feed(state, here, sizes, self)
         feed = pack_feed(plan, here, state.work.drafts, state.work.drafts, self.width, self.ids.mask_id)
-        return jnp.sum(feed.length), jnp.array([shape.places for shape in sizes.shapes])[shape] * sizes.shards
+        return Fed(shape, feed.length, state.cache.length)
 
 
 @dataclasses.dataclass(frozen=True)
