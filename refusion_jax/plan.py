@@ -9,6 +9,9 @@ The step that `train` runs is compiled for the topology's chips by libtpu, on th
 assigns; FLOPs, memory traffic and collectives are counted in the compiled program. The time is a roofline of these
 counts against the chip's documented peaks, times what published training runs took of theirs on the same generation:
 a range, in which 95 % of them lie (`python -m refusion_jax.bench plan`). TPU7x and the decoder have the roofline alone.
+--what=decode --feeds=FILE takes what a run of `generate --record_feeds=FILE` has fed, one row at a time, and estimates
+how many tokens a second that is on the topology, for 1 to 256 rows at once, beside one token a forward; nothing is
+compiled for it (refusion_jax/planning/feeds.py says how, and what it leaves out).
 --hlo reads the step of another framework, as its compiler wrote it down, and says the same of it.
 Exit code 2 where the run does not fit.
 """
@@ -22,7 +25,9 @@ from ml_collections import config_flags
 from rich.console import Console
 
 from refusion_jax.config import check, explained, names
+from refusion_jax.decoding.recording import read_recording
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
+from refusion_jax.planning.feeds_report import feeds_table, plan_feeds
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
 from refusion_jax.planning.search import fix_for, fix_for_decode, search
 from refusion_jax.runtime import cli
@@ -36,6 +41,7 @@ _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4,
 _SLICES = flags.DEFINE_integer("slices", 1, "Slices, joined by the data-centre network", lower_bound=1)
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
+_FEEDS = flags.DEFINE_multi_string("feeds", [], "With --what=decode: estimate the time of recorded feeds; or several")
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows a chip")
 _MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop when the memory is known: seconds instead of a minute")
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows a forward x mesh at this batch; name the fastest")
@@ -49,6 +55,8 @@ def main() -> None:
             "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE for the first; "
             "--help explains"
         )
+    if _FEEDS.value:
+        check_feeds_alone()
     config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
     libtpu_version()
     if _HLO.value is not None:
@@ -63,7 +71,10 @@ def main() -> None:
             raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips:g} chips")
         config.batch_size = int(_ROWS.value * chips)
     check(config)
-    if _WHAT.value == "decode":
+    if _FEEDS.value:
+        recordings = {file: read_recording(file, "feeds") for file in _FEEDS.value}
+        show_feeds(plan_feeds(config, topology, slices, recordings))
+    elif _WHAT.value == "decode":
         given = cli.given(_DECODE)
         method = given.setdefault("method", decoders_for(config.objective)[0])
         check_settings(method, given)
@@ -75,6 +86,31 @@ def main() -> None:
     else:
         record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
         show_verdict(record, lambda: fix_for(config, topology, slices, devices))
+
+
+def check_feeds_alone() -> None:
+    """Refuses flags that recorded feeds have no use for.
+
+    Raises:
+      UserError: naming the first.
+    """
+    if _WHAT.value != "decode":
+        raise UserError("--feeds: is for --what=decode")
+    others = {"hlo": _HLO.value is not None, "search": _SEARCH.value, "memory_only": _MEMORY_ONLY.value}
+    others |= {f"decode.{name}": True for name in cli.given(_DECODE)}
+    for name in (name for name, is_given in others.items() if is_given):
+        raise UserError(f"--{name}: is of no use with --feeds, which are priced as they were recorded")
+
+
+def show_feeds(records: list[dict]) -> None:
+    """Prints what recorded feeds take: a line of JSON a batch size, or a table a recording."""
+    if _JSON.value:
+        for record in records:
+            print(to_json(record), flush=True)
+        return
+    for name in dict.fromkeys(record["feeds"] for record in records):
+        own = [record for record in records if record["feeds"] == name]
+        Console(soft_wrap=not Console().is_terminal).print(feeds_table(own))
 
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:

@@ -107,9 +107,7 @@ def stream(
             wanted = min(refill, len(waiting)) if waiting else B
             counts = feeds.Counts.none(decoder, shapes, B) if recorder else None
             state, counts = _run(graphdef, params, state, counts, wanted, _LOOK if is_over else _NEVER, decoder)
-            active, counts, *answers = _fetch(
-                (state.active, counts, state.record, state.forwards, state.rounds), mesh
-            )
+            active, counts, *answers = _fetch((state.active, counts, state.record, state.forwards, state.rounds), mesh)
             if recorder:
                 recorder.add_forwards(counts)
         done, ended = [row for row in row_of if not active[row]], np.zeros(B, bool)

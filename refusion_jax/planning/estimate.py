@@ -29,6 +29,7 @@ class Estimate:
     compute: float  # all FLOPs at the peak
     hbm: float  # all memory traffic at the peak
     operations: float  # one operation after the other, each at its roofline
+    memory_bound: float  # of these: operations whose memory traffic takes longer than their arithmetic
     ici: float  # all collectives within a slice
     dcn: float | None  # all collectives between slices; None where the chip's part of that network is not documented
     waiting: float  # the part of the collectives that nothing hides
@@ -45,15 +46,16 @@ class Estimate:
 
 def estimate(costs: Costs, chip: Chip) -> Estimate:
     """The time of a step with these costs on this chip."""
-    operations = sum(o.times * _seconds(o, chip) for o in costs.operations)
+    seconds = [(o.times * arithmetic, o.times * hbm) for o in costs.operations for arithmetic, hbm in [_parts(o, chip)]]
+    operations = sum(max(parts) for parts in seconds)
 
-    def seconds(over: str, bandwidth: float, only_waiting: bool) -> float:
+    def moving(over: str, bandwidth: float, only_waiting: bool) -> float:
         chosen = (c for c in costs.collectives if c.over == over and not (only_waiting and c.overlapped))
         return sum(c.bytes for c in chosen) / bandwidth
 
     dcn_bandwidth = chip.dcn_bandwidth or math.inf
-    ici, dcn = seconds("ici", chip.ici_bandwidth, False), seconds("dcn", dcn_bandwidth, False)
-    waiting = seconds("ici", chip.ici_bandwidth, True) + seconds("dcn", dcn_bandwidth, True)
+    ici, dcn = moving("ici", chip.ici_bandwidth, False), moving("dcn", dcn_bandwidth, False)
+    waiting = moving("ici", chip.ici_bandwidth, True) + moving("dcn", dcn_bandwidth, True)
     beside = sum(c.bytes for c in costs.collectives if c.over == "ici" and c.overlapped and not c.fused)
     roofline = max(operations + waiting, ici, dcn)
     shown = _BESIDE_SHOWS * beside / chip.ici_bandwidth
@@ -63,6 +65,7 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
         compute=costs.flops / chip.peak_flops,
         hbm=costs.bytes / chip.hbm_bandwidth,
         operations=operations,
+        memory_bound=sum(hbm for arithmetic, hbm in seconds if hbm > arithmetic),
         ici=ici,
         dcn=dcn if chip.dcn_bandwidth or not any(c.over == "dcn" for c in costs.collectives) else None,
         waiting=waiting,
@@ -74,7 +77,7 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
     )
 
 
-def _seconds(operation: Operation, chip: Chip) -> float:
-    """Of one operation: for its arithmetic or for its memory traffic, whichever takes longer."""
+def _parts(operation: Operation, chip: Chip) -> tuple[float, float]:
+    """Of one operation: (seconds for its arithmetic, for its memory traffic); it takes the longer of the two."""
     reached = chip.peak_flops * min(1.0, operation.width / chip.matrix_unit)
-    return max(operation.flops / reached, operation.bytes / chip.hbm_bandwidth)
+    return operation.flops / reached, operation.bytes / chip.hbm_bandwidth

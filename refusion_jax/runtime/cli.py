@@ -155,7 +155,8 @@ def _unforeseen(error: Exception) -> str:
 # Flags that name a file or directory, in any command.
 _PATHS = {
     *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
-    *("compilation_cache", "hlo", "record_feeds", "feeds", "stop"),  # of a text to stop at, too, there must be something
+    *("compilation_cache", "hlo", "record_feeds", "feeds"),
+    "stop",  # is a text, but in that, too, there must be something
 }
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
 

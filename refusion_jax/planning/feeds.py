@@ -1,0 +1,223 @@
+"""What recorded feeds would take on TPUs: an estimate by arithmetic alone, in which nothing is compiled.
+
+A recording (`generate --record_feeds`, decoding/recording.py) of one row at a time says how many tokens each forward of
+an answer fed, and how many entries of the cache they saw. A batch of N is taken to feed N such rows side by side, each
+as recorded: rows are free of each other in the queue, and one that is done is filled again, so that a forward feeds N
+times what a row's forward feeds on average. It takes as many places more as the recording has filler, since the
+compiled shapes are as seldom full. What this leaves out: that forwards of the same N differ in what they feed, that a
+decoder which looks ahead would look less far as the batch grows (so record it both ways, and take the faster), and that
+rows finish together at the end of a queue.
+
+One forward, of T places on one of K chips that share the heads, reads its part of the weights and of the cache what
+counts, once; activations stay on the chip, as they do in the compiled program while there are few. Each product takes
+the time of its FLOPs or of its bytes at the chip's documented peaks, whichever is longer. Then the chips sum up, by two
+all-reduces a layer and one of the embedding. tests/test_tpu.py holds these counts to those of the compiled program.
+Prompts are prefilled as the queue does it, an eighth of the batch at once. Compared is one token a forward of the same
+answers: one place a row.
+
+Real chips are slower than this roofline, by how much nobody has measured for decoding: it is not calibrated. What it
+leaves out (the latency of collectives and operations) weighs most where forwards are shortest, at small batches, and
+there it is the same for every way to decode, a forward.
+
+Axes: D hidden size, N query heads, G key/value heads, H head size, F mlp size, V vocabulary, L layers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Self
+
+import jax.numpy as jnp
+
+from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.decoding.recording import Recording
+from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.planning.costs import Collective, Costs, Operation
+from refusion_jax.planning.estimate import estimate
+from refusion_jax.runtime.chips import Chip
+
+BATCH_SIZES = tuple(2**i for i in range(9))
+_REFILL = 8  # a batch is refilled by an eighth, as in decoding/queue.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What one forward works on, on the chips that share a row; numbers may be means."""
+
+    tokens: float  # places that are computed
+    cached: float  # entries of the cache that are read
+    pairs: float  # of a token and a key that it sees
+    has_head: bool = True  # logits are made
+
+    def times(self, rows: float) -> Self:
+        """Of so many rows."""
+        return dataclasses.replace(self, tokens=self.tokens * rows, cached=self.cached * rows, pairs=self.pairs * rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The model, and what it runs on."""
+
+    model: ModelConfig
+    dtype: str  # of weights, cache and computation
+    chip: Chip
+    mesh: Mapping[str, int]  # sizes of all axes; rows are not split over `sequence`
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def tensor(self) -> int:
+        """Chips that share the heads."""
+        return self.mesh["tensor"]
+
+    @property
+    def shards(self) -> int:
+        """Of the rows."""
+        return self.mesh["replica"] * self.mesh["data"] * self.mesh["fsdp"]
+
+    def weight_bytes(self, with_embedding: bool = False) -> float:
+        """Of a chip: those that a forward reads, or all of them; split by fsdp, too, they are gathered first."""
+        c = self.model
+        layer = sum(inputs * outputs for inputs, outputs in _products(c))
+        tables = 2 if with_embedding and not c.tie_word_embeddings else 1
+        return self.itemsize * (c.num_hidden_layers * layer + tables * c.vocab_size * c.hidden_size) / self.tensor
+
+    def cache_bytes(self, entries: float) -> float:
+        """Of a chip, for so many entries of all its rows together."""
+        return entries * bytes_per_token(self.model, self.dtype) / self.tensor
+
+
+def _products(c: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the matrix products of a layer."""
+    D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
+    heads, keys = c.num_attention_heads * H, c.num_key_value_heads * H
+    return [(D, heads + 2 * keys), (heads, D), (D, 2 * F), (F, D)]
+
+
+def forward_costs(load: Load, target: Target) -> Costs:
+    """One forward, on one chip."""
+    c, size, K, T = target.model, target.itemsize, target.tensor, load.tokens
+    L, D = c.num_hidden_layers, c.hidden_size
+    operations = []
+    for inputs, outputs in _products(c):
+        operations.append(Operation(L, 2 * T * inputs * outputs / K, size * inputs * outputs / K))
+    per_pair = 4 * c.num_attention_heads * c.head_dim  # scores and values
+    operations.append(Operation(L, per_pair * load.pairs / K, target.cache_bytes(load.cached + T) / L))
+    if load.has_head:
+        operations.append(Operation(1, 2 * T * c.vocab_size * D / K, size * c.vocab_size * D / K))
+    collectives = []
+    if K > 1:
+        count = 2 * L + 1
+        received = count * 2 * T * D * size * (K - 1) / K
+        collectives.append(Collective("all-reduce", "ici", count, overlapped=False, bytes=received))
+    if (parts := target.mesh["fsdp"]) > 1:
+        received = target.weight_bytes() * (parts - 1) / parts
+        collectives.append(Collective("all-gather", "ici", L + 1, overlapped=True, bytes=received))
+    return Costs(
+        flops=sum(o.times * o.flops for o in operations),
+        bytes=sum(o.times * o.bytes for o in operations),
+        operations=tuple(operations),
+        collectives=tuple(collectives),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to decode some answers: what its forwards feed."""
+
+    load: Load  # of a row in a forward, on average
+    forwards: float  # of an answer
+    tokens: float  # of an answer
+    prefill: Load | None  # of a row
+    capacity: int  # entries of the cache that a row has room for
+
+    @classmethod
+    def recorded(cls, recording: Recording) -> Self:
+        """As a run was recorded."""
+        answers, times = _answers(recording), recording.row_forwards
+        tokens = sum(one.tokens * one.times for one in recording.feeds) / times
+        pairs = sum(one.tokens * (one.cached + one.tokens) * one.times for one in recording.feeds) / times
+        cached = sum(one.cached * one.times for one in recording.feeds) / times
+        filler = recording.filler
+        return cls(
+            load=Load(tokens * filler, cached, pairs * filler),
+            forwards=times / answers,
+            tokens=recording.tokens / answers,
+            prefill=_prefill(recording) if recording.prefills else None,
+            capacity=recording.cache_length,
+        )
+
+    @classmethod
+    def one_token_a_forward(cls, recording: Recording) -> Self:
+        """The same answers, from left to right."""
+        answers, tokens = _answers(recording), recording.tokens
+        # The k-th token is read from the one before it, which sees the others that were given or decoded so far.
+        seen = sum(a.times * a.tokens * (a.given - 1 + (a.tokens - 1) / 2) for a in recording.answers) / tokens
+        return cls(
+            load=Load(1, seen, seen + 1),
+            forwards=tokens / answers,
+            tokens=tokens / answers,
+            prefill=_prefill(recording),
+            capacity=max(a.given + a.tokens for a in recording.answers),
+        )
+
+
+def _answers(recording: Recording) -> int:
+    return sum(one.times for one in recording.answers)
+
+
+def _prefill(recording: Recording) -> Load:
+    """What is given to a row, on average: each token sees those before it; nobody reads its logits."""
+    answers = _answers(recording)
+    given = sum(one.given * one.times for one in recording.answers) / answers
+    pairs = sum(one.given * (one.given + 1) / 2 * one.times for one in recording.answers) / answers
+    return Load(given, 0, pairs, has_head=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """Of a way at one batch size."""
+
+    tokens_per_second: float  # of the whole batch, prefills included
+    forward_seconds: float
+    memory_seconds: float  # of these: operations that wait for memory
+    arithmetic_seconds: float  # operations that wait for arithmetic
+    network_seconds: float  # what nothing hides of the collectives
+    prefill_share: float  # of all time
+    fits: bool  # weights and cache, into the memory of a chip
+
+    @property
+    def bound(self) -> str:
+        """What most of a forward's time goes to."""
+        parts = {name: getattr(self, f"{name}_seconds") for name in ("memory", "arithmetic", "network")}
+        return max(parts, key=parts.get)
+
+
+def price(way: Way, rows: int, target: Target) -> Price:
+    """What a way takes with so many rows at once.
+
+    Args:
+      way: from a recording.
+      rows: of the batch, over all chips.
+      target: model and chips.
+    """
+    own, refill = math.ceil(rows / target.shards), math.ceil(rows / _REFILL)
+    forward = estimate(forward_costs(way.load.times(own), target), target.chip)
+    prefill = 0.0
+    if way.prefill:
+        admitted = way.prefill.times(math.ceil(refill / target.shards))
+        prefill = estimate(forward_costs(admitted, target), target.chip).roofline / refill
+    decoding = way.forwards * forward.roofline / rows
+    needed = target.weight_bytes(with_embedding=True) / target.mesh["fsdp"] + target.cache_bytes(own * way.capacity)
+    return Price(
+        tokens_per_second=way.tokens / (decoding + prefill),
+        forward_seconds=forward.roofline,
+        memory_seconds=forward.memory_bound,
+        arithmetic_seconds=forward.operations - forward.memory_bound,
+        network_seconds=forward.roofline - forward.operations,
+        prefill_share=prefill / (decoding + prefill),
+        fits=needed <= target.chip.hbm_limit,
+    )
