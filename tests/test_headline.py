@@ -1,5 +1,6 @@
 """`bench headline`: dials that every decoder takes, pieces that are kept, and a page that follows from its figures."""
 
+import dataclasses
 import json
 import re
 import signal
@@ -8,13 +9,15 @@ import time
 import pytest
 from conftest import ROOT, run, start
 from test_config import load
+from test_feeds import RECORDING
 
 from refusion_jax import UserError
-from refusion_jax.benchmarks.headline import report
+from refusion_jax.benchmarks.headline import prices, report
 from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS, dial, held_out, studies, trial_runs
 from refusion_jax.data import families
+from refusion_jax.decoding.recording import Feeds
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
 
@@ -133,6 +136,8 @@ def test_where_nobody_is_ever_right_no_claim_holds():
 
 def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1}
+    recorded = {"system": "card", "decoder": "ar", "settings": "s=1"}
+    recorded |= {"recordings": [dataclasses.asdict(RECORDING)]}
     study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
     study |= {"accuracy": 0.25, "tokens_per_forward": 3.0}
     whole = RESULTS | {
@@ -148,13 +153,46 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "runs": [run_of | {"system": system} for system in ("refusion", "llada", "ar")],
         "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
         "studies": [study | {"step": 4}, study | {"step": 8, "accuracy": 0.75}],
+        "prices": prices.prices(recorded),
     }
     page = report.report(whole)
+    (estimate,) = re.findall(r"^\| card by ar \| s=1 \| 4\.00 \|.*\|$", page.partition("v5p:2x2x1")[0], re.M)
+    assert [float(x) for x in re.findall(r"\(([\d.]+)x\)", estimate)] == ratios(recorded)
+    assert "Estimate, not calibrated" in page
     assert "| ar | 0.1 | 0.5000 |" in page
     assert "| system | setting | step 4 | step 8 |" in page
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
     assert "Other work shared the machine" in page
+
+
+def ratios(recorded: dict) -> list[float]:
+    """Of the batch sizes that the page shows, on the first topology."""
+    return [
+        float(f"{batch['speedup']:.2f}")
+        for batch in prices.prices(recorded)[0]["batches"]
+        if batch["batch_size"] in (1, 4, 16, 64, 256)
+    ]
+
+
+def test_an_advantage_ends_where_it_is_first_lost():
+    batches = [{"batch_size": 2**i, "speedup": ratio} for i, ratio in enumerate((3.0, 2.0, 1.0, 1.1))]
+    assert prices.ahead_up_to(batches) == 2
+    assert prices.ahead_up_to(batches[2:]) == 0
+
+
+def test_the_faster_of_two_recordings_counts_at_every_batch_size():
+    few = dataclasses.replace(RECORDING, feeds=(Feeds(tokens=4, cached=16, times=16),))
+    many = dataclasses.replace(RECORDING, feeds=(Feeds(tokens=64, cached=16, times=4),))
+    own = {"system": "s", "decoder": "d", "settings": ""}
+
+    def speeds(*some):
+        first, _ = prices.prices(own | {"recordings": [dataclasses.asdict(one) for one in some]})
+        return [batch["tokens_per_second"] for batch in first["batches"]]
+
+    assert speeds(few, many) == [max(pair) for pair in zip(speeds(few), speeds(many), strict=True)]
+    assert speeds(few)[0] < speeds(many)[0]
+    assert speeds(few)[-1] > speeds(many)[-1]
 
 
 def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):

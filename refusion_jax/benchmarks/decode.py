@@ -158,12 +158,17 @@ def read_way(way: str, shared: dict[str, Any]) -> Settings:
     return DecodeSettings(**shared | {"method": method} | changes)
 
 
+def shape_of(size: str) -> ModelConfig:
+    """The shape that one of SIZES names."""
+    D, L, N, K, H, F, V, tied = SIZES[size]
+    # An EOS would end answers at random: no answer of random weights has one, so all have the same length.
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 0, "mask_token_id": 4}
+    return ModelConfig(V, D, L, N, K, H, F, 1e6, 1e-6, tied, 40960, V, **special)
+
+
 def random_model(size: str, dtype: str) -> Transformer:
     """Random weights of a named shape, made where they are used."""
-    D, L, N, K, H, F, V, tied = SIZES[size]
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 4}
-    # An EOS would end answers at random: no answer of random weights has one, so all have the same length.
-    config = ModelConfig(V, D, L, N, K, H, F, 1e6, 1e-6, tied, 40960, V, **special | {"eos_token_id": 0})
+    config = shape_of(size)
 
     @jax.jit
     def init():

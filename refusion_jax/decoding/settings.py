@@ -77,6 +77,14 @@ class Settings:
         """
         return [{}]
 
+    def looking_ahead(self, tokens: int) -> Self:
+        """The same, where a forward may feed so many tokens to do ahead of time what comes next; 0: none.
+
+        For decoders that can look ahead to fill in.
+        """
+        del tokens
+        return self
+
     @property
     def unit(self) -> int:
         """Tokens that the decoder writes as one piece; max_new_tokens is rounded up to whole pieces."""

@@ -8,10 +8,11 @@ Trains each system (configs/headline.py:BUDGET; at `small` with three seeds, beh
 rate), decodes held-out problems of twelve families at every setting of every decoder's dial (`Settings.dial` in the
 system's own room), one at a time and sixteen at a time, and writes to DIR:
 
-  results.json   the figures, with machine, versions, commit and the command of every run
+  results.json   the figures, with machine, versions, commit and the command of every run; and what each decoder's
+                 forwards fed, priced for 8B parameters on TPUs: an estimate by arithmetic
   report.md      table, conclusions, and which of the papers' claims hold; --page puts it into a file as well
-  plots/*.svg    accuracy against tokens a forward and tokens a second, accuracy by family, loss against tokens; for
-                 these pip install -e '.[plots]'
+  plots/*.svg    accuracy against tokens a forward and tokens a second, accuracy by family, loss against tokens, the
+                 estimates against the batch; for these pip install -e '.[plots]'
 
 Started again with the same flags it goes on where it was. `tiny` is a smoke test of 15 minutes on two CPU cores, from
 which nothing follows; `small` takes hours there; `gpu` trains 50 M parameters on a GPU. --studies adds what the systems

@@ -8,14 +8,15 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_collections
 
-from refusion_jax.benchmarks.headline import results
+from refusion_jax.benchmarks.headline import prices, results
+from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.measure import check_fit, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS, Point, Run, dial, held_out, studies, trial_runs, whole_run
@@ -67,6 +68,7 @@ class Comparison:
         """How many pieces of each kind there are in all."""
         each = {"try": len(self._budget.rates) * len(self._systems), "train": self._budget.seeds * len(self._systems)}
         each["measure"] = self._budget.seeds * sum(map(len, self._dials.values()))
+        each["record"] = sum(len({point.decoder for point in points}) for points in self._dials.values())
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
         points = sum(len(points) for own in self._studies.values() for points in own.values())
         return collections.Counter(each | {"study": self._budget.seeds * checkpoints * points})
@@ -90,14 +92,21 @@ class Comparison:
         keep_compiled(self._directory / "compilation_cache", "own")
         found = results.about(self._name, self._command, self._config, self._budget)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained}
-        found |= {"points": [], "studies": []}
+        found |= {"points": [], "studies": [], "prices": []}
         for run in runs:
             found["points"] += self._measured(run)
             found["studies"] += self._studied(run)
-            made = found["sweep"] + found["runs"] + found["points"] + found["studies"]
-            found["commits"] = sorted({piece["commit"] for piece in made})
-            write_file(self._directory / "results.json", results.as_json(found))
+            self._write(found)
+        recorded = self._recorded(found, runs)
+        found["prices"] = [estimate for record in recorded for estimate in prices.prices(record)]
+        self._write(found, recorded)
         return found
+
+    def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
+        """What there is so far, with the commits that it was made at."""
+        made = found["sweep"] + found["runs"] + found["points"] + found["studies"]
+        found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
+        write_file(self._directory / "results.json", results.as_json(found))
 
     def _trials(self, system: str) -> list[dict[str, Any]]:
         """What each learning rate that is tried leads to."""
@@ -129,6 +138,23 @@ class Comparison:
             key = f"measure {run.name}: {decoder} {point.label}"
             found.append(self._piece("measure", key, functools.partial(self._at, measure, run, point, load)))
         return found
+
+    def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[dict[str, Any]]:
+        """What every decoder feeds, at its widest on the first seed's model."""
+        recorded = []
+        for curve in curves(found):
+            run = next(run for run in runs if run.system == curve.system)
+            points = (p for p in self._dials[run.system] if p.decoder == curve.decoder)
+            point = next(p for p in points if p.label == curve.widest.settings)
+            key = f"record {run.name}: {point.decoder} {point.label}"
+            recorded.append(self._piece("record", key, functools.partial(self._feeds, run, point)))
+            jax.clear_caches()
+        return recorded
+
+    def _feeds(self, run: Run, point: Point) -> dict[str, Any]:
+        model, tokenizer = self._load(self._directory / "runs" / run.name)
+        own = {"system": run.system, "seed": run.seed, "decoder": point.decoder, "settings": point.label}
+        return own | prices.record(self._problems, point, self._budget, model, tokenizer)
 
     def _studied(self, run: Run) -> list[dict[str, Any]]:
         """The run's checkpoints at the points of its system's studies."""
@@ -178,6 +204,8 @@ def _accuracy(*what: Any) -> dict[str, Any]:
 
 def _outcome(record: dict[str, Any]) -> str:
     """What came out, in a few words."""
+    if "recordings" in record:
+        return ""
     if "accuracy" in record:
         speeds = "".join(
             f", {speed:,.0f} tokens/s at {size}" for size, speed in record.get("tokens_per_second", {}).items()

@@ -52,8 +52,8 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """The system, and its decoder where that is another's or not its first."""
-        return self.system if self.system == self.decoder else f"{self.system} by {self.decoder}"
+        """See `name_of`."""
+        return name_of(self.system, self.decoder)
 
     @property
     def best(self) -> float:
@@ -62,8 +62,21 @@ class Curve:
 
     def fastest(self, batch_size: str) -> Point:
         """The fastest point within WITHIN of the best accuracy."""
-        near = [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
-        return max(near, key=lambda point: point.speed[batch_size].mean)
+        return max(self._near_best, key=lambda point: point.speed[batch_size].mean)
+
+    @property
+    def widest(self) -> Point:
+        """The point of the most tokens a forward within WITHIN of the best accuracy."""
+        return max(self._near_best, key=lambda point: point.tokens_per_forward.mean)
+
+    @property
+    def _near_best(self) -> list[Point]:
+        return [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
+
+
+def name_of(system: str, decoder: str) -> str:
+    """A system, and the decoder where that is another's or not its first."""
+    return system if system == decoder else f"{system} by {decoder}"
 
 
 def curves(results: dict[str, Any]) -> list[Curve]:

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.benchmarks.headline.curves import Curve, curves
+from refusion_jax.benchmarks.headline.curves import Curve, curves, name_of
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 
 
@@ -37,6 +37,9 @@ def draw(results: dict[str, Any], directory: Path) -> str:
         _save(fig, directory / f"accuracy_by_{name}.svg")
     _save(_by_family(pyplot, found), directory / "accuracy_by_family.svg")
     _save(_losses(pyplot, results), directory / "loss_by_tokens.svg")
+    for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
+        own = [record for record in results["prices"] if record["topology"] == topology]
+        _save(_estimates(pyplot, topology, own), directory / f"estimate_{topology.replace(':', '_')}.svg")
     return f"the plots are in {directory}"
 
 
@@ -76,6 +79,19 @@ def _losses(pyplot, results: dict[str, Any]):
         )
         colors[run["system"]] = line.get_color()
     axes.set(xlabel="tokens trained on", ylabel="held-out loss (each system's own)", yscale="log")
+    axes.legend(fontsize="small")
+    return fig
+
+
+def _estimates(pyplot, topology: str, own: list[dict[str, Any]]):
+    """Over the batch, each decoder's estimated tokens a second as a multiple of one token a forward's."""
+    fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for record in own:
+        sizes, ratios = zip(*[(b["batch_size"], b["speedup"]) for b in record["batches"]], strict=True)
+        axes.plot(sizes, ratios, marker="o", markersize=3, label=name_of(record["system"], record["decoder"]))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xlabel=f"rows at once on {topology}", ylabel="times one token a forward", xscale="log", yscale="log")
+    axes.set_title("estimate, not calibrated")
     axes.legend(fontsize="small")
     return fig
 

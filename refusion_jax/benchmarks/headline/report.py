@@ -6,13 +6,15 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, curves
+from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, curves, name_of
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
+from refusion_jax.benchmarks.headline.prices import ahead_up_to
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
 _ONE, _MANY = map(str, BATCH_SIZES)
+_SHOWN = (1, 4, 16, 64, 256)  # batch sizes of the estimates
 _BUSY = 1.5  # processes a core that want to run, above which others than ours do
 _WIDTH = 120  # columns of prose
 _CEILING = 0.99  # above it two accuracies are not told apart
@@ -33,6 +35,7 @@ def report(results: dict[str, Any]) -> str:
         _claims(found),
         "### By family",
         _families(found),
+        *_estimates(results),
         *_sweep(results),
         *_studies(results),
     ]
@@ -201,6 +204,39 @@ def _families(found: list[Curve]) -> str:
         families = curve.fastest(_ONE).families
         rows.append(f"| {curve.name} | {' | '.join(f'{families[name].mean:.0%}' for name in names)} |")
     return "\n".join(rows)
+
+
+def _estimates(results: dict[str, Any]) -> list[str]:
+    """What the recorded feeds would take on TPUs, a table for each topology."""
+    if not results["prices"]:
+        return []
+    prose = (
+        "**Estimate, not calibrated; nothing here ran on a TPU.** What each decoder fed for these problems, one at a "
+        "time, at its setting of the most tokens a forward within reach of its best accuracy, priced by arithmetic for "
+        f"a model of {results['prices'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share; a "
+        "batch feeds so many such rows side by side (refusion_jax/planning/feeds.py). In brackets: times what one "
+        "token a forward takes for the same answers."
+    )
+    parts = ["### The same feeds on TPUs", textwrap.fill(prose, _WIDTH, break_long_words=False, break_on_hyphens=False)]
+    for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
+        own = [record for record in results["prices"] if record["topology"] == topology]
+        own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
+        shown = [b["batch_size"] for b in own[0]["batches"] if b["batch_size"] in _SHOWN]
+        rows = [
+            f"| {topology}, estimate | setting | tokens/forward | "
+            f"{' | '.join(f'tokens/s at {size}' for size in shown)} | faster up to a batch of |",
+            "| --- " * (4 + len(shown)) + "|",
+        ]
+        for r in own:
+            speeds = " | ".join(
+                f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"] if b["batch_size"] in shown
+            )
+            rows.append(
+                f"| {name_of(r['system'], r['decoder'])} | {r['settings'] or 'its own'} | "
+                f"{r['batches'][0]['tokens_per_forward']:.2f} | {speeds} | {ahead_up_to(r['batches']) or 'none'} |"
+            )
+        parts.append("\n".join(rows))
+    return parts
 
 
 def _sweep(results: dict[str, Any]) -> list[str]:

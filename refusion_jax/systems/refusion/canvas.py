@@ -91,6 +91,10 @@ class SlotSettings(shared.Settings):
             token_threshold=self.token_threshold if self.token_threshold >= 0 else 0.9,
         )
 
+    def looking_ahead(self, tokens: int) -> Self:
+        """With `speculate` set."""
+        return dataclasses.replace(self, speculate=str(tokens))
+
     @property
     def budget(self) -> int:
         """speculate, and for 'auto' -1."""
@@ -112,6 +116,10 @@ class SequentialSettings(SlotSettings):
     @classmethod
     def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"slot_size": min(trained["sizes"])}]
+
+    def looking_ahead(self, tokens: int) -> Self:
+        """As it is: nothing is done ahead of time."""
+        return self
 
     @property
     def multiple(self) -> int:
