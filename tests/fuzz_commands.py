@@ -50,7 +50,7 @@ NASTY = [
 DECODE = " ".join(f"decode.{name}" for name in all_settings())
 CONFIG = " ".join(f"config.{name}" for name in names())
 FLAGS = {  # of each command, and one that is none
-    "generate": f"checkpoint input prompt output stop dtype mesh.data mesh.tensor json promtp {DECODE}",
+    "generate": f"checkpoint input prompt output stop dtype mesh.data mesh.tensor json promtp record_feeds {DECODE}",
     "train": f"config workdir peer_seconds start_over config.x {CONFIG}",
     "prepare": "input output tokenizer row_length text_packing dedup held_out on_error shard_mib query_field "
     "response_field text_field workers mask_piece",
@@ -60,7 +60,7 @@ FLAGS = {  # of each command, and one that is none
     "convert": "from to format dtype mask_token_id",
     "evaluate": "checkpoint tasks data output include_path task_data limit num_fewshot chat order draws dtype "
     f"mesh.data mesh.tensor unsafe {DECODE}",
-    "plan": f"config topology slices hlo what rows_per_chip search json {CONFIG} {DECODE}",
+    "plan": f"config topology slices hlo what feeds rows_per_chip search json {CONFIG} {DECODE}",
     "drill": "config workdir faults seed hosts kinds config.steps config.data.path",
     "quickstart": "workdir problems started decode.batch_size decode.slot_size",
     "bench": "checkpoint config output x",

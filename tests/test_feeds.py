@@ -237,17 +237,20 @@ PLAN = ["--config=configs/quickstart.py", "--topology=v5e:2x2", "--config.mesh.t
 
 @needs_topologies
 def test_plan_prices_recordings_side_by_side(tmp_path):
-    path = tmp_path / "feeds.json"
-    path.write_text(RECORDING.as_json())
-    out, _ = run("plan", *PLAN, "--what=decode", f"--feeds={path}", f"--feeds={path}", "--json")
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    for path in paths:
+        path.write_text(RECORDING.as_json())
+    out, _ = run("plan", *PLAN, "--what=decode", *(f"--feeds={path}" for path in paths), "--json")
     records = [json.loads(line) for line in out.splitlines()]
     assert [record["batch_size"] for record in records[: len(BATCH_SIZES)]] == list(BATCH_SIZES)
-    assert records[len(BATCH_SIZES) :] == records[: len(BATCH_SIZES)]
+    assert [record["feeds"] for record in records] == [str(path) for path in paths for _ in BATCH_SIZES]
+    one, two = ([{**record, "feeds": ""} for record in records if record["feeds"] == str(path)] for path in paths)
+    assert one == two
     assert not any(record["calibrated"] for record in records)
     for record in records:
         parts = sum(record[f"{name}_seconds"] for name in ("memory", "arithmetic", "network"))
         assert parts == pytest.approx(record["forward_seconds"])
-    out, _ = run("plan", *PLAN, "--what=decode", f"--feeds={path}")
+    out, _ = run("plan", *PLAN, "--what=decode", f"--feeds={paths[0]}")
     assert "Estimate, not calibrated, for v5e:2x2: 4 chips (fsdp=2, tensor=2)" in out
 
 
