@@ -17,7 +17,7 @@ from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS, dial, held_out, studies, trial_runs
 from refusion_jax.data import families
-from refusion_jax.decoding.recording import Feeds
+from refusion_jax.decoding.recording import Feeds, Forwards
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
 
@@ -137,7 +137,7 @@ def test_where_nobody_is_ever_right_no_claim_holds():
 def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1}
     recorded = {"system": "card", "decoder": "ar", "settings": "s=1"}
-    recorded |= {"recordings": [dataclasses.asdict(RECORDING)]}
+    recorded |= {"recordings": [json.loads(RECORDING.as_json())]}
     study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
     study |= {"accuracy": 0.25, "tokens_per_forward": 3.0}
     whole = RESULTS | {
@@ -182,12 +182,18 @@ def test_an_advantage_ends_where_it_is_first_lost():
 
 
 def test_the_faster_of_two_recordings_counts_at_every_batch_size():
-    few = dataclasses.replace(RECORDING, feeds=(Feeds(tokens=4, cached=16, times=16),))
-    many = dataclasses.replace(RECORDING, feeds=(Feeds(tokens=64, cached=16, times=4),))
+    few, many = (
+        dataclasses.replace(
+            RECORDING,
+            forwards=(Forwards(width=tokens, tile=tokens, tiles=1, live_rows=1, times=times),),
+            feeds=(Feeds(tokens=tokens, cached=16, times=times),),
+        )
+        for tokens, times in ((4, 16), (64, 4))
+    )
     own = {"system": "s", "decoder": "d", "settings": ""}
 
     def speeds(*some):
-        first, _ = prices.prices(own | {"recordings": [dataclasses.asdict(one) for one in some]})
+        first, _ = prices.prices(own | {"recordings": [json.loads(one.as_json()) for one in some]})
         return [batch["tokens_per_second"] for batch in first["batches"]]
 
     assert speeds(few, many) == [max(pair) for pair in zip(speeds(few), speeds(many), strict=True)]

@@ -7,7 +7,7 @@ counts. The rest is arithmetic (planning/feeds.py), and compared is one token a 
 answers are as short as the problems', so little time goes to attention.
 """
 
-import dataclasses
+import json
 from typing import Any
 
 from refusion_jax.benchmarks.decode import shape_of
@@ -39,7 +39,7 @@ def record(
         recorder = Recorder(settings)
         for _ in stream(model, prepare(prompts, settings, model.config), recorder=recorder):
             pass
-        recordings.append(dataclasses.asdict(recorder.recording()))
+        recordings.append(json.loads(recorder.recording().as_json()))
     return {"recordings": recordings}
 
 
