@@ -173,7 +173,10 @@ def main() -> None:
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
     settings = DecodeSettings(**given)
-    recorder = Recorder(settings) if feeds else None
+    try:
+        recorder = Recorder(settings) if feeds else None
+    except UserError as error:
+        raise UserError(f"--record_feeds={feeds}: {error}") from error
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.devices()[: _DATA.value * _TENSOR.value])
 

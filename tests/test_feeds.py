@@ -92,7 +92,7 @@ def test_every_decoder_can_be_recorded(method):
 
 
 def test_a_decoder_of_two_models_is_refused():
-    with pytest.raises(UserError, match="'apd' cannot be recorded: it feeds 2 models"):
+    with pytest.raises(UserError, match="'apd' cannot be recorded: a forward of it feeds 2 models"):
         Recorder(settings("apd"))
 
 

@@ -162,7 +162,7 @@ class Recorder:
     def __init__(self, settings: Settings):
         if settings.companions:
             raise UserError(
-                f"the feeds of the decoder {settings.method!r} cannot be recorded: it feeds "
+                f"the decoder {settings.method!r} cannot be recorded: a forward of it feeds "
                 f"{1 + len(settings.companions)} models"
             )
         self._settings, self._about = settings, {}
