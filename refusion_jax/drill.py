@@ -28,6 +28,7 @@ from ml_collections import config_flags
 from refusion_jax.config import check, explained, names
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import read_object
 from refusion_jax.training.checkpoints import saved_steps
 from refusion_jax.training.events import FILE, account, read_events, read_log
 from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
@@ -46,7 +47,7 @@ _SAME = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "t
 def final_state(workdir: Path, step: int) -> dict[str, Any]:
     """All arrays of a checkpoint, and its position in the data."""
     directory = workdir / "checkpoints" / str(step)
-    found = {"data": json.loads((directory / "data" / "metadata").read_text())}
+    found = {"data": read_object(directory / "data" / "metadata")}
     for item in ("params", "optimizer"):
         with ocp.PyTreeCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(directory / item).item_metadata

@@ -11,7 +11,6 @@ one that is built in.
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from refusion_jax.config import default_config, make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import JsonError, parse_text, read_lines
 from refusion_jax.training.program import train_program
 
 
@@ -89,16 +89,19 @@ def read_lengths(path: str) -> np.ndarray:
     """Lengths of documents in tokens; by default log-normal, with a median of 150 and a tenth above 470."""
     if not path:
         return np.exp(np.random.default_rng(0).normal(np.log(150), 0.9, 10_000)).astype(int) + 2
-    if not Path(path).is_file():
-        raise UserError(f"--lengths={path}: no such file")
     lengths = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for number, line in read_lines(path):
         try:
-            value = json.loads(line)
-        except ValueError as error:
+            value = parse_text(line)
+        except JsonError as error:
             raise UserError(f"--lengths={path}:{number}: {error}") from error
-        texts = value.values() if isinstance(value, dict) else ()
-        lengths.append(value if isinstance(value, int) else sum(len(str(x).encode()) for x in texts) // 4 + 2)
+        if isinstance(value, dict):
+            value = sum(len(str(x).encode()) for x in value.values()) // 4 + 2
+        if type(value) is not int or not 2 <= value < 2**31:
+            raise UserError(f"--lengths={path}:{number}: must be a length of at least 2 tokens, or an object of texts")
+        lengths.append(value)
+    if not lengths:
+        raise UserError(f"--lengths={path}: holds no length")
     return np.array(lengths)
 
 

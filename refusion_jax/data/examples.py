@@ -5,8 +5,8 @@ import functools
 
 from etils import epath
 
-from refusion_jax.data import json_input
-from refusion_jax.data.json_input import JsonError, kind_of, parse_json
+from refusion_jax.runtime import json_input
+from refusion_jax.runtime.json_input import JsonError, kind_of, parse_json
 
 QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")

@@ -8,9 +8,10 @@ from etils import epath
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.json_input import kind_of, read_object
 from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
 from refusion_jax.runtime.errors import UserError, first_line
+from refusion_jax.runtime.json_input import kind_of, read_object
+from refusion_jax.runtime.storage import read_file
 
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 
@@ -29,10 +30,9 @@ class FastTokenizer:
         Raises:
           UserError: where they cannot be read or name no eos token.
         """
+        content = read_file(path)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text())
-        except OSError as error:
-            raise UserError(f"tokenizer {path}: {error.strerror or error}") from error
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not a Hugging Face tokenizer: not UTF-8") from error
         except Exception as error:  # noqa: BLE001  the library raises nothing more precise
@@ -53,8 +53,8 @@ class FastTokenizer:
         """The chat template, if there is one."""
         file = path.with_name("chat_template.jinja")
         try:
-            source = file.read_text() if file.exists() else config.get("chat_template")
-        except (OSError, UnicodeDecodeError) as error:
+            source = read_file(file).decode() if file.exists() else config.get("chat_template")
+        except UnicodeDecodeError as error:
             raise UserError(f"{file} cannot be read: {first_line(error)}") from error
         if source is not None and not isinstance(source, str):
             raise UserError(f"{self._config_path}: chat_template must be a string, not {kind_of(source)}")

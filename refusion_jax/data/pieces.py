@@ -28,9 +28,9 @@ from refusion_jax.data.examples import (
     parse,
     to_example,
 )
-from refusion_jax.data.json_input import LARGEST_FILE, LONGEST_LINE, kind_of
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import is_remote
+from refusion_jax.runtime.json_input import LONGEST_LINE, kind_of
+from refusion_jax.runtime.storage import LARGEST_FILE, is_remote
 
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}

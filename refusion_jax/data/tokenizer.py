@@ -8,6 +8,7 @@ from etils import epath
 
 from refusion_jax.data.examples import Messages
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import read_file
 
 MASK_PIECE = "<mask>"
 _LONGEST_LINE = 2048  # sentencepiece skips training lines above 4192 bytes; longer ones are cut
@@ -53,10 +54,7 @@ class SentencePieceTokenizer:
     @classmethod
     def load(cls, path: epath.PathLike, mask_piece: str = MASK_PIECE) -> "SentencePieceTokenizer":
         """Reads a model file; UserError where there is none."""
-        try:
-            return cls(epath.Path(path).read_bytes(), str(path), mask_piece)
-        except OSError as error:
-            raise UserError(f"tokenizer {path}: {error.strerror}") from error
+        return cls(read_file(path), str(path), mask_piece)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "SentencePieceTokenizer":

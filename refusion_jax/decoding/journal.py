@@ -14,8 +14,8 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.data.json_input import parse_log
 from refusion_jax.runtime.errors import Failure, UserError
+from refusion_jax.runtime.json_input import parse_log
 
 _SYNC_SECONDS = 1.0  # the work that a machine may lose when it dies; a process that is killed loses none
 

@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.json_input import JsonError, parse_text, read_lines
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import JsonError, parse_text, read_lines
 from refusion_jax.runtime.settings import scope
 
 

@@ -18,10 +18,10 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.json_input import read_object
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import read_object
 
 # Ours -> (theirs, how many leading axes of ours are the input; 0: the same array in both).
 _LAYER = {

@@ -12,6 +12,10 @@ from collections.abc import Iterable
 import jax
 from etils import epath
 
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import read_object
+from refusion_jax.runtime.storage import check_file
+
 PREFIX = "checksums"  # of the lists' names; .N.json follows, N the process that wrote it
 _CHUNK = 1 << 24  # bytes read at a time
 _THREADS = 4
@@ -40,7 +44,7 @@ def write(directory: epath.Path, files: dict[str, epath.Path]) -> None:
 
 def listed(directory: epath.Path) -> set[str]:
     """The files that other processes have listed so far."""
-    return {name for path in directory.glob(f"{PREFIX}.*.json") for name in json.loads(path.read_text())}
+    return {name for path in directory.glob(f"{PREFIX}.*.json") for name in read_object(path)}
 
 
 def exist(directory: epath.Path) -> bool:
@@ -58,8 +62,8 @@ def find_damage(directory: epath.Path, part: str = "") -> str | None:
     wanted = {}
     for path in sorted(directory.glob(f"{PREFIX}.*.json")):
         try:
-            wanted |= {name: tuple(value) for name, value in json.loads(path.read_bytes()).items()}
-        except (ValueError, TypeError, AttributeError, OSError, RecursionError):
+            wanted |= {name: tuple(value) for name, value in read_object(path).items()}
+        except (UserError, TypeError):
             return f"{path}: the list of checksums cannot be read"
     names = sorted(name for name in wanted if name.startswith(part))[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -78,13 +82,14 @@ def _explain(found: tuple[int, int] | None, wanted: tuple[int, int]) -> str:
 def _try_checksum(path: epath.Path) -> tuple[int, int] | None:
     try:
         return _checksum(path)
-    except OSError:
+    except (OSError, UserError):
         return None
 
 
 def _checksum(path: epath.Path) -> tuple[int, int]:
     """(bytes, CRC-32) of a file."""
     size = value = 0
+    check_file(path)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             size, value = size + len(chunk), zlib.crc32(chunk, value)

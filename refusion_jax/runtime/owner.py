@@ -24,7 +24,8 @@ from etils import epath
 
 from refusion_jax.runtime.distributed import all_agree
 from refusion_jax.runtime.errors import UserError, first_line
-from refusion_jax.runtime.storage import absolute, is_remote
+from refusion_jax.runtime.json_input import JsonError, parse_json
+from refusion_jax.runtime.storage import absolute, check_file, is_remote
 
 FILE = "owner.json"
 BEAT_SECONDS = 5.0  # between two signs of life
@@ -159,6 +160,8 @@ def _describe(lease: dict[str, Any]) -> str:
 def _open(directory: epath.Path) -> tensorstore.KvStore:
     if is_remote(directory):
         return tensorstore.KvStore.open(f"{directory}/").result()
+    if (directory / FILE).exists():  # by any other kind of file the store would wait for ever, or fail
+        check_file(directory / FILE)
     return tensorstore.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
 
 
@@ -168,8 +171,8 @@ def _read(store: tensorstore.KvStore) -> tuple[dict[str, Any] | None, bytes]:
     if found.state != "value":
         return None, found.stamp.generation
     try:
-        lease = json.loads(found.value)
-    except (ValueError, RecursionError):
+        lease = parse_json(found.value)
+    except JsonError:
         lease = None
     return lease if isinstance(lease, dict) else None, found.stamp.generation
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from absl import logging
 from etils import epath
 
-from refusion_jax.runtime.errors import first_line
+from refusion_jax.runtime.errors import UserError, first_line
 
+LARGEST_FILE = 256 << 20  # bytes of a file that is read as one value
 SYNC_SECONDS = 60.0  # at most this much of a log is lost with a machine that vanishes
 
 
@@ -28,6 +29,37 @@ def is_remote(path: epath.PathLike) -> bool:
 def absolute(path: epath.Path) -> epath.Path:
     """The path from the root; one in an object store is that already, and pathlib would spoil it."""
     return path if is_remote(path) else path.absolute()
+
+
+def read_file(path: epath.PathLike, largest: int | None = LARGEST_FILE) -> bytes:
+    """A whole file; None as `largest` for one of any size.
+
+    Raises:
+      UserError: naming it, where it cannot be read or would never end.
+    """
+    try:
+        check_file(path, largest)
+        return epath.Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def check_file(path: epath.PathLike, largest: int | None = None) -> None:
+    """Refuses what would never end to be read: a pipe, a device, a file that is too large; and a directory.
+
+    Raises:
+      UserError: naming the path.
+      OSError: where nothing is there.
+    """
+    if is_remote(path):  # it holds files only
+        return
+    if "\0" in os.fspath(path):
+        raise UserError(f"{path} cannot be read: there is a NUL in its name")
+    about = os.stat(path)
+    if not stat.S_ISREG(about.st_mode):
+        raise UserError(f"{path} cannot be read: it is {'a directory' if stat.S_ISDIR(about.st_mode) else 'no file'}")
+    if largest is not None and about.st_size > largest:
+        raise UserError(f"{path} cannot be read: it is larger than {largest >> 20} MiB")
 
 
 def write_file(path: epath.PathLike, content: bytes | str) -> None:

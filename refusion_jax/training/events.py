@@ -31,8 +31,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from refusion_jax.data.json_input import parse_log
-from refusion_jax.runtime.storage import Appender
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import parse_log
+from refusion_jax.runtime.storage import Appender, read_file
 
 FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
@@ -151,8 +152,8 @@ def _boot() -> str | None:
 def read_log(path: epath.Path) -> str:
     """The text of a log, whatever is in it; empty where there is none, or it cannot be read."""
     try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
+        return read_file(path, largest=None).decode(errors="replace")
+    except UserError:
         return ""
 
 

@@ -16,7 +16,8 @@ from etils import epath
 
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.runtime.json_input import JsonError, build_list, parse_json
+from refusion_jax.runtime.storage import read_file, write_file
 from refusion_jax.training.train_step import TrainState
 
 FILE = "left_out.json"
@@ -32,11 +33,12 @@ class LeftOut:
         self.windows: list[tuple[int, int]] = []
         if self._path.exists():
             try:
-                if not isinstance(found := json.loads(self._path.read_bytes()), list):
-                    raise ValueError("it is no list")
-                self.windows = [(int(first), int(last)) for first, last in found]
-            except (ValueError, TypeError, OSError, RecursionError, OverflowError) as error:
+                windows = build_list(tuple[int, ...], parse_json(read_file(self._path)))
+                if any(len(window) != 2 or not 0 <= window[0] < window[1] for window in windows):
+                    raise JsonError("it must be a list of windows, each [first, last]")
+            except JsonError as error:
                 raise UserError(f"{self._path} cannot be read: {error}; it says which rows are left out") from error
+            self.windows = [(first, last) for first, last in windows]
 
     def batch_of(self, step: int) -> int:
         """Which batch of the data follows a number of steps."""

@@ -16,11 +16,11 @@ from etils import epath
 
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.json_input import read_object
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.cli import check_output
 from refusion_jax.runtime.errors import UserError, first_line
+from refusion_jax.runtime.json_input import read_object
 from refusion_jax.runtime.storage import write_file
 
 

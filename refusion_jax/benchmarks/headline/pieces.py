@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.data.json_input import read_object
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import parse_log, read_object
 from refusion_jax.runtime.storage import write_file
 
 _CALL, _FILE = "comparison.json", "pieces.jsonl"
@@ -49,12 +49,9 @@ class Pieces:
         if text and not text.endswith("\n"):  # a kill cut off the last line
             os.write(self._file, b"\n")
         self.records: dict[str, dict[str, Any]] = {}
-        for line in text.splitlines():
-            try:
-                piece = json.loads(line)
+        for piece in parse_log(text):
+            if isinstance(piece, dict) and isinstance(piece.get("piece"), str) and "record" in piece:
                 self.records[piece["piece"]] = piece["record"]
-            except (ValueError, TypeError, KeyError):
-                continue
 
     def add(self, key: str, record: dict[str, Any]) -> None:
         """Keeps a finished piece; it is on the disk when this returns."""

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import re
-import stat
 import types
 import typing
 from collections.abc import Iterator
@@ -20,11 +19,10 @@ from typing import Any, TypeVar
 from etils import epath
 
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import is_remote
+from refusion_jax.runtime.storage import read_file
 
 DEEPEST = 64  # objects and lists inside each other
 LONGEST_LINE = 16 << 20  # bytes; a line is read whole
-LARGEST_FILE = 256 << 20  # bytes of a file that is one value
 
 _MAY_BE_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _T = TypeVar("_T")
@@ -100,7 +98,8 @@ def read_lines(path: epath.PathLike) -> Iterator[tuple[int, bytes]]:
       UserError: where the file cannot be read, or a line is too long.
     """
     try:
-        _check_file(epath.Path(path), None)
+        if epath.Path(path).is_dir():  # else a pipe will do: lines end
+            raise UserError(f"{path} cannot be read: it is a directory")
         with epath.Path(path).open("rb") as file:
             number = 0
             while line := file.readline(LONGEST_LINE):
@@ -119,29 +118,13 @@ def read_object(path: epath.PathLike) -> dict[str, Any]:
     Raises:
       UserError: naming the file and what is wrong with it.
     """
-    path = epath.Path(path)
     try:
-        _check_file(path, LARGEST_FILE)
-        value = parse_text(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # JsonError, or a NUL in the path
+        value = parse_text(read_file(path))
+    except JsonError as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} cannot be read: it must hold an object, not {kind_of(value)}")
     return value
-
-
-def _check_file(path: epath.Path, largest: int | None) -> None:
-    """Refuses what would never end to be read."""
-    if is_remote(path):
-        return
-    about = path.stat()
-    is_whole = largest is not None  # lines may also come through a pipe
-    if not (stat.S_ISREG(about.mode) or (not is_whole and not stat.S_ISDIR(about.mode))):
-        raise UserError(f"{path} cannot be read: it is {'a directory' if about.is_directory else 'no file'}")
-    if is_whole and about.length > largest:
-        raise UserError(f"{path} cannot be read: it is larger than {largest >> 20} MiB")
 
 
 def build(owner: type[_T], content: Any) -> _T:
@@ -153,6 +136,15 @@ def build(owner: type[_T], content: Any) -> _T:
       JsonError: naming the field that is missing, unknown, or of another type than declared.
     """
     return _typed(owner, content, "it")
+
+
+def build_list(kind: Any, content: Any) -> list:
+    """A list of values of one type, from a list.
+
+    Raises:
+      JsonError: naming the place that holds another type.
+    """
+    return _typed(list[kind], content, "it")
 
 
 def _typed(wanted: Any, value: Any, name: str) -> Any:
