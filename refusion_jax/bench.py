@@ -36,6 +36,7 @@ def main(argv: list[str]) -> None:
         return
     if unexpected := own([f"bench {name}", *rest])[1:]:
         raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
+    cli.check_values(own)
     benchmark.main(own)
 
 

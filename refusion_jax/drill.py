@@ -36,9 +36,9 @@ from refusion_jax.training.metrics import read_metrics
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; its flags go to `train`", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for both runs; new, or that of a drill before")
-_COUNT = flags.DEFINE_integer("faults", 12, "How many faults strike", lower_bound=1)
+_COUNT = flags.DEFINE_integer("faults", 12, "How many faults strike", 1, 100_000)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the kinds of faults and their moments")
-_HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", lower_bound=1)
+_HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", 1, 64)
 _KINDS = flags.DEFINE_list("kinds", [], f"Only these: {', '.join(FAULTS)}")
 
 _SAME = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens", "skipped")

@@ -64,7 +64,7 @@ _UNSAFE = flags.DEFINE_bool(
 )
 _ORDER = flags.DEFINE_enum("order", "left_to_right", ["left_to_right", "random"], "Of slots, for the likelihood")
 _DRAWS = flags.DEFINE_integer(
-    "draws", 0, "Random orders, or draws of a bound, to average over; 0: 1 order, 64 draws of a bound", lower_bound=0
+    "draws", 0, "Random orders, or draws of a bound, to average over; 0: 1 order, 64 draws of a bound", 0, 100_000
 )
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)

@@ -36,7 +36,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "The directory to write, local or 
 _SHAPING = [
     flags.DEFINE_string("tokenizer", None, "A sentencepiece model, or a tokenizer.json of Hugging Face"),
     flags.DEFINE_string("mask_piece", MASK_PIECE, "The tokenizer's piece that stands for a masked token"),
-    flags.DEFINE_integer("row_length", 4096, "Tokens a row, as --config.row_length of `train`", lower_bound=2),
+    flags.DEFINE_integer("row_length", 4096, "Tokens a row, as --config.row_length of `train`", 2, 2**24),
     flags.DEFINE_enum(
         "text_packing",
         "best_fit",

@@ -34,7 +34,7 @@ from refusion_jax.training.pretrained import load_for, load_tokenizer
 from refusion_jax.training.workdir import read_config
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
-_PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", lower_bound=3)
+_PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", 3, 100_000)
 _SETTINGS = cli.define_settings(
     {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")}, "decode"
 )

@@ -72,14 +72,13 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a way and batch size, then a table."""
     if own.size not in SIZES:
         raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
-    if not all(size.isdigit() and int(size) for size in own.batch_sizes):
-        raise UserError(f"--batch_sizes={','.join(own.batch_sizes)}: must be numbers of rows, as in 1,8,32")
+    batch_sizes = cli.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
     table = Table(
         "way", "batch", "tokens/s", "tokens/forward", "ms/forward", "real", "MFLOP/token", "not model", "of bandwidth"
     )
-    for batch_size in map(int, own.batch_sizes):
+    for batch_size in batch_sizes:
         for record in measure(model, own, batch_size, bandwidth):
             print(json.dumps(record), flush=True)
             table.add_row(
@@ -153,7 +152,7 @@ def read_way(way: str, shared: dict[str, Any]) -> Settings:
     Raises:
       UserError: where it is not a decoder and NAME=VALUE pairs.
     """
-    method, *pairs = way.split()
+    method, *pairs = way.split() or [""]
     changes = read_settings(pairs, f"--way={way!r}")
     return DecodeSettings(**shared | {"method": method} | changes)
 

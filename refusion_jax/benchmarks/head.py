@@ -20,7 +20,7 @@ from etils import epath
 from refusion_jax.batch.batch import Batch, is_labelled
 from refusion_jax.model.approximate_head import RoundedHead, shortlisted_logits
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime import cli
 from refusion_jax.training.checkpoints import find_step
 from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.pretrained import load_model
@@ -39,16 +39,13 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a number of rows (and of tokens)."""
-    for name in ("rows", "tokens"):
-        if not all(size.isdigit() and int(size) for size in own[name].value):
-            raise UserError(f"--{name}={','.join(own[name].value)}: must be numbers, as in 4,16")
-    rows = list(map(int, own.rows))
+    rows, tokens = (cli.read_counts(name, own[name].value) for name in ("rows", "tokens"))
     if own.checkpoint:
         directory = find_step(epath.Path(own.checkpoint))[0]
         batch = training_batch(read_config(directory), directory, step=0)[2]
         records = recall(load_model(own.checkpoint), batch, rows)
     else:
-        records = timed(own.vocabulary, own.hidden_size, list(map(int, own.tokens)), rows, own.repeats)
+        records = timed(own.vocabulary, own.hidden_size, tokens, rows, own.repeats)
     for record in records:
         print(json.dumps({"benchmark": "head"} | record), flush=True)
 

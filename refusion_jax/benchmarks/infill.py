@@ -21,6 +21,7 @@ from rich.table import Table
 from refusion_jax.benchmarks.decode import read_way
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 from refusion_jax.systems.api import stream
@@ -45,7 +46,7 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_string("checkpoint", None, "A run on the built-in problems, or one step of it", flag_values=own)
     flags.DEFINE_list("slot_sizes", ["4", "8"], "Tokens a slot, each measured", flag_values=own)
-    flags.DEFINE_integer("problems", 300, "How many held-out problems to decode", lower_bound=1, flag_values=own)
+    flags.DEFINE_integer("problems", 300, "How many held-out problems to decode", 1, 100_000, flag_values=own)
     flags.DEFINE_integer("batch_size", 64, "Prompts decoded at once", lower_bound=1, flag_values=own)
     flags.DEFINE_multi_string("way", None, "A decoder and settings of its own", flag_values=own)
 
@@ -54,10 +55,9 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a slot size and way, then a table."""
     if not own.checkpoint:
         raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
-    if not all(size.isdigit() and int(size) for size in own.slot_sizes):
-        raise UserError(f"--slot_sizes={','.join(own.slot_sizes)}: must be numbers of tokens, as in 4,8")
+    slot_sizes = cli.read_counts("slot_sizes", own.slot_sizes)
     table = Table("slot size", "way", "exact match", "tokens/forward")
-    for size in map(int, own.slot_sizes):
+    for size in slot_sizes:
         for record in measure(own.checkpoint, own.way or default_ways(), size, own.problems, own.batch_size):
             print(json.dumps(record), flush=True)
             table.add_row(str(size), record["way"], f"{record['accuracy']:.1%}", f"{record['tokens_per_forward']:.2f}")

@@ -109,7 +109,7 @@ _DATA = {
         "stop | skip (and count) examples that are malformed or longer than a row",
         choices=("stop", "skip"),
     ),
-    "examples": _count(40_000, "how many problems to generate (path=tasks or families)", 2**31 - 1),
+    "examples": _count(40_000, "how many problems to generate (path=tasks or families)", 10**7),
     "difficulty": _count(1, f"of the problems of path=families, 1 to {families.MOST}", families.MOST),
 }
 

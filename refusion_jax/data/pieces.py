@@ -77,7 +77,7 @@ def _walk(directory: epath.Path) -> Iterator[epath.Path]:
             continue
         if path.is_dir():
             yield from _walk(path)
-        elif path.is_file():
+        elif is_remote(path) or Path(path).is_file():  # to etils a pipe is a file, too
             yield path
 
 

@@ -58,7 +58,7 @@ def run(
             ) from error
         if rest:
             raise UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag")
-        _check_paths(flags.FLAGS)
+        check_values(flags.FLAGS)
         return argv[:1]
 
     for stream in (sys.stdout, sys.stderr):
@@ -161,12 +161,16 @@ _PATHS = {
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
 
 
-def _check_paths(values: flags.FlagValues) -> None:
-    """Refuses what can be no path.
+def check_values(values: flags.FlagValues) -> None:
+    """Refuses what can be no path, and numbers that absl takes although nothing can be done with them.
 
     Raises:
       UserError: naming the flag.
     """
+    for name in values:  # those of settings have limits of their own
+        value = values[name].value
+        if "." not in name and isinstance(value, int | float) and not -(2**32) < value < 2**32:
+            raise UserError(f"--{name}={str(value)[:60]}: must be a number between -2^32 and 2^32")
     for name in sorted(_PATHS & set(values)):
         given = values[name].value
         for path in given if isinstance(given, list) else [given]:
@@ -179,6 +183,17 @@ def _check_paths(values: flags.FlagValues) -> None:
             raw = os.fsencode(path)
             if len(raw) > _LONGEST_PATH or max(map(len, raw.split(b"/"))) > _LONGEST_NAME:
                 raise UserError(f"--{name}={path[:60]}...: is too long for a path")
+
+
+def read_counts(flag: str, values: Sequence[str]) -> list[int]:
+    """The numbers of a flag that lists some, each at least 1.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    if not values or not all(x.isascii() and x.isdecimal() and len(x) < 10 and int(x) for x in values):
+        raise UserError(f"--{flag}={','.join(values)}: must be numbers from 1 to 999,999,999 with commas between")
+    return [int(x) for x in values]
 
 
 def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:

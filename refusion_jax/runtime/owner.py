@@ -160,8 +160,8 @@ def _describe(lease: dict[str, Any]) -> str:
 def _open(directory: epath.Path) -> tensorstore.KvStore:
     if is_remote(directory):
         return tensorstore.KvStore.open(f"{directory}/").result()
-    if (directory / FILE).exists():  # by any other kind of file the store would wait for ever, or fail
-        check_file(directory / FILE)
+    with contextlib.suppress(FileNotFoundError):
+        check_file(directory / FILE)  # by any other kind of file the store would wait for ever, or fail
     return tensorstore.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
 
 

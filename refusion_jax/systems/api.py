@@ -1,7 +1,6 @@
 """`decode(model, prompts, settings)`: every decoder behind one call."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from refusion_jax.decoding.requests import Request, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.runtime.json_input import JsonError, parse_json
 from refusion_jax.runtime.settings import Setting, declared
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
@@ -82,8 +82,10 @@ def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
         if name not in known:
             raise UserError(f"{flag}: {name!r} is no setting; known: {', '.join(known)}")
         try:
-            settings[name] = text if isinstance(known[name].default, str) else json.loads(text)
-        except ValueError as error:
+            settings[name] = (
+                text if isinstance(known[name].default, str) else parse_json(text.encode(errors="surrogatepass"))
+            )
+        except JsonError as error:
             raise UserError(f"{flag}: {text!r} is no number, true or false") from error
     return settings
 

@@ -259,7 +259,7 @@ def restore_params(path: epath.Path, target: Any, verify: bool = True) -> Any:
       UserError: where there are none, or none can be read.
     """
     workdir, newest = find_step(path)
-    is_named = absolute(path).name.isdigit() and absolute(path).parent.name == "checkpoints"
+    is_named = _is_step(absolute(path))
     steps = (
         [newest] if is_named else [newest.parent / str(step) for step in reversed(saved_steps(workdir, ("params",)))]
     )
@@ -297,7 +297,7 @@ def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
       UserError: where no checkpoint is there.
     """
     path = absolute(path)
-    if path.name.isdigit() and path.parent.name == "checkpoints":
+    if _is_step(path):
         workdir, steps = path.parent.parent, [int(path.name)]
     else:
         workdir = path.parent if path.name == "checkpoints" else path
@@ -305,6 +305,11 @@ def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
     if not steps or not (step := workdir / "checkpoints" / str(steps[-1])).is_dir():
         raise UserError(f"{path} holds no checkpoint; give the --workdir of a training run, or one of its steps")
     return workdir, step
+
+
+def _is_step(path: epath.Path) -> bool:
+    """Whether a path names one step of a run."""
+    return path.name.isascii() and path.name.isdecimal() and path.parent.name == "checkpoints"
 
 
 def _numbered(directory: epath.Path) -> list[int]:
