@@ -106,15 +106,26 @@ def strike(run: Subject, kind: str, chance: random.Random, steps: int, every: in
         if not run.is_running():
             if run.processes:
                 run.wait()
+            before = len(sessions(run))
             run.start()
-            run.until(lambda: run.step() >= record["step"] and "; step " in run.heard())
+            run.until(lambda: len(sessions(run)) > before and run.step() >= record["step"])
             if not run.is_running() and run.wait() != {0}:
                 raise UnexpectedError(f"it does not go on:\n{run.heard()[-2000:]}")
     except UnexpectedError as error:
         record |= {"what": str(error), "ok": False}
         run.kill()
-    starts = [event["step"] for event in read_events(read_log(run.workdir / FILE)) if event["event"] == "start"]
-    return {**record, "resumed_from": starts[-1] if starts else 0, "seconds": round(time.monotonic() - began, 2)}
+    return {**record, "resumed_from": (sessions(run) or [0])[-1], "seconds": round(time.monotonic() - began, 2)}
+
+
+def sessions(run: Subject) -> list[int]:
+    """The steps from which its sessions went on, of those that have come to their first step and logged nothing old."""
+    found, begun = [], 0
+    for event in read_events(read_log(run.workdir / FILE)):
+        if event["event"] == "start":
+            begun = event["step"]
+        elif event["event"] == "compile":
+            found.append(int(begun))
+    return found
 
 
 def main() -> None:

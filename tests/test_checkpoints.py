@@ -130,14 +130,13 @@ def flip(path, bit):
 
 
 def test_a_hundred_flipped_bits_are_a_hundred_noticed(tmp_path):
-    """In any file of an item, and in the list of checksums; Orbax changes its own note of the time behind us."""
+    """In any file, also in the lists of checksums and in what Orbax writes behind us."""
     save(tmp_path, 1)
     step = tmp_path / "checkpoints" / "1"
-    files = [step / name for name in checksums.listed(step)] + list(step.glob("checksums*"))
-    files = [path for path in sorted(files) if path.stat().st_size]
-    unlisted = {path.name for path in checksums.files_below(step)} - {path.name for path in files}
-    assert unlisted <= {"_CHECKPOINT_METADATA", "commit_success.txt"}
-    assert {path.relative_to(step).parts[0] for path in files} == {"params", "optimizer", "data", "checksums.0.json"}
+    files = [path for path in sorted(step.rglob("*")) if path.is_file() and path.stat().st_size]
+    assert {"params", "optimizer", "data", "_CHECKPOINT_METADATA"} <= {
+        path.relative_to(step).parts[0] for path in files
+    }
     assert checksums.find_damage(step) is None
     chance = random.Random(0)
     for _ in range(100):
@@ -147,6 +146,20 @@ def test_a_hundred_flipped_bits_are_a_hundred_noticed(tmp_path):
         assert "checksum" in checksums.find_damage(step), (path, bit)
         flip(path, bit)
     assert checksums.find_damage(step) is None
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_torn_under_its_name(tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("etils.epath.gpath.PosixGPath.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2, keep=1)
+    assert saved_steps(tmp_path) == [2]
+    save(tmp_path, 3)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
 def test_a_flipped_bit_is_said_with_the_file_and_the_one_before_is_taken_by_all(tmp_path, caplog):

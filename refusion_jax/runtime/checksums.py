@@ -14,7 +14,7 @@ from etils import epath
 
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import read_object
-from refusion_jax.runtime.storage import check_file
+from refusion_jax.runtime.storage import check_file, write_file
 
 PREFIX = "checksums"  # of the lists' names; .N.json follows, N the process that wrote it
 _CHUNK = 1 << 24  # bytes read at a time
@@ -30,16 +30,24 @@ def files_below(directory: epath.Path) -> Iterable[epath.Path]:
             yield path
 
 
-def write(directory: epath.Path, files: dict[str, epath.Path]) -> None:
-    """Writes this process's list.
+def write(directory: epath.Path, files: dict[str, epath.Path], part: str = "") -> None:
+    """Writes a list of this process's.
 
     Args:
       directory: where the list goes.
       files: by the name, relative to the directory, under which they will be found.
+      part: of the list's name, where a process writes more than one.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         found = dict(zip(files, pool.map(_checksum, files.values()), strict=True))
-    (directory / f"{PREFIX}.{jax.process_index()}.json").write_text(json.dumps(found))
+    write_file(directory / f"{PREFIX}.{part}{jax.process_index()}.json", json.dumps(found))
+
+
+def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None:
+    """Lists the files that nobody has listed, but for those of one name."""
+    known = listed(directory)
+    files = {str(path.relative_to(directory)): path for path in files_below(directory)}
+    write(directory, {name: path for name, path in files.items() if name not in known and path.name != but}, part)
 
 
 def listed(directory: epath.Path) -> set[str]:

@@ -27,7 +27,9 @@ from refusion_jax.training.train_step import Guard, TrainState
 
 ITEMS = ("params", "optimizer", "data")
 _TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of what is being written
-_LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit; nothing of the run is in it
+_LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit: it is listed when the checkpoint has its name
+_REMOVED = ".removed-"  # a checkpoint on its way out begins with it
+_COMMITTED = "commit_success.txt"  # in an object store, the last file of a checkpoint
 _LAST_ATTEMPTS = 4
 _PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; twice that the next time
 
@@ -118,6 +120,9 @@ class Checkpoints:
         self._under_way, self._failed = None, 0
         self.skipped.pop(step, None)
         if jax.process_index() == 0:
+            if self._verify:
+                with contextlib.suppress(OSError):  # all that the run needs is listed
+                    checksums.write_unlisted(self._directory / str(step), "late.")
             self._retain(step)
         return True
 
@@ -152,9 +157,8 @@ class Checkpoints:
             is_named = path.name.isdecimal() and is_remote(
                 path
             )  # in an object store it has its name from the beginning
-            if path.is_dir() and (
-                _TEMPORARY in path.name or (is_named and not ocp.utils.is_checkpoint_finalized(path))
-            ):
+            is_left = _TEMPORARY in path.name or path.name.startswith(_REMOVED)
+            if path.is_dir() and (is_left or (is_named and not ocp.utils.is_checkpoint_finalized(path))):
                 path.rmtree()
 
     def _retain(self, newest: int) -> None:
@@ -163,7 +167,7 @@ class Checkpoints:
         passed = [step for step in self.skipped if step < newest]
         for step in [*whole[: -self._keep], *passed]:
             try:
-                (self._directory / str(step)).rmtree(missing_ok=True)
+                _remove(self._directory / str(step))
                 self.skipped.pop(step, None)
             except OSError as error:
                 logging.warning("checkpoint %d cannot be removed: %s", step, first_line(error))
@@ -228,6 +232,17 @@ class Checkpoints:
         wanted = vars(target.guard)
         guard = Guard(**{name: _replicate(guard.get(name, 0), like) for name, like in wanted.items()})
         return TrainState(params=found.params, guard=guard, **found.optimizer), found.data
+
+
+def _remove(directory: epath.Path) -> None:
+    """Removes a checkpoint; one that is killed meanwhile leaves nothing under the checkpoint's name but the whole."""
+    if not directory.exists():
+        return
+    if is_remote(directory):
+        (directory / _COMMITTED).unlink(missing_ok=True)
+    else:
+        directory = directory.rename(directory.with_name(f"{_REMOVED}{directory.name}"))
+    directory.rmtree()
 
 
 def _replicate(value: float, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -367,12 +382,8 @@ class _WithChecksums(ocp.CompositeCheckpointHandler):
     def finalize(self, directory: epath.Path) -> None:
         """Called on the first host when all have written: lists what nobody else has."""
         super().finalize(directory)
-        if not self._verify:
-            return
-        known = checksums.listed(directory)
-        files = {str(path.relative_to(directory)): path for path in checksums.files_below(directory)}
-        listed = {name: path for name, path in files.items() if name not in known and path.name != _LATE}
-        checksums.write(directory, listed)
+        if self._verify:
+            checksums.write_unlisted(directory, but=_LATE)
 
 
 @ocp.args.register_with_handler(_WithChecksums, for_save=True, for_restore=True)
