@@ -29,7 +29,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file of the tr
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run of that config, for its tokenizer; without one it is trained again"
 )
-_PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", lower_bound=0)
+_PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", 0, 2**24)
 _STEP = flags.DEFINE_integer("step", 0, "Steps taken before: of the rows and of the noise", lower_bound=0)
 _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote, instead of --config")
 _ROW = flags.DEFINE_integer("row", 0, "Which row of --data, from 0", lower_bound=0)

@@ -22,7 +22,7 @@ from refusion_jax.runtime.storage import write_file
 _INPUT = flags.DEFINE_string("input", None, "tasks | stdlib | a file or glob, as --config.data.path of `train`")
 _OUTPUT = flags.DEFINE_string("output", None, "The model file to write")
 _VOCAB_SIZE = flags.DEFINE_integer(
-    "vocab_size", 8192, "Pieces, special tokens and bytes included; a small corpus yields fewer"
+    "vocab_size", 8192, "Pieces, special tokens and bytes included; a small corpus yields fewer", 1, 2**24
 )
 _FIELDS = {
     name: flags.DEFINE_string(name, "", f"JSON field, as --config.data.{name} of `train`")
@@ -38,8 +38,15 @@ def main() -> None:
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})
-    examples = usable(read_examples(config.data, config.seed), config.data.on_error)
-    tokenizer = SentencePieceTokenizer.train(corpus(examples), _VOCAB_SIZE.value)
+    try:
+        examples = usable(read_examples(config.data, config.seed), config.data.on_error)
+    except UserError as error:
+        said = str(error).replace("--config.data.path", "--input").replace("--config.data.", "--")
+        raise UserError(said) from error
+    try:
+        tokenizer = SentencePieceTokenizer.train(corpus(examples), _VOCAB_SIZE.value)
+    except UserError as error:
+        raise UserError(f"--vocab_size={_VOCAB_SIZE.value}: {error}") from error
     write_file(output, tokenizer.model)
     print(f"{output}: {tokenizer.size} pieces from {len(examples):,} examples")
 

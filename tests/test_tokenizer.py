@@ -74,7 +74,7 @@ def test_files_that_will_not_do_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pad_id": 3}, "has no mask token '<mask>': name its mask piece with --config.data.mask_piece"),
+        ({"pad_id": 3}, "has no mask token '<mask>': name its own with --mask_piece"),
         ({"control_symbols": ["<mask>"]}, "has no pad token"),
     ],
 )

@@ -122,12 +122,13 @@ def checked(example: Example) -> Example | Bad:
         return Bad(example.where, "the answer is empty", "empty answer")
     turns = [text for turn in example.prompt for text in turn] if isinstance(example.prompt, tuple) else []
     for text in (example.response, *(turns or [example.prompt or ""])):
-        if not (text.isascii() or _is_unicode(text)):
+        if not (text.isascii() or is_unicode(text)):
             return Bad(example.where, "holds half of a surrogate pair, which is no character", "not UTF-8")
     return example
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written: it holds no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

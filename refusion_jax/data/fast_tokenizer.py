@@ -6,7 +6,7 @@ import tokenizers
 from etils import epath
 
 from refusion_jax.data.chat_template import ChatTemplate
-from refusion_jax.data.examples import Messages
+from refusion_jax.data.examples import Messages, is_unicode
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
 from refusion_jax.runtime.errors import UserError, first_line
@@ -148,6 +148,8 @@ def _content(token: object) -> str | None:
 def load_tokenizer_file(path: epath.PathLike, mask_piece: str) -> Tokenizer:
     """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model."""
     path = epath.Path(path)
+    if not is_unicode(mask_piece):
+        raise UserError(f"{mask_piece!r} is no mask piece: not UTF-8")
     return FastTokenizer(path, mask_piece) if path.suffix == ".json" else SentencePieceTokenizer.load(path, mask_piece)
 
 

@@ -30,6 +30,10 @@ from refusion_jax.runtime.storage import is_remote, write_file
 _PARTITION = 1 << 22  # digests compared at a time: 130 MB
 
 
+class NothingError(UserError):
+    """All the input was read, and there is nothing to write: the same command would end so again."""
+
+
 def plan_chunks(patterns: list[str], size: int) -> list[list[Piece]]:
     """The input in chunks of about `size` bytes: a function of the files, not of who reads them.
 
@@ -91,8 +95,9 @@ def prepare(
         try:
             reports = _make(chunks, output, settings, processes, started, advance)
             return _finish(output, reports, chunks, settings, tokenizer, command, plan)
-        except UserError:
-            if is_new and not any([*output.glob("rows-*"), *output.glob("held_out/rows-*")]):
+        except UserError as error:
+            is_of_use = any([*output.glob("rows-*"), *output.glob("held_out/rows-*")])
+            if is_new and (isinstance(error, NothingError) or not is_of_use):
                 output.rmtree()
             raise
 
@@ -218,8 +223,9 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
     first_bad = next((report.first_bad for report in reports if report.first_bad), "it is empty")
     for split in SPLITS[: 2 if settings.held_out else 1]:
         if not shards[split]:
-            what = "no document can be used" if split == "train" else "no document was held out: give more --held_out"
-            raise UserError(f"--input: {what}" + (f"; the first problem: {first_bad}" if split == "train" else ""))
+            if split == "held_out":
+                raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")
+            raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
     made = {}
     for split in reversed(SPLITS[: 2 if settings.held_out else 1]):
         directory = output if split == "train" else output / "held_out"

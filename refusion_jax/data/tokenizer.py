@@ -44,8 +44,8 @@ class SentencePieceTokenizer:
         self.mask_id = self._pieces.piece_to_id(mask_piece)
         if self.mask_id == self._pieces.unk_id():
             raise UserError(
-                f"{origin} has no mask token {mask_piece!r}: name its mask piece with --config.data.mask_piece, or "
-                f"leave --config.data.tokenizer empty to train a tokenizer that has one"
+                f"{origin} has no mask token {mask_piece!r}: name its own with --mask_piece (of `train` "
+                f"--config.data.mask_piece), or train a tokenizer that has one"
             )
         for name in ("bos", "eos", "pad"):
             if getattr(self, f"{name}_id") < 0:

@@ -1,0 +1,189 @@
+"""What a checkpoint costs beside training, how much memory it takes, and whether a flipped bit is noticed.
+
+  python -m refusion_jax.bench save
+  python -m refusion_jax.bench save --steps=50 --blocks=9 --flips=100 --hidden_size=128
+
+Blocks of --steps steps take turns: without a save, with one (asynchronous) behind the first step, and with one that has
+checksums; a block ends when its save is whole on the disk. Cost is what the medians differ by, over the time without.
+Memory is by how much a save raises what the process holds at most, over the size of the state, for a model of
+--memory_hidden_size. Each of --flips random bits, of any file of the newest of two checkpoints, must have it passed
+over with "checksum" for a reason.
+"""
+
+import json
+import pathlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from absl import flags, logging
+from etils import epath
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.batch.rows import Rows
+from refusion_jax.config import default_config
+from refusion_jax.config.model import model_config
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.errors import Failure
+from refusion_jax.training.checkpoints import Checkpoints
+from refusion_jax.training.program import Program, train_program
+from refusion_jax.training.train_step import TrainState
+
+_DATA = {"next_row": 0, "rows": 1, "fingerprint": ""}
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    flags.DEFINE_integer("steps", 50, "Steps between two saves", 2, 10_000, flag_values=own)
+    flags.DEFINE_integer("blocks", 5, "Blocks of steps of each kind, in turns", 1, 1000, flag_values=own)
+    flags.DEFINE_integer("flips", 100, "Bits that flip, one at a time", 0, 100_000, flag_values=own)
+    for name, width, what in (("hidden_size", 128, "timed"), ("memory_hidden_size", 1024, "saved to measure memory")):
+        help = f"Width of the model that is {what}; 4 layers of heads of 32, a vocabulary of 512"
+        flags.DEFINE_integer(name, width, help, 32, 2**14, flag_values=own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Prints one JSON object a measurement, then a table.
+
+    Raises:
+      Failure: where a flipped bit goes unnoticed.
+    """
+    table = Table("what", "figures")
+    for measured in (
+        cost(own.hidden_size, own.steps, own.blocks),
+        memory(own.memory_hidden_size),
+        flipped(own.hidden_size, own.flips),
+    ):
+        print(json.dumps({"benchmark": "save"} | measured), flush=True)
+        shown = (f"{name} {value:,.4g}" for name, value in measured.items() if name != "what")
+        table.add_row(measured["what"], "\n".join(shown))
+    Console().print(table)
+    if measured["noticed"] < own.flips:
+        raise Failure(f"{own.flips - measured['noticed']} of {own.flips} flipped bits were not noticed")
+
+
+def _config(width: int) -> ml_collections.ConfigDict:
+    config = default_config()
+    config.batch_size, config.row_length = 32, 64
+    config.mesh.data, config.mesh.fsdp = -1, 1
+    model = {"hidden_size": width, "intermediate_size": 3 * width, "head_dim": 32, "vocab_size": 512}
+    config.model.update(model | {"num_attention_heads": width // 32, "num_key_value_heads": width // 32})
+    return config
+
+
+def _fresh(width: int) -> tuple[Program, jax.sharding.Mesh, TrainState]:
+    config = _config(width)
+    mesh = sharding.make_mesh(config.mesh)
+    program = train_program(config, model_config(config), mesh)
+    with jax.set_mesh(mesh):
+        state = jax.jit(program.fresh_state, out_shardings=program.shardings)()
+    return program, mesh, jax.block_until_ready(state)
+
+
+def _bytes(state: TrainState) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(state))
+
+
+def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
+    """By how much blocks of steps take longer with a save in them."""
+    program, mesh, state = _fresh(width)
+    ones = jnp.ones((32, 64), jnp.int32)
+    rows = jax.device_put(Rows(ones, ones, ones.astype(bool)), sharding.sharding(mesh, "batch", "length"))
+    done = 0
+
+    def block(length: int, save: Callable[[int, TrainState], None]) -> float:
+        nonlocal state, done
+        began = time.monotonic()
+        with jax.set_mesh(mesh):
+            for index in range(length):
+                state, metrics = program.step(state, rows)
+                if index == 0:
+                    save(done, state)
+                metrics["loss"].block_until_ready()
+        done += length
+        return time.monotonic() - began
+
+    seconds: dict[str, list[float]] = {"none": [], "saved": [], "checksums": []}
+    with tempfile.TemporaryDirectory() as directory:
+        kept = {
+            name: Checkpoints(epath.Path(directory) / name, keep=2, verify=name == "checksums")
+            for name in ("saved", "checksums")
+        }
+        for number in range(blocks + 1):
+            for name, times in seconds.items():
+                began = time.monotonic()
+                if own := kept.get(name):
+                    block(steps, lambda step, state, own=own: own.save(step, state, _DATA))
+                    own.wait()
+                else:
+                    block(steps, lambda step, state: None)
+                if number:  # the first turn compiles
+                    times.append(time.monotonic() - began)
+    none = statistics.median(seconds["none"])
+    more = {
+        name: statistics.median(a - b for a, b in zip(seconds[name], seconds["none"], strict=True)) / none
+        for name in ("saved", "checksums")
+    }
+    return {
+        "what": "time",
+        "state_mib": _bytes(state) / 2**20,
+        "steps": steps,
+        "step_ms": 1e3 * none / steps,
+        "cost": more["saved"],
+        "cost_with_checksums": more["checksums"],
+    }
+
+
+def memory(width: int) -> dict[str, float | str]:
+    """What a save holds at most, beside the state."""
+    _, _, state = _fresh(width)
+    with tempfile.TemporaryDirectory() as directory, Checkpoints(epath.Path(directory), keep=1) as checkpoints:
+        before = _held("VmRSS")
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+        checkpoints.save(1, state, _DATA, last=True)
+        after = _held("VmHWM")
+    return {"what": "memory", "state_mib": _bytes(state) / 2**20, "over_state": (after - before) / _bytes(state)}
+
+
+def _held(name: str) -> int:
+    """Bytes, by Linux's account of this process."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def flipped(width: int, flips: int) -> dict[str, float | str]:
+    """How many of so many flipped bits are noticed, and the checkpoint before is taken."""
+    program, mesh, state = _fresh(width)
+    chance, noticed = random.Random(0), 0
+    before = logging.get_verbosity()
+    with tempfile.TemporaryDirectory() as directory, Checkpoints(epath.Path(directory), keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, _at_step(state, step), _DATA, last=True)
+        newest = pathlib.Path(directory) / "checkpoints" / "2"
+        files = [p for p in sorted(newest.rglob("*")) if p.is_file() and p.stat().st_size]
+        logging.set_verbosity(logging.ERROR)  # each is said to be passed over
+        try:
+            for _ in range(flips):
+                path = chance.choice(files)
+                whole = path.read_bytes()
+                bit, content = chance.randrange(8 * len(whole)), bytearray(whole)
+                content[bit // 8] ^= 1 << bit % 8
+                path.write_bytes(content)
+                with jax.set_mesh(mesh):
+                    found, _ = checkpoints.restore(program.target)
+                noticed += int(found.step) == 1 and "checksum" in checkpoints.skipped.pop(2, "")
+                path.write_bytes(whole)
+        finally:
+            logging.set_verbosity(before)
+    return {"what": "flipped bits", "state_mib": _bytes(state) / 2**20, "flips": flips, "noticed": noticed}
+
+
+def _at_step(state: TrainState, step: int) -> TrainState:
+    """The state as if it had come to a step."""
+    return TrainState(**vars(state) | {"step": jnp.full_like(state.step, step)})
