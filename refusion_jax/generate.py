@@ -161,6 +161,7 @@ def main() -> None:
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
     if output:
         cli.check_output("output", output)
+        cli.check_apart(output, [_INPUT.value] if _INPUT.value else [])
     feeds = epath.Path(_RECORD.value) if _RECORD.value else None
     if feeds:
         cli.check_output("record_feeds", feeds)

@@ -122,6 +122,7 @@ def main() -> None:
         raise UserError("--input, --output and --tokenizer are needed; --help explains")
     if not is_remote(_OUTPUT.value):
         cli.check_output("output", Path(_OUTPUT.value), directory=True)
+        cli.check_apart(_OUTPUT.value, _INPUT.value)
     tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"])
     fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--")
     shared = {name: flag[name] for name in ("mask_piece", "row_length", "text_packing", "on_error", "dedup")}

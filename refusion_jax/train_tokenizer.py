@@ -13,6 +13,7 @@ from absl import flags
 from refusion_jax.config import default_config
 from refusion_jax.data.dataset import corpus
 from refusion_jax.data.packing import usable
+from refusion_jax.data.pieces import find_files
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.runtime import cli
@@ -35,6 +36,7 @@ def main() -> None:
         raise UserError("--input and --output are needed; --help explains")
     output = Path(_OUTPUT.value)
     cli.check_output("output", output)
+    cli.check_apart(output, find_files(_INPUT.value))
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})

@@ -4,7 +4,8 @@
   python -m refusion_jax.bench save --steps=50 --blocks=9 --flips=100 --hidden_size=128
 
 Blocks of --steps steps take turns: without a save, with one (asynchronous) behind the first step, and with one that has
-checksums; a block ends when its save is whole on the disk. Cost is what the medians differ by, over the time without.
+checksums; a block ends when its save is whole on the disk. Cost is the processor time that a save adds to its block, of
+all threads, over that of the block beside it: the median. On an accelerator the host has nothing else to do meanwhile.
 Memory is by how much a save raises what the process holds at most, over the size of the state, for a model of
 --memory_hidden_size. Each of --flips random bits, of any file of the newest of two checkpoints, must have it passed
 over with "checksum" for a reason.
@@ -91,15 +92,14 @@ def _bytes(state: TrainState) -> int:
 
 
 def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
-    """By how much blocks of steps take longer with a save in them."""
+    """How much more processor time blocks of steps take with a save in them."""
     program, mesh, state = _fresh(width)
     ones = jnp.ones((32, 64), jnp.int32)
     rows = jax.device_put(Rows(ones, ones, ones.astype(bool)), sharding.sharding(mesh, "batch", "length"))
     done = 0
 
-    def block(length: int, save: Callable[[int, TrainState], None]) -> float:
+    def block(length: int, save: Callable[[int, TrainState], None]) -> None:
         nonlocal state, done
-        began = time.monotonic()
         with jax.set_mesh(mesh):
             for index in range(length):
                 state, metrics = program.step(state, rows)
@@ -107,7 +107,6 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
                     save(done, state)
                 metrics["loss"].block_until_ready()
         done += length
-        return time.monotonic() - began
 
     seconds: dict[str, list[float]] = {"none": [], "saved": [], "checksums": []}
     with tempfile.TemporaryDirectory() as directory:
@@ -117,14 +116,14 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
         }
         for number in range(blocks + 1):
             for name, times in seconds.items():
-                began = time.monotonic()
+                began = time.process_time()
                 if own := kept.get(name):
                     block(steps, lambda step, state, own=own: own.save(step, state, _DATA))
                     own.wait()
                 else:
                     block(steps, lambda step, state: None)
                 if number:  # the first turn compiles
-                    times.append(time.monotonic() - began)
+                    times.append(time.process_time() - began)
     none = statistics.median(seconds["none"])
     more = {
         name: statistics.median(a - b for a, b in zip(seconds[name], seconds["none"], strict=True)) / none

@@ -27,7 +27,9 @@ def render(template: jinja2.Template, variables: dict, most: int) -> str:
         length += len(piece)
         if length > most:
             raise ValueError(f"it gives more than {most:,} characters")
-    return "".join(pieces)
+    text = "".join(pieces)
+    text.encode()  # of half of a surrogate pair, too, it says what is wrong
+    return text
 
 
 def main() -> None:

@@ -232,12 +232,26 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
     reason = None
     if nearest == path and path.is_dir() != directory:
         reason = f"is a {'file' if directory else 'directory'}"
+    elif os.path.islink(os.path.realpath(path)):
+        reason = "is a link that leads in a circle"
     elif nearest != path and not nearest.is_dir():
         reason = f"{nearest} is a file"
     elif not os.access(nearest, os.W_OK):
         reason = f"no permission to write to {nearest}"
     if reason:
         raise UserError(f"--{flag}={path}: {reason}")
+
+
+def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike]) -> None:
+    """Refuses to write over what is read, or into a directory that is read whole.
+
+    Raises:
+      UserError: naming --output and the input.
+    """
+    real = Path(os.path.realpath(output))
+    for path in [] if is_remote(output) else inputs:
+        if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):
+            raise UserError(f"--output={output}: lies in --input={path}, or is the same; name another place")
 
 
 def define_settings(

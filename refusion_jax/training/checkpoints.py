@@ -278,9 +278,12 @@ def restore_params(path: epath.Path, target: Any, verify: bool = True) -> Any:
     steps = (
         [newest] if is_named else [newest.parent / str(step) for step in reversed(saved_steps(workdir, ("params",)))]
     )
+    _say_failures_once()
     for directory in steps:
         try:
             _check_whole(directory, ("params",), verify)
+            if misfit := _find_misfit(ocp.StandardCheckpointHandler().metadata(directory / "params"), target):
+                break
             with ocp.StandardCheckpointer() as checkpointer:
                 return checkpointer.restore(directory / "params", target)
         except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way
@@ -288,7 +291,19 @@ def restore_params(path: epath.Path, target: Any, verify: bool = True) -> Any:
             if directory == steps[-1]:
                 raise UserError(f"{path}: {why}; no older one is left to try") from error
             logging.warning("%s; trying the one before", why)
-    raise AssertionError("find_step raises where there is none")
+    raise UserError(f"{directory}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
+
+
+def _find_misfit(there: Any, target: Any) -> str | None:
+    """In what the arrays of a checkpoint are other ones than those asked for, or None."""
+    found, wanted = (
+        {jax.tree_util.keystr(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (there, target)
+    )
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            return f"{name} has shape {found.get(name, 'none')} instead of {wanted.get(name, 'none')}"
+    return None
 
 
 def save_params(workdir: epath.Path, params: Any) -> None:
