@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_collections
 from absl import app, flags, logging
 from etils import epath
 
@@ -49,13 +50,18 @@ def run(
         if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
             raise missing
         try:
+            logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is refused below
             rest = flags.FLAGS(argv)[1:]
-        except Exception as error:  # noqa: BLE001  a config file is the user's own program, and may raise anything
+        except (Exception, SystemExit) as error:  # a config file is the user's own program, and may raise anything
             fault = config_fault(argv[1:], names() if names else ())
             is_ours = isinstance(error, flags.Error | UserError)
             raise fault or (
                 error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
             ) from error
+        logging.set_verbosity(logging.WARNING)
+        given = flags.FLAGS["config"] if "config" in flags.FLAGS else None
+        if given is not None and given.present and not isinstance(given.value, ml_collections.ConfigDict):
+            raise UserError(f"{config_flag(argv)}: get_config() must return what it makes of default_config()")
         if rest:
             raise UserError(f"unexpected argument {rest[0]!r}: every setting is a --flag")
         check_values(flags.FLAGS)
@@ -64,7 +70,6 @@ def run(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    logging.set_verbosity(logging.WARNING)
     guard(lambda: app.run(lambda _: guard(main), flags_parser=parse))
 
 

@@ -110,7 +110,10 @@ def acquire(directory: epath.Path) -> Owner:
     there, generation = _wait_for_vacancy(store, directory)
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     lease = {"id": secrets.token_hex(8), **_this_process(), "since": since, "beat": 0}
-    written = _swap(store, lease, generation)
+    try:
+        written = _swap(store, lease, generation)
+    except ValueError as error:  # all that the store raises
+        raise UserError(f"--workdir={directory} cannot be written: {first_line(error)}") from error
     if written is None:
         there, _ = _read(store)
         raise UserError(_refusal(directory, there or {}))
