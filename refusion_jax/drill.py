@@ -99,16 +99,16 @@ def strike(run: Subject, kind: str, chance: random.Random, steps: int, every: in
     moment = run.step() + chance.randint(1, max(2, 2 * every))
     run.until(lambda: run.step() >= min(moment, steps - 1))
     record = {"kind": kind, "step": run.step()}
-    began = time.monotonic()
+    began, before, sessions_before = time.monotonic(), run.processes, len(sessions(run))
     try:
         record["what"] = FAULTS[kind](run, chance) if run.is_running() else "the run was complete before"
         record["ok"] = True
         if not run.is_running():
             if run.processes:
                 run.wait()
-            before = len(sessions(run))
             run.start()
-            run.until(lambda: len(sessions(run)) > before and run.step() >= record["step"])
+        if run.processes is not before:
+            run.until(lambda: len(sessions(run)) > sessions_before and run.step() >= record["step"])
             if not run.is_running() and run.wait() != {0}:
                 raise UnexpectedError(f"it does not go on:\n{run.heard()[-2000:]}")
     except UnexpectedError as error:

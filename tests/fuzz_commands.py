@@ -1,6 +1,7 @@
 """Calls of our commands with something wrong with them, at random but the same each time."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -63,8 +64,19 @@ FLAGS = {  # of each command, and one that is none
     "plan": f"config topology slices hlo what feeds rows_per_chip search json {CONFIG} {DECODE}",
     "drill": "config workdir faults seed hosts kinds config.steps config.data.path",
     "quickstart": "workdir problems started decode.batch_size decode.slot_size",
-    "bench": "checkpoint config output x",
+    "bench": "checkpoint config output x batch_sizes slot_sizes rows way lengths",
 }
+MADE = "from refusion_jax.config import default_config\ndef get_config():\n  c = default_config()\n  c.unlock()\n"
+CONFIGS = [
+    *("raise SystemExit(0)", "x = 1", "def get_config(:", "1 / 0", "\0", "def get_config():\n  return get_config()"),
+    *("def get_config():\n  return None", "def get_config():\n  return {}", "import nothing_of_this_name"),
+    *(
+        f"{MADE}  {line}\n  return c"
+        for line in ("c.x = 1", "c.steps = 'x'", "c.mesh = 3", "del c.model", "c.seed = -1")
+    ),
+    *(f"{MADE}  {line}\n  return c" for line in ("c.slots.sizes = (4, 10**400)", "c.model.hidden_size = None")),
+    *(f"{MADE}  {line}\n  return c" for line in ("c.data.path = '\\udcff'", "c.learning_rate = float('nan')")),
+]
 PROMPT = json.dumps({"prompt": "Sort 7 3 9.", "id": "x", "decode": {"seed": 1, "temperature": 0.5}}).encode()
 VALUES = [
     *(
@@ -115,7 +127,7 @@ class Calls:
         """One call, (command, flags); the files that it is about are written to a new directory."""
         directory.mkdir()
         kinds = [self._flag] * 6 + [self._prompts] * 3 + [self._rows, self._data, self._foreign, self._run] * 2
-        kinds += [self._checkpoint, self._log]
+        kinds += [self._checkpoint, self._log, self._config]
         return self.rng.choice(kinds)(directory)
 
     def _flag(self, directory: Path) -> tuple[str, list[str]]:
@@ -134,7 +146,7 @@ class Calls:
             "plan": ["--config=configs/quickstart.py", "--topology=v9:2x2"],
             "drill": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
             "quickstart": [f"--workdir={directory}/none"],
-            "bench": [rng.choice(["decode", "infill", "train", "data", "none", ""]), f"--checkpoint={directory}/none"],
+            "bench": [rng.choice(["decode", "infill", "head", "data", "none", ""]), f"--checkpoint={directory}/none"],
         }[command]
         return command, [*base, f"--{rng.choice(FLAGS[command].split())}={rng.choice(NASTY)}"]
 
@@ -182,6 +194,13 @@ class Calls:
         self._spoil(run / self.rng.choice(["metrics.jsonl", "events.jsonl", "config.json"]))
         return self.rng.choice([("goodput", [f"--workdir={run}"]), ("quickstart", [f"--workdir={run}"])])
 
+    def _config(self, directory: Path) -> tuple[str, list[str]]:
+        """A config file that is a program of its own."""
+        (directory / "c.py").write_text(self.rng.choice(CONFIGS))
+        command = self.rng.choice(["train", "plan", "inspect_data", "drill"])
+        needed = [f"--workdir={directory}/new"] if command != "plan" else ["--topology=v5e:2x2"]
+        return command, [f"--config={directory}/c.py", *needed]
+
     def _copy_run(self, directory: Path, *without: str) -> Path:
         ignored = shutil.ignore_patterns(*without, "tensorboard", "*cache*")
         return shutil.copytree(self.run, directory / "run", ignore=ignored)
@@ -217,6 +236,11 @@ class Calls:
 
     def _spoil(self, path: Path) -> None:
         content = path.read_bytes()
+        if self.rng.random() < 0.1:  # it is no file any more
+            path.unlink()
+            make = [os.mkfifo, Path.mkdir, *(lambda p, to=to: p.symlink_to(to) for to in ("/dev/zero", path, "/none"))]
+            self.rng.choice(make)(path)
+            return
         if path.suffix == ".json" and self.rng.random() < 0.7:
             item = json.loads(content)
             inner = self.rng.choice([item, *(x for x in item.values() if isinstance(x, dict) and x)])

@@ -113,6 +113,18 @@ def test_weights_can_be_read_alone(tmp_path):
     assert_equal(restore_params(find_step(tmp_path)[1], target(state.params)), state.params)
 
 
+def test_weights_of_another_shape_are_named_and_no_older_ones_are_tried(tmp_path, caplog, capfd):
+    save(tmp_path, 5, 6)
+    wanted = target(make_state(5).params)
+    wanted["layers"]["q_norm"] = jax.ShapeDtypeStruct((3, 8), jnp.float32)
+    with pytest.raises(
+        UserError, match=r"checkpoints/6: \['layers'\]\['q_norm'\] has shape \(2, 8\) instead of \(3, 8\)"
+    ):
+        restore_params(tmp_path, wanted)
+    assert "trying the one before" not in caplog.text
+    assert "Event loop" not in capfd.readouterr().err
+
+
 def test_a_step_is_found_from_a_run_its_checkpoints_or_itself(tmp_path):
     save(tmp_path, 1, 2)
     folder = tmp_path / "checkpoints"

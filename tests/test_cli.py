@@ -61,7 +61,7 @@ def test_what_can_be_no_path(path):
     cli.flags.DEFINE_string("workdir", None, "", flag_values=values)
     values(["program", f"--workdir={path}"])
     with pytest.raises(UserError, match="--workdir=.*: is (empty|too long for a path)"):
-        cli._check_paths(values)
+        cli.check_values(values)
 
 
 def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):

@@ -1,6 +1,7 @@
 """Bad input to the real commands: one clear line, exit code 2, and nothing on disk changed."""
 
 import json
+import os
 
 import pytest
 import sentencepiece
@@ -20,6 +21,8 @@ def files(tmp_path, trained_run):
         "fields.jsonl": json.dumps({"frage": "q", "antwort": "r"}) + "\n",
         "long.jsonl": QUERY + json.dumps({"query": "q", "response": "word " * 99}) + "\n",
         "raises.py": "def get_config():\n    return 1 / 0\n",
+        "exits.py": "raise SystemExit(0)\n",
+        "nothing.py": "def get_config():\n    return None\n",
         "old.py": "from refusion_jax.config import default_config\n\n\ndef get_config():\n    c = default_config()\n"
         "    c.learning_rte = 1.0\n    return c\n",
         "prompts.jsonl": '{"prompt": "Sort 3 1."}\n{"promt": "Sort 3 1."}\n',
@@ -31,6 +34,7 @@ def files(tmp_path, trained_run):
     }
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
+    os.mkfifo(tmp_path / "pipe.model")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([QUERY] * 50), model_prefix=str(tmp_path / "no_mask"), vocab_size=25, minloglevel=3
     )
@@ -69,6 +73,11 @@ BAD = {
         ["train", "--config={dir}/old.py", NEW],
         "--config: learning_rte is no config key",
     ),
+    "config file that exits": (["train", "--config={dir}/exits.py", NEW], "exits.py: SystemExit: 0"),
+    "config file that returns nothing": (["train", "--config={dir}/nothing.py", NEW], "get_config() must return what"),
+    "seconds without end": ([*TRAIN, NEW, "--peer_seconds=inf"], "--peer_seconds=inf: must be a number between"),
+    "hosts without end": (["drill", *TINY_RUN, NEW, "--hosts=4294967296"], "--hosts=4294967296"),
+    "problems without end": (["quickstart", "--workdir={run}", "--problems=9999999999"], "--problems=9999999999"),
     "unknown variant": (["train", "--config=configs/small.py:x", NEW], "unknown variant 'x'; known: stdlib"),
     "no workdir": (TRAIN, "--config=configs/NAME.py and --workdir=DIR are needed"),
     "workdir is a file": ([*TRAIN, "--workdir={dir}/good.jsonl"], "good.jsonl: is a file"),
@@ -95,7 +104,10 @@ BAD = {
         [*TRAIN, NEW, "--config.data.tokenizer={dir}/no_mask.model"],
         "has no mask token",
     ),
-    "missing tokenizer": ([*TRAIN, NEW, "--config.data.tokenizer={dir}/none.model"], "none.model: No such file"),
+    "missing tokenizer": (
+        [*TRAIN, NEW, "--config.data.tokenizer={dir}/none.model"],
+        "none.model cannot be read: No such",
+    ),
     "vocabulary too small": ([*TRAIN, NEW, "--config.model.vocab_size=200"], "cannot train a tokenizer of 200 pieces"),
     "no prompt": (GENERATE, "one of --input=FILE and --prompt=TEXT are needed"),
     "no checkpoint": (["generate", "--checkpoint={dir}", "--prompt=x"], "holds no checkpoint; give the --workdir"),
@@ -143,6 +155,30 @@ BAD = {
         ["prepare", "--input={dir}/good.jsonl", "--output={run}", "--tokenizer={run}/tokenizer.model"],
         "is not empty; name a new directory",
     ),
+    "tokenizer that is a pipe": (
+        ["prepare", "--input={dir}/good.jsonl", "--output={dir}/new", "--tokenizer={dir}/pipe.model"],
+        "pipe.model cannot be read: it is no file",
+    ),
+    "tokenizer without end": (
+        ["prepare", "--input={dir}/good.jsonl", "--output={dir}/new", "--tokenizer=/dev/zero"],
+        "/dev/zero cannot be read: it is no file",
+    ),
+    "piece that is not UTF-8": ([*PREPARE, "--input={dir}/good.jsonl", "--mask_piece=\udcff"], "is no mask piece: not"),
+    "share that is no number": ([*PREPARE, "--input={dir}/good.jsonl", "--held_out=nan"], "--held_out=nan: must be a"),
+    "share of nothing": (
+        [*PREPARE, "--input={dir}/good.jsonl", "--row_length=64", "--workers=1", "--held_out=1e-320"],
+        "no document was held out",
+    ),
+    "output over its input": (
+        ["generate", "--checkpoint={run}", "--input={dir}/many.jsonl", "--output={dir}/many.jsonl"],
+        "many.jsonl: lies in --input=",
+    ),
+    "tokenizer over its corpus": (
+        ["train_tokenizer", "--input={dir}/good.jsonl", "--output={dir}/good.jsonl"],
+        "good.jsonl: lies in --input=",
+    ),
+    "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
+    "way to decode without a name": (["bench", "decode", "--way="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
 }

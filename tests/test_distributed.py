@@ -144,6 +144,22 @@ def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path,
     assert events.account(read_events(tmp_path))["sessions"] == 2
 
 
+@pytest.mark.slow
+def test_one_host_then_four_then_two_keep_the_rows_and_the_losses_of_one(tmp_path, one_process):
+    for hosts, steps in ((1, 3), (4, 9)):
+        process = start_hosts(hosts, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
+        until(process, lambda steps=steps: len(read_metrics(tmp_path)) > steps, 400)
+        os.kill(workers(process)[-1], signal.SIGTERM)
+        out, err = process.communicate()
+        assert process.returncode == 75, out + err
+        assert saved_steps(tmp_path)[-1] < 20, "too late to show anything"
+    process = start_hosts(2, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
+    assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 21))
+
+
 TASK = """
 task: sums
 dataset_path: json
