@@ -159,12 +159,14 @@ def main() -> None:
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = epath.Path(_CHECKPOINT.value)
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
+    inputs = [_INPUT.value] if _INPUT.value else []
     if output:
         cli.check_output("output", output)
-        cli.check_apart(output, [_INPUT.value] if _INPUT.value else [])
+        cli.check_apart(output, inputs)
     feeds = epath.Path(_RECORD.value) if _RECORD.value else None
     if feeds:
         cli.check_output("record_feeds", feeds)
+        cli.check_apart(feeds, inputs, "record_feeds")
         if output and absolute(feeds) == absolute(output):
             raise UserError(f"--record_feeds={feeds}: --output={output} is the same file")
     stops = Stops(tuple(_STOP.value))

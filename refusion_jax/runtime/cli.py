@@ -247,16 +247,16 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         raise UserError(f"--{flag}={path}: {reason}")
 
 
-def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike]) -> None:
+def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:
     """Refuses to write over what is read, or into a directory that is read whole.
 
     Raises:
-      UserError: naming --output and the input.
+      UserError: naming the flag and the input.
     """
     real = Path(os.path.realpath(output))
     for path in [] if is_remote(output) else inputs:
         if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):
-            raise UserError(f"--output={output}: lies in --input={path}, or is the same; name another place")
+            raise UserError(f"--{flag}={output}: lies in --input={path}, or is the same; name another place")
 
 
 def define_settings(
