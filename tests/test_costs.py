@@ -257,6 +257,7 @@ def test_an_attention_kernel_counts_the_tiles_that_it_names():
     assert fwd.operations[0].width == 4
     assert bwd.flops == 4 * product * 5
     assert kernel("splash_mha_dkv", tiles + r"\"use_fused_bwd_kernel\": true").flops == 5 * product * 5
+    assert kernel("splash_mha_fwd", tiles + r"\"rows\": 2").flops == 2 * product * 4  # two rows of four tokens
 
 
 def test_a_collective_on_the_sparse_cores_is_counted_where_it_is_described():

@@ -8,9 +8,10 @@ import pytest
 from conftest import causal
 from test_visibility import TwoStreams
 
-from refusion_jax.batch.visibility import BIDIRECTIONAL, BlockCausal, Pattern, Visibility
+from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, Pattern, Visibility
 from refusion_jax.model.attention import attention
-from refusion_jax.model.packed_attention import backend_for, packed_attention, splash_attention
+from refusion_jax.model.packed_attention import backend_for, packed_attention
+from refusion_jax.model.splash import splash_attention
 from refusion_jax.runtime import sharding
 
 B, T, N, K, H = 4, 256, 4, 2, 128
@@ -53,6 +54,24 @@ def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 2, "tensor": 2, "sequence": 2})
     with jax.set_mesh(mesh):
         assert_close(jax.jit(outputs_and_grads, static_argnums=0)(emulated, *inputs()), expected)
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, BIDIRECTIONAL], ids=repr)
+def test_the_tpu_kernel_does_not_touch_tiles_without_a_common_document(pattern):
+    """Rows of three tiles: the first document of each is nothing but NaN, which one product with it would spread."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 384, heads, H)) for key, heads in zip(keys, (2, 1, 1), strict=True))
+    second = (jnp.arange(384)[None] >= jnp.array([[128], [256]]))[..., None, None]
+    segments = 1 + second[..., 0, 0].astype(jnp.int32)
+
+    def of_second(first: float, attend):
+        got = outputs_and_grads(attend, *(jnp.where(second, x, first) for x in (q, k, v)), segments)
+        return [jnp.where(second, x, 0) for x in got]
+
+    assert_close(
+        of_second(jnp.nan, lambda q, k, v, s: splash_attention(q, k, v, Visibility.of(pattern, s), interpret=True)),
+        of_second(0, lambda q, k, v, s: attention(q, k, v, Visibility.of(pattern, s).mask())),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Loops count as often as they run, which XLA's own cost analysis leaves out; of a conditional the dearer side counts.
 Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the result multiply
 to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque to XLA and are
-counted from their operands and the tile sizes they name: every whole tile that the diagonal crosses or that lies below.
+counted from their operands and the tile sizes they name: every whole tile that the diagonal crosses or that lies below,
+as if every row were one document.
 """
 
 import dataclasses
@@ -304,9 +305,10 @@ def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
     if name is None:
         return None
     query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
-    tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+|use_\w+)\\": (\d+)', head)}
+    tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+|rows)\\": (\d+)', head)}
     suffix = name.removeprefix("splash_mha").removesuffix("_fwd")
-    keys = keys_seen(key[-2], tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1))
+    length = key[-2] // tiles.get("rows", 1)  # the kernel may hold several rows behind each other
+    keys = keys_seen(length, tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1))
     products = _KERNEL_PRODUCTS[name]
     if name == "splash_mha_dkv" and 'use_fused_bwd_kernel\\": true' in head:
         products += 1  # the queries' gradient comes with the others, without making the scores again

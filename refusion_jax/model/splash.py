@@ -1,0 +1,217 @@
+"""Attention by the splash kernel of JAX, on TPUs: of packed rows, only the tiles that somebody sees.
+
+The kernel works on tiles of queries x keys. On which, is decided twice: by the pattern, when the program is built, and
+by the documents of the batch, when it runs. A causal row of 2,048 tokens, with documents of 600, in tiles of 512:
+
+    pattern      documents    The kernel reads from a table (`block_mask`) whether a tile is to be worked on, and from
+    x . . .      x . . .      another (`data_next`) what to fetch for it. Both are arrays that it gets when it runs; JAX
+    x x . .      x x . .      fills them from the pattern alone, we from the documents, too. A tile that is left out
+    x x x .      . x x .      still takes a turn of the grid, half as long as work on it (from timings on v5p in
+    x x x x      . . x x      github.com/marin-community/marin/pull/6330).
+
+Axes: B rows, T row length, S the part of a row whose queries a chip has, N query heads, K key/value heads, H head size;
+Q, U tiles of queries and of keys in a row, W of these that any query needs.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+    BlockSizes,
+    SegmentIds,
+    make_splash_mha,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel as Kernel
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jaxtyping import Array, Bool, Float, Int32
+
+from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.model import remat
+from refusion_jax.runtime import sharding
+
+# Side of the tiles that the kernel works on, by its largest dividing S. 512 keeps scores and operands of head size 128
+# in the 16 MiB of vector memory that a compiled program may use on every generation from v4 to v6e.
+_TILES = (512, 256, 128)
+SMALLEST_TILE = _TILES[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes(BlockSizes):
+    """The kernel writes its sizes into the program, where `planning/costs.py` reads them."""
+
+    rows: int = 1  # that the kernel takes as one long row
+
+
+def splash_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    visibility: Visibility,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """`packed_attention` by the splash kernel, on every chip's own rows, heads and part of the rows.
+
+    Where rows are split over the mesh, each chip attends from its part of the queries to the keys of whole rows.
+
+    Args:
+      q, k, v, visibility: as for `packed_attention`, with a pattern; T a multiple of 128 x the mesh's sequence axis.
+      interpret: emulate the kernel on another platform, for tests.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    parts, heads, rows = (
+        1 if mesh.empty else sharding.shard_count(mesh, axis) for axis in ("length", "heads", "batch")
+    )
+    kernel = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, q.shape[0] // rows, interpret)
+    queries, keys = (sharding.spec("batch", length, heads, None) for length, heads in _LAYOUTS)
+    own, whole = sharding.spec("batch", "length"), sharding.spec("batch", None)
+    kernel_spec = None
+    if not mesh.empty:
+        kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, sharding.spec(None, "length")))
+    run = sharding.on_each_chip(_attend, (kernel_spec, queries, keys, keys, own, whole), queries)
+    # The kernel leaves the scale of the scores to its caller.
+    return run(kernel, q * q.shape[-1] ** -0.5, k, v, visibility.segment_ids, visibility.segment_ids)
+
+
+_LAYOUTS = ("length", "heads"), (None, "kv_heads")  # of queries; of keys and values, which a chip needs of whole rows
+
+
+def _attend(
+    kernel: Kernel,
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    q_segments: Int32[Array, "B S"],
+    k_segments: Int32[Array, "B T"],
+) -> Float[Array, "B S N H"]:
+    """Attention on one chip: its rows behind each other are one row for the kernel, no document of one in another."""
+    first = (jnp.arange(len(q)) * (jnp.max(k_segments) + 1))[:, None]
+    q_segments, k_segments = q_segments + first, k_segments + first
+    segments = SegmentIds(q_segments.ravel(), k_segments.ravel())
+    heads = of_documents(kernel, q_segments, k_segments)(*(_behind_each_other(x) for x in (q, k, v)), segments)
+    return heads.swapaxes(0, 1).reshape(q.shape)
+
+
+def _behind_each_other(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
+    return x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
+
+
+def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: Int32[Array, "B T"]) -> Kernel:
+    """The kernel for B rows behind each other, working only on tiles whose queries and keys share a document.
+
+    Args:
+      kernel: for one row.
+      q_segments, k_segments: the document of each token, other numbers in every row. A tile counts as holding all
+        documents between its smallest number and its largest, so that none is missed in whatever order they stand.
+    """
+    sizes = kernel.kwargs["block_sizes"]
+
+    def skipping(info: MaskInfo, queries: int, keys: int, over_queries: bool) -> MaskInfo:
+        """One pass: its tables are [1, Q, W], in that over queries [1, W, U]."""
+        low_q, high_q = _range(q_segments, queries)
+        low_k, high_k = _range(k_segments, keys)
+        shared = (low_q[:, :, None] <= high_k[:, None]) & (low_k[:, None] <= high_q[:, :, None])  # [B, Q, U]
+        if over_queries:
+            turn = _flip(_pass(_flip(info), shared.swapaxes(1, 2)))
+        else:
+            turn = _pass(info, shared)
+        return turn._replace(q_sequence=_in_all_rows(info.q_sequence, k_segments))
+
+    return Kernel(
+        skipping(kernel.fwd_mask_info, sizes.block_q, sizes.block_kv, over_queries=False),
+        skipping(kernel.dq_mask_info, sizes.block_q_dq, sizes.block_kv_dq, over_queries=False),
+        skipping(kernel.dkv_mask_info, sizes.block_q_dkv, sizes.block_kv_dkv, over_queries=True),
+        **kernel.kwargs,
+    )
+
+
+def _range(segments: Int32[Array, "B T"], tile: int) -> tuple[Int32[Array, "B Q"], Int32[Array, "B Q"]]:
+    """The smallest and the largest number in each tile."""
+    tiles = segments.reshape(len(segments), -1, tile)
+    return tiles.min(axis=-1), tiles.max(axis=-1)
+
+
+def _pass(info: MaskInfo, shared: Bool[Array, "B Q U"]) -> MaskInfo:
+    """The tables of one pass over the keys of each tile of queries, [1, B * Q, W]."""
+    rows, _, count = shared.shape
+    index = info.data_next.astype(jnp.int32)  # [1, Q, W]
+    # Instead of a gather, which a TPU does one element at a time.
+    is_shared = jnp.any(
+        shared[:, :, None] & (index[..., None] == jnp.arange(count)[None, None, None]), axis=-1
+    )  # [B, Q, W]
+    works = is_shared & (info.block_mask > 0)
+    # What is left out fetches nothing: it names the tile that is there already, or the next one.
+    first = jnp.min(jnp.where(works, index, count - 1), axis=-1, keepdims=True)
+    last = jnp.max(jnp.where(works, index, 0), axis=-1, keepdims=True)
+    index = jnp.clip(index, first, last) + count * jnp.arange(rows)[:, None, None]
+    index_type = jnp.int16 if rows * count <= np.iinfo(np.int16).max else jnp.int32  # scalar memory is small
+
+    def joined(table):
+        return table.reshape(1, -1, table.shape[-1])
+
+    return info._replace(
+        data_next=joined(index.astype(index_type)),
+        block_mask=joined(jnp.where(works, info.block_mask, 0)),
+        mask_next=None if info.mask_next is None else joined(jnp.broadcast_to(info.mask_next, works.shape)),
+    )
+
+
+def _flip(info: MaskInfo) -> MaskInfo:
+    """The tables with keys and queries exchanged."""
+    data_next, mask_next, block_mask = (None if x is None else x.swapaxes(1, 2) for x in info[:3])
+    return info._replace(data_next=data_next, mask_next=mask_next, block_mask=block_mask)
+
+
+def _in_all_rows(places: Int32[Array, " S"] | None, segments: Int32[Array, "B T"]) -> Int32[Array, " B*S"] | None:
+    """Where the queries of each row stand when rows stand behind each other."""
+    if places is None:
+        return None
+    rows, length = segments.shape
+    return (places[None] + length * jnp.arange(rows)[:, None]).ravel()
+
+
+def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, interpret: bool):
+    """The kernel for `heads` heads of rows of `length` tokens, whose queries are split into `parts`."""
+    one_head = masks.CausalMask((length, length)) if pattern == CAUSAL else _PatternMask(pattern, length)
+    tile = next(tile for tile in _TILES if length // parts % tile == 0)
+    sizes = _Sizes(
+        block_q=tile,
+        block_kv=tile,
+        block_q_dkv=tile,
+        block_kv_dkv=tile,
+        block_kv_dkv_compute=tile,
+        block_q_dq=tile,
+        block_kv_dq=tile,
+        rows=rows,
+    )
+    return make_splash_mha(
+        masks.MultiHeadMask([one_head] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=parts,
+        residual_checkpoint_name=remat.ATTENTION,
+        interpret=interpret,
+    )
+
+
+class _PatternMask(masks.Mask):
+    """A pattern as the kernel asks for it: tile by tile, so that [T, T] is never made."""
+
+    def __init__(self, pattern: Pattern, length: int):
+        self._pattern, self._length = pattern, length
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._length, self._length
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        return self._pattern.dense(self._length, *index)
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _PatternMask)
+        return same and (self._pattern, self._length) == (other._pattern, other._length)
+
+    def __hash__(self) -> int:
+        return hash((self._pattern, self._length))
