@@ -136,6 +136,10 @@ def show(record: dict) -> None:
         Console(soft_wrap=not Console().is_terminal).print(to_table(record))
         if "rests_on" in record:
             print(f"The estimate rests on {record['rests_on']}.")
+        if sums := record["blocking_all_reduces"]:
+            print(
+                f"{sums:,.0f} all-reduces of 1 MB and more a step stop the chip; another mesh may do without: --search."
+            )
 
 
 def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, devices: int) -> None:

@@ -115,13 +115,21 @@ def test_more_copies_cost_a_chip_nothing(topology):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5p:4x8x8", "v5p:8x8x16"])
-def test_more_copies_of_32b_cost_a_chip_nothing(topology):
-    """Weak scaling from 128 chips to 256 and 1,024."""
-    few, many = (plan_8b(t, 1, size="32b", mesh_fsdp=64, mesh_data=-1) for t in ("v5p:4x4x8", topology))
+@pytest.mark.parametrize(("topology", "slices"), [("v5p:4x8x8", 1), ("v5p:8x8x16", 1), ("v5p:4x4x8", 2)])
+def test_more_copies_of_32b_cost_a_chip_nothing(topology, slices):
+    """Weak scaling from 128 chips to 256 and 1,024, and to two slices that exchange gradients over the network."""
+    few = plan_8b("v5p:4x4x8", 1, size="32b", mesh_fsdp=64, mesh_data=-1)
+    many = plan_8b(topology, 1, slices=slices, size="32b", mesh_fsdp=64, mesh_data=-1, mesh_replica=slices)
     assert many["fits"]
-    for key in ("flops_per_chip", "peak_hbm_gib", "collective_bytes_per_chip", "step_seconds"):
+    between = sum(c["bytes"] for c in many["collectives"] if c["over"] == "dcn")
+    gradients = 32_762_123_264 / 64 * 4  # bytes of float32 a chip
+    assert (slices > 1) == (between > 0)
+    assert between < 2.1 * gradients
+    for key in ("flops_per_chip", "peak_hbm_gib"):
         assert many[key] <= 1.05 * few[key], key
+    assert many["collective_bytes_per_chip"] - between <= 1.05 * few["collective_bytes_per_chip"]
+    if slices == 1:
+        assert many["step_seconds"] <= 1.05 * few["step_seconds"]
 
 
 @pytest.mark.slow

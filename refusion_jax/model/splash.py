@@ -32,9 +32,13 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.model import remat
 from refusion_jax.runtime import sharding
 
-# Side of the tiles that the kernel works on, by its largest dividing S. 512 keeps scores and operands of head size 128
-# in the 16 MiB of vector memory that a compiled program may use on every generation from v4 to v6e.
-_TILES = (512, 256, 128)
+# Side of the tiles that the kernel works on: the largest of these that divides S. On v6e tiles of 1,024 make the kernel
+# a third faster (github.com/apple/axlearn/pull/958; MaxText's configs for v6e have 1,024 and 2,048, those for v4, v5e
+# and v5p its default, 512), in rows long enough that the diagonal does not take it back, whose tiles are worked on
+# whole: 2,560 keys a query at T = 4,096, with 512 it is 2,304. Both fit the vector memory that a program may use
+# (head size 128, bfloat16, libtpu 0.0.51).
+_TILES = (1024, 512, 256, 128)
+_LARGEST = {"TPU v6 lite": 1024}  # by jax.Device.device_kind, for rows of 4,096 tokens and more; 512 otherwise
 SMALLEST_TILE = _TILES[-1]
 
 
@@ -175,7 +179,8 @@ def _in_all_rows(places: Int32[Array, " S"] | None, segments: Int32[Array, "B T"
 def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, interpret: bool):
     """The kernel for `heads` heads of rows of `length` tokens, whose queries are split into `parts`."""
     one_head = masks.CausalMask((length, length)) if pattern == CAUSAL else _PatternMask(pattern, length)
-    tile = next(tile for tile in _TILES if length // parts % tile == 0)
+    largest = _LARGEST.get(sharding.device_kind_here(), 512) if length >= 4096 else 512
+    tile = next(tile for tile in _TILES if tile <= largest and length // parts % tile == 0)
     sizes = _Sizes(
         block_q=tile,
         block_kv=tile,

@@ -297,7 +297,7 @@ class Transformer(nnx.Module):
             q = rotate(rms_norm(linear(h, w["q_proj"]), w["q_norm"], eps), rotation)  # [B, T, N, H]
             k = rotate(rms_norm(linear(h, w["k_proj"]), w["k_norm"], eps), rotation)  # [B, T, K, H]
             heads, kept = attend(q, k, linear(h, w["v_proj"]), own)
-            x = x + linear(heads, w["o_proj"], inputs=2)
+            x = x + linear(heads, scattered_along_embed(w["o_proj"]), inputs=2)
             h = rms_norm(x, w["mlp_norm"], eps)
             gate = checkpoint_name(linear(h, w["gate_proj"]), GATE)
             up = checkpoint_name(linear(h, w["up_proj"]), UP)
@@ -319,6 +319,14 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."], inputs: int = 1) -> F
     """
     size = math.prod(w.shape[:inputs])
     return (x.reshape(-1, size) @ w.reshape(size, -1)).reshape(x.shape[:-inputs] + w.shape[inputs:])
+
+
+def scattered_along_embed(w: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
+    """The weight itself, seen from its last axis, so that a mesh scatters its gradient along that axis.
+
+    XLA for TPUs scatters along the first axis; along the last of three it sums all of the gradient on every chip.
+    """
+    return constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
 
 
 def rms_norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*axes D"]:

@@ -39,6 +39,11 @@ class Collective:
     bytes: float  # that a chip receives, by the ring algorithm
     fused: bool = False  # goes on in steps between those of one arithmetic operation
 
+    @property
+    def is_large(self) -> bool:
+        """Whether each takes longer than to begin it: 1 MB are 5 us on the slowest network, v5e's."""
+        return self.bytes >= 1e6 * self.count
+
 
 class Operation(NamedTuple):
     """One thing that a chip does, of those it does one after the other."""
@@ -76,10 +81,10 @@ class Costs:
 
 
 def add(parts: list[Costs]) -> Costs:
-    """The sum."""
+    """The sum; collectives are summed by kind, the large ones apart from the small ones."""
     totals: dict[tuple, Collective] = {}
     for c in (c for part in parts for c in part.collectives):
-        key = c.kind, c.over, c.overlapped, c.fused
+        key = c.kind, c.over, c.overlapped, c.fused, c.is_large
         old = totals.get(key, dataclasses.replace(c, count=0, bytes=0))
         totals[key] = dataclasses.replace(old, count=old.count + c.count, bytes=old.bytes + c.bytes)
     return Costs(

@@ -185,15 +185,15 @@ def _costs(costs: Costs) -> dict:
         }
         for c in sorted(costs.collectives, key=lambda c: -c.bytes)
     ]
+    blocking = [
+        c for c in costs.collectives if c.kind in (GATHER_BY_SUM, "all-reduce") and not c.overlapped and c.is_large
+    ]
     return {
         "flops_per_chip": costs.flops,
         "hbm_bytes_per_chip": costs.bytes,
         "collective_bytes_per_chip": sum(c.bytes for c in costs.collectives),
-        "gathers_by_all_reduce": sum(
-            c.count
-            for c in costs.collectives
-            if c.kind == GATHER_BY_SUM and not c.overlapped and c.bytes >= 1e6 * c.count
-        ),
+        "gathers_by_all_reduce": sum(c.count for c in blocking if c.kind == GATHER_BY_SUM),
+        "blocking_all_reduces": sum(c.count for c in blocking),
         "collectives": kinds,
     }
 
