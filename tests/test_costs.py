@@ -232,7 +232,7 @@ def test_a_causal_kernel_works_on_whole_tiles(length, queries, keys, seen):
     assert keys_seen(length, queries, keys) == seen
 
 
-def kernel(name: str, tiles: str) -> Costs:
+def kernel(name: str, tiles: str, scope: str = "rows_1") -> Costs:
     """Costs of an attention kernel over two heads of 8 tokens of width 4."""
     text = f"""
 HloModule one
@@ -243,7 +243,7 @@ ENTRY %main (q: bf16[2,8,4], k: bf16[2,8,4], v: bf16[2,8,4]) -> bf16[2,8,4] {{
   %v = bf16[2,8,4]{{2,1,0}} parameter(2)
   ROOT %{name}.1 = bf16[2,8,4]{{2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
 "xprof_metadata":"{{{tiles}}}"
-}}}}, backend_config={{"custom_call_config":{{}}}}
+}}}}, metadata={{op_name="jit(step)/{scope}/pallas_call"}}, backend_config={{"custom_call_config":{{}}}}
 }}
 """  # noqa: E501
     return count(parse(text), chips_per_slice=1)
@@ -257,7 +257,7 @@ def test_an_attention_kernel_counts_the_tiles_that_it_names():
     assert fwd.operations[0].width == 4
     assert bwd.flops == 4 * product * 5
     assert kernel("splash_mha_dkv", tiles + r"\"use_fused_bwd_kernel\": true").flops == 5 * product * 5
-    assert kernel("splash_mha_fwd", tiles + r"\"rows\": 2").flops == 2 * product * 4  # two rows of four tokens
+    assert kernel("splash_mha_fwd", tiles, scope="rows_2").flops == 2 * product * 4  # two rows of four tokens
 
 
 def test_a_collective_on_the_sparse_cores_is_counted_where_it_is_described():

@@ -10,12 +10,15 @@ import itertools
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, causal, run
 from test_config import load
 
 from refusion_jax import DecodeSettings, UserError
 from refusion_jax.config.model import model_config
+from refusion_jax.model.splash import splash_attention
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import compile_program, prepare_environment, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
@@ -202,6 +205,29 @@ def test_keeping_attention_alone_lies_between_keeping_the_wide_products_and_noth
 
 def test_a_tensor_and_a_sequence_axis_compile_with_the_kernel():
     assert small_plan(mesh_tensor=2, mesh_sequence=2, mesh_fsdp=2)["fits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "tile"), [("v4:2x2x1", 512), ("v5e:2x2", 512), ("v5p:2x2x1", 512), ("v6e:2x2", 1024)]
+)
+def test_the_attention_kernel_and_its_gradient_fit_the_vector_memory(topology, tile):
+    """Compiled to machine code: the verdict on HBM comes before vector memory is given out."""
+    prepare_environment()
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4}, tpu_devices(topology, 1))
+
+    def array(dtype, *shape):
+        axes = ("batch", "length", "heads", "head_dim")[: len(shape)]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.sharding(mesh, *axes))
+
+    def gradients(q, k, v, segments):
+        out, pull = jax.vjp(lambda q, k, v: splash_attention(q, k, v, causal(segments)), q, k, v)
+        return pull(out)
+
+    q, k, v = (array(jnp.bfloat16, 8, 4096, heads, 128) for heads in (8, 2, 2))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients).lower(q, k, v, array(jnp.int32, 8, 4096)).compile()
+    assert set(re.findall(r'block_\w+\\*": (\d+)', compiled.as_text())) == {str(tile)}
 
 
 def test_a_run_that_does_not_fit_is_told_what_does(capsys):

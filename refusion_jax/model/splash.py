@@ -13,8 +13,6 @@ Axes: B rows, T row length, S the part of a row whose queries a chip has, N quer
 Q, U tiles of queries and of keys in a row, W of these that any query needs.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,13 +40,6 @@ _LARGEST = {"TPU v6 lite": 1024}  # by jax.Device.device_kind, for rows of 4,096
 SMALLEST_TILE = _TILES[-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes(BlockSizes):
-    """The kernel writes its sizes into the program, where `planning/costs.py` reads them."""
-
-    rows: int = 1  # that the kernel takes as one long row
-
-
 def splash_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -65,10 +56,8 @@ def splash_attention(
       interpret: emulate the kernel on another platform, for tests.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    parts, heads, rows = (
-        1 if mesh.empty else sharding.shard_count(mesh, axis) for axis in ("length", "heads", "batch")
-    )
-    kernel = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, q.shape[0] // rows, interpret)
+    parts, heads = (1 if mesh.empty else sharding.shard_count(mesh, axis) for axis in ("length", "heads"))
+    kernel = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, interpret)
     queries, keys = (sharding.spec("batch", length, heads, None) for length, heads in _LAYOUTS)
     own, whole = sharding.spec("batch", "length"), sharding.spec("batch", None)
     kernel_spec = None
@@ -94,7 +83,8 @@ def _attend(
     first = (jnp.arange(len(q)) * (jnp.max(k_segments) + 1))[:, None]
     q_segments, k_segments = q_segments + first, k_segments + first
     segments = SegmentIds(q_segments.ravel(), k_segments.ravel())
-    heads = of_documents(kernel, q_segments, k_segments)(*(_behind_each_other(x) for x in (q, k, v)), segments)
+    with jax.named_scope(f"rows_{len(q)}"):  # the compiled program keeps the name: planning/costs.py reads it there
+        heads = of_documents(kernel, q_segments, k_segments)(*(_behind_each_other(x) for x in (q, k, v)), segments)
     return heads.swapaxes(0, 1).reshape(q.shape)
 
 
@@ -176,12 +166,12 @@ def _in_all_rows(places: Int32[Array, " S"] | None, segments: Int32[Array, "B T"
     return (places[None] + length * jnp.arange(rows)[:, None]).ravel()
 
 
-def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, interpret: bool):
+def _kernel(pattern: Pattern, length: int, heads: int, parts: int, interpret: bool) -> Kernel:
     """The kernel for `heads` heads of rows of `length` tokens, whose queries are split into `parts`."""
     one_head = masks.CausalMask((length, length)) if pattern == CAUSAL else _PatternMask(pattern, length)
     largest = _LARGEST.get(sharding.device_kind_here(), 512) if length >= 4096 else 512
     tile = next(tile for tile in _TILES if tile <= largest and length // parts % tile == 0)
-    sizes = _Sizes(
+    sizes = BlockSizes(
         block_q=tile,
         block_kv=tile,
         block_q_dkv=tile,
@@ -189,7 +179,6 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, rows: int, in
         block_kv_dkv_compute=tile,
         block_q_dq=tile,
         block_kv_dq=tile,
-        rows=rows,
     )
     return make_splash_mha(
         masks.MultiHeadMask([one_head] * heads),

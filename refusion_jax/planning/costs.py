@@ -310,9 +310,10 @@ def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
     if name is None:
         return None
     query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
-    tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+|rows)\\": (\d+)', head)}
+    tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+)\\": (\d+)', head)}
     suffix = name.removeprefix("splash_mha").removesuffix("_fwd")
-    length = key[-2] // tiles.get("rows", 1)  # the kernel may hold several rows behind each other
+    rows = re.search(r"\brows_(\d+)\b", head)  # that the kernel takes behind each other: model/splash.py says so
+    length = key[-2] // (int(rows[1]) if rows else 1)
     keys = keys_seen(length, tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1))
     products = _KERNEL_PRODUCTS[name]
     if name == "splash_mha_dkv" and 'use_fused_bwd_kernel\\": true' in head:
