@@ -278,7 +278,7 @@ def restore_params(path: epath.Path, target: Any, verify: bool = True) -> Any:
     steps = (
         [newest] if is_named else [newest.parent / str(step) for step in reversed(saved_steps(workdir, ("params",)))]
     )
-    _say_failures_once()
+    failed_saves.say_once()
     for directory in steps:
         try:
             _check_whole(directory, ("params",), verify)
