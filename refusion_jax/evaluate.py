@@ -103,7 +103,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         raise UserError(
             f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
         )
-    model = load_model(checkpoint, _DTYPE.value, _mesh())
+    model = load_model(checkpoint, _DTYPE.value, _mesh(), cli.given(_SETTINGS).get("weights", "same"))
     losses = {}
     if not is_huggingface(checkpoint) and (config_file := find_step(checkpoint)[0] / "config.json").exists():
         config = read_config(config_file.parent)

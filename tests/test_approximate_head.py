@@ -10,7 +10,7 @@ from conftest import PROMPTS, settings, sharp_model
 from flax import nnx
 
 from refusion_jax import decode
-from refusion_jax.model.approximate_head import RoundedHead, shortlisted_logits
+from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.transformer import logical_axes
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding
 
@@ -24,7 +24,7 @@ def head_and_tokens(tokens: int = 12) -> tuple[jax.Array, jax.Array]:
 
 def test_the_best_rows_by_the_rounded_head_are_exact_and_the_others_impossible():
     head, x = head_and_tokens()
-    logits = np.asarray(shortlisted_logits(x, head, RoundedHead.of(head), rows=8))
+    logits = np.asarray(shortlisted_logits(x, head, rounded_head(head), rows=8))
     rounded = np.round(head / np.abs(head).max(axis=1, keepdims=True) * 127) * np.abs(head).max(axis=1, keepdims=True)
     tokens = np.round(x / np.abs(x).max(axis=2, keepdims=True) * 127)
     best = np.argsort(-(tokens @ rounded.T), axis=2)[:, :, :8]
@@ -35,7 +35,7 @@ def test_the_best_rows_by_the_rounded_head_are_exact_and_the_others_impossible()
 
 def test_eight_rows_of_64_never_miss_the_best():
     head, x = head_and_tokens(4000)
-    logits = shortlisted_logits(x, head, RoundedHead.of(head), rows=8)
+    logits = shortlisted_logits(x, head, rounded_head(head), rows=8)
     np.testing.assert_array_equal(logits.argmax(axis=2), (x @ head.T).argmax(axis=2))
 
 
@@ -44,10 +44,10 @@ def test_the_shards_of_a_vocabulary_find_what_one_chip_finds(shape):
     head, x = head_and_tokens()
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | shape)
     x4 = jnp.tile(x, (2, 1, 1))[:4]
-    expected = shortlisted_logits(x4, head, RoundedHead.of(head), rows=8)
+    expected = shortlisted_logits(x4, head, rounded_head(head), rows=8)
     with jax.set_mesh(mesh):
         split = jax.device_put(head, sharding(mesh, "vocab", "embed"))
-        logits = jax.jit(lambda x, head: shortlisted_logits(x, head, RoundedHead.of(head), rows=8))(x4, split)
+        logits = jax.jit(lambda x, head: shortlisted_logits(x, head, rounded_head(head), rows=8))(x4, split)
     np.testing.assert_array_equal(np.isfinite(logits), np.isfinite(expected))
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 

@@ -133,6 +133,8 @@ BAD = {
     "unknown benchmark": (["bench", "speed"], "bench 'speed': unknown; known: "),
     "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),
     "infilling by nothing": (["bench", "infill"], "--checkpoint=: name a training run's directory"),
+    "int8 of nothing": (["bench", "int8"], "--checkpoint=: name a training run's directory"),
+    "unknown rounding": ([*GENERATE, "--prompt=x", "--decode.weights=int4"], "--decode.weights=int4: "),
     "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),

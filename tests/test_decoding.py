@@ -169,6 +169,7 @@ def test_what_is_free_is_what_a_forward_feeds_while_it_waits_for_its_weights():
     """On a TPU that is what its data sheet says; on this CPU nothing, where the weights lie in the cache."""
     for kind, tokens in (("TPU v5 lite", 241), ("TPU v5", 166), ("NVIDIA H100 80GB HBM3", 295), ("unheard of", 0)):
         assert free_tokens(10**9, kind) == tokens
+        assert abs(free_tokens(10**9, kind, itemsize=1) - tokens / 2) < 1  # weights in int8 are there sooner
     assert [free_tokens(size, "cpu") for size in (10**6, 10**9)] == [0, 16]
 
 

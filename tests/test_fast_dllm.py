@@ -26,20 +26,20 @@ def model_of(layers: int):
     return model
 
 
-def decoded(layers: int, cache: str):
-    own = settings("fast_dllm", cache=cache, block_length=6, threshold=0.4)
+def decoded(layers: int, reuse: str):
+    own = settings("fast_dllm", reuse=reuse, block_length=6, threshold=0.4)
     return decode(model_of(layers), PROMPTS, own)
 
 
-@pytest.mark.parametrize("cache", ["dual", "prefix"])
-def test_cached_equals_uncached_in_one_layer_whose_keys_depend_on_their_own_tokens_alone(cache):
-    assert decoded(1, cache) == decoded(1, "none")
+@pytest.mark.parametrize("reuse", ["dual", "prefix"])
+def test_cached_equals_uncached_in_one_layer_whose_keys_depend_on_their_own_tokens_alone(reuse):
+    assert decoded(1, reuse) == decoded(1, "none")
 
 
-@pytest.mark.parametrize("cache", ["dual", "prefix"])
-def test_in_more_layers_a_cache_approximates(cache):
+@pytest.mark.parametrize("reuse", ["dual", "prefix"])
+def test_in_more_layers_a_cache_approximates(reuse):
     """Measured here: of six answers of random weights, which are worse than any trained model's, most differ."""
-    exact, approximate = decoded(2, "none"), decoded(2, cache)
+    exact, approximate = decoded(2, "none"), decoded(2, reuse)
     same = [a == b for a, b in zip(exact.tokens, approximate.tokens, strict=True)]
     assert not all(same)
     firsts = zip(exact.commit_order, approximate.commit_order, strict=True)

@@ -41,10 +41,10 @@ VARIANTS = {
     ],
     "dream": [{"steps": 4}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7}],
     "fast_dllm": [
-        {"cache": "prefix", "block_length": 4, "threshold": 0.3},
+        {"reuse": "prefix", "block_length": 4, "threshold": 0.3},
         {"block_length": 7, "threshold": 0.3, "shift": "yes"},
         {"block_length": 8, "rule": "factor", "factor": 1.5},
-        {"cache": "none", "threshold": 0.5},
+        {"reuse": "none", "threshold": 0.5},
     ],
     "apd": [{"lookahead": 5, "drafter_weight": 0.3}, {"shift": "yes", "drafter_weight": 0.9}],
     "conv": [{"steps": 4, "conv_window": 5}, {"shift": "yes", "conv_window": 2, "conv_scale": 0.3}],

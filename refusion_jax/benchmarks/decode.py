@@ -124,7 +124,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.commit_order) for a in answers[way])
         # Rows share forwards, and a batch runs as many as its busiest rows; the queue keeps the others as busy.
         each = took / (forwards / rows)
-        moved = model.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, model.dtype)
+        moved = model.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, model.cache_dtype)
         records.append(
             {
                 "benchmark": "decode",

@@ -18,7 +18,7 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.batch.batch import Batch, is_labelled
-from refusion_jax.model.approximate_head import RoundedHead, shortlisted_logits
+from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
 from refusion_jax.training.checkpoints import find_step
@@ -59,7 +59,7 @@ def recall(model: Transformer, batch: Batch, rows: list[int]) -> list[dict]:
     head = model.output_head
     records = []
     for count in rows:
-        found = jnp.isfinite(shortlisted_logits(x, head, RoundedHead.of(head), count))
+        found = jnp.isfinite(shortlisted_logits(x, head, rounded_head(head), count))
         records.append(
             {
                 "rows": count,
@@ -75,7 +75,7 @@ def recall(model: Transformer, batch: Batch, rows: list[int]) -> list[dict]:
 def timed(vocabulary: int, hidden_size: int, tokens: list[int], rows: list[int], repeats: int) -> list[dict]:
     """Milliseconds of a random head, and the bytes that it reads."""
     head = jax.random.normal(jax.random.key(0), (vocabulary, hidden_size))
-    rounded = jax.jit(RoundedHead.of)(head)
+    rounded = jax.jit(rounded_head)(head)
     exact = jax.jit(lambda x: x @ head.T)
     few = {count: jax.jit(lambda x, count=count: shortlisted_logits(x, head, rounded, count)) for count in rows}
     records = []

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
+from refusion_jax.model.int8 import Int8Array
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime.sharding import constrain
 
@@ -27,10 +28,12 @@ class Cache:
 
     @classmethod
     def empty(cls, model: Transformer, rows: int, capacity: int) -> "Cache":
-        """No entries yet; split over the mesh, where there is one, by rows and by heads."""
+        """No entries yet, of the model's `cache_dtype`; split over the mesh, if there is one, by rows and heads."""
         c = model.config
         shape = (c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim)
-        zeros = jnp.zeros(shape, model.dtype)
+        zeros = jnp.zeros(shape, model.cache_dtype)
+        if model.cache_dtype == jnp.int8:
+            zeros = Int8Array(zeros, jnp.zeros((*shape[:-1], 1), jnp.float32))
         return cls(split(KeyValues(zeros, zeros)), jnp.zeros((rows,), jnp.int32))
 
 
@@ -40,9 +43,10 @@ def split(entries: KeyValues) -> KeyValues:
 
 
 def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes of the cache that one token of one row takes."""
-    per_layer = 2 * model.num_key_value_heads * model.head_dim * jnp.dtype(dtype).itemsize
-    return model.num_hidden_layers * per_layer
+    """Bytes of a cache of this dtype that one token of one row takes."""
+    per_head = model.head_dim * jnp.dtype(dtype).itemsize
+    per_head += jnp.dtype(jnp.float32).itemsize * (dtype == jnp.int8)  # its scale
+    return model.num_hidden_layers * 2 * model.num_key_value_heads * per_head
 
 
 def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:

@@ -28,7 +28,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
       decoder: its sizes.
     """
     c, width = model.config, decoder.width
-    per_row = decoder.cache_length * bytes_per_token(c, model.dtype)
+    per_row = decoder.cache_length * bytes_per_token(c, model.cache_dtype)
     logits = 4 * width * c.vocab_size * _FLOAT32  # as they come, twice masked, and with noise
     logits += width * model.head_rows * c.hidden_size * model.dtype.itemsize  # rows that are picked
     rounded = c.vocab_size * c.hidden_size if model.head_rows else 0  # the head in int8
@@ -56,7 +56,7 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
         "batch_size",
         rows,
         f"{rows} rows of {decoder.cache_length:,} tokens, of "
-        f"{bytes_per_token(model.config, model.dtype):,} bytes of cache each, need "
+        f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need "
         f"{bytes_needed(model, mesh, rows, admitted, decoder) / _GIB:.1f} GiB a device beside the weights; "
         f"{free / _GIB:.1f} GiB are free: {fix}",
     )

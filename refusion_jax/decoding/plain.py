@@ -15,22 +15,24 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32
 
+from refusion_jax.decoding.cache import Cache
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.model.transformer import Transformer
 
 _LENGTH = 96  # every forward is padded to this: one compilation
 
 
 class Plain:
-    """One request, and a model to decode it with.
+    """One request, and a model to decode it with; `keeps_cache` where the decoder does, for what its settings round.
 
     `phases` names the forwards so far. `margin` is how far the closest decision was from another one: where it is as
     small as float32 noise, a batched decoder may decide otherwise.
     """
 
-    def __init__(self, model: Transformer, request: Request):
+    def __init__(self, model: Transformer, request: Request, keeps_cache: bool = True):
         self.request, self.ids = request, TokenIds.of(request.settings, model.config)
+        model = model.rounded(request.settings.weights, request.settings.cache if keeps_cache else "same")
         self.model, self.phases, self.margin = nnx.split(model), [], 1.0
         tokens, places = request.given
         self.given = dict(zip(places, tokens, strict=True))  # place in the text -> token
@@ -107,8 +109,7 @@ class Plain:
 @functools.partial(jax.jit, static_argnums=0)
 def _probabilities(graphdef, params, tokens, places, visible):
     model = nnx.merge(graphdef, params)
-    c = model.config
-    none = jnp.zeros((c.num_hidden_layers, 1, 0, c.num_key_value_heads, c.head_dim), model.dtype)
-    cache = KeyValues(none, none), jnp.zeros(1, int)
-    logits = model.extend(tokens[None], places[None], *cache, visible[None])[0][0]
-    return jax.nn.softmax(jnp.where(jnp.arange(c.vocab_size)[None] < c.num_tokens, logits, -jnp.inf))
+    none = Cache.empty(model, 1, 0)
+    logits = model.extend(tokens[None], places[None], none.entries, none.length, visible[None])[0][0]
+    is_real = jnp.arange(model.config.vocab_size)[None] < model.config.num_tokens
+    return jax.nn.softmax(jnp.where(is_real, logits, -jnp.inf))

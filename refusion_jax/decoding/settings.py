@@ -48,6 +48,14 @@ class Settings:
         0, "Tokens, prompt and answer together, that a row may hold; 0: what the longest prompt needs", scope="batch",
         at_least=0, at_most=2**28,
     )  # fmt: skip
+    weights: str = setting(
+        "same", "The weights while decoding: same (as --dtype) | int8, with one scale for every output channel",
+        scope="compiled", choices=("same", "int8"),
+    )  # fmt: skip
+    cache: str = setting(
+        "same", "Keys and values in the cache: same (as --dtype) | int8, with one scale for every token and head",
+        scope="compiled", choices=("same", "int8"),
+    )  # fmt: skip
     head_rows: int = setting(
         0, "Rows of the output head that are computed exactly for a token, the best by a cheap int8 product with all; "
         "the others count as impossible; 0: all", scope="compiled", at_least=0, at_most=2**24,

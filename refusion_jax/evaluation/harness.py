@@ -30,6 +30,7 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.generation import check_fits, generate, settle, shorten
 from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
+from refusion_jax.model.int8 import is_int8
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 
@@ -285,7 +286,8 @@ def _number(*parts: object) -> int:
 
 def fingerprint(model: Transformer) -> str:
     """The same for the same weights: of their shapes, and of some that every training step changes."""
-    shapes = jax.tree.map(lambda x: [*x.shape, str(x.dtype)], nnx.to_pure_dict(nnx.state(model)))
+    weights = nnx.to_pure_dict(nnx.state(model))
+    shapes = jax.tree.map(lambda x: [*x.shape, str(jax.tree.leaves(x)[0].dtype)], weights, is_leaf=is_int8)
     some = np.asarray(jax.device_get(model.final_norm[...]), np.float32)
     return key_of(shapes, some.tolist())
 

@@ -1,18 +1,28 @@
 """A transformer before any array of it is made: its structure, and where each weight is to live."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
+from refusion_jax.model.int8 import Int8Array, is_int8
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
 from refusion_jax.runtime.errors import SettingError
 from refusion_jax.runtime.sharding import mesh_axes, shard_count, sharding
 
 
 def abstract_transformer(
-    config: ModelConfig, dtype: str, mesh: Mesh, flags: str = "mesh", head_rows: int = 0
+    config: ModelConfig,
+    dtype: str,
+    mesh: Mesh,
+    flags: str = "mesh",
+    head_rows: int = 0,
+    weights: str = "same",
+    cache: str = "same",
 ) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The structure of a model, and a `jax.ShapeDtypeStruct` of every weight with its sharding.
 
@@ -22,18 +32,25 @@ def abstract_transformer(
       mesh: that they are split over; its devices need not be there.
       flags: by which its sizes were given, for the error.
       head_rows: of its output head, see `Transformer.with_head_rows`.
+      weights, cache: "same" or "int8", see `Transformer.rounded`.
 
     Raises:
       SettingError: where the mesh cannot split a weight evenly.
     """
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))
-    graphdef, weights = nnx.split(model.with_head_rows(head_rows))
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype).rounded(weights, cache))
+    graphdef, params = nnx.split(model.with_head_rows(head_rows))
 
-    def place(x: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+    def place(x: jax.ShapeDtypeStruct | Int8Array, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct | Int8Array:
+        if not is_int8(x):
+            return split(x, axes, dtype)
+        of_scale = [axis if size > 1 else None for size, axis in zip(x.scale.shape, axes, strict=True)]
+        return Int8Array(split(x.values, axes, jnp.int8), split(x.scale, of_scale, jnp.float32))
+
+    def split(x: jax.ShapeDtypeStruct, axes: Sequence[str | None], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         for size, axis in zip(x.shape, axes, strict=True):
             if size % shard_count(mesh, axis):
                 name = mesh_axes(axis)[0]
                 raise SettingError(flags, name, mesh.shape[name], f"does not divide the model's {size} {axis}")
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding(mesh, *axes))
 
-    return graphdef, jax.tree.map(place, nnx.to_pure_dict(weights), logical_axes(model))
+    return graphdef, jax.tree.map(place, nnx.to_pure_dict(params), logical_axes(model), is_leaf=is_int8)

@@ -9,72 +9,56 @@ memory for few tokens: tokens * rows well below the vocabulary.
 Axes: B rows of the batch, T tokens, D hidden size, V rows of the head; N = B T tokens of one chip.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int8
+from jaxtyping import Array, Float, Float32
 
+from refusion_jax.model.int8 import Int8Array, factors, is_int8
 from refusion_jax.runtime import sharding
 
-_LARGEST = 127.0  # of int8
 _FEWEST = 8  # tokens: XLA's int8 product of one token is a loop on CPU, ten times slower than that of eight
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RoundedHead:
-    """The head in int8: row v is about rounded[v] * scale[v]."""
-
-    rounded: Int8[Array, "V D"]
-    scale: Float32[Array, "V"]
-
-    @classmethod
-    def of(cls, head: Float[Array, "V D"]) -> "RoundedHead":
-        """Made once for many forwards."""
-        rounded, scale = _round(head)
-        return cls(sharding.constrain(rounded, "vocab", None), sharding.constrain(scale, "vocab"))
+def rounded_head(head: Float[Array, "V D"] | Int8Array) -> Int8Array:
+    """The head in int8, with a scale for every row; made once for many forwards."""
+    rounded = head if is_int8(head) else Int8Array.of(head, [1])
+    return jax.tree.map(lambda x: sharding.constrain(x, "vocab", None), rounded)
 
 
 def shortlisted_logits(
-    x: Float[Array, "B T D"], head: Float[Array, "V D"], rounded: RoundedHead, rows: int
+    x: Float[Array, "B T D"], head: Float[Array, "V D"] | Int8Array, rounded: Int8Array, rows: int
 ) -> Float32[Array, "B T V"]:
     """Logits of the best rows of a head, for each token; -inf for all others.
 
     Args:
       x: float32 or bfloat16.
-      head: of x's dtype.
-      rounded: the same head.
+      head: of x's dtype, or in int8.
+      rounded: the same head, from `rounded_head`.
       rows: how many to compute, 1 at least.
     """
     per_token, per_row = sharding.spec("batch", None, None), sharding.spec("vocab", None)
     run = sharding.on_each_chip(
         lambda *args: _local(*args, rows),
-        (per_token, per_row, per_row, sharding.spec("vocab")),
+        (per_token, per_row, per_row),
         sharding.spec("batch", None, "vocab"),
     )
-    return run(x, head, rounded.rounded, rounded.scale)
+    return run(x, head, rounded)
 
 
-def _round(x: Float[Array, "N D"]) -> tuple[Int8[Array, "N D"], Float32[Array, "N"]]:
-    """Each vector in int8, and its scale."""
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), jnp.finfo(jnp.float32).tiny) / _LARGEST
-    return jnp.round(x / scale[:, None]).astype(jnp.int8), scale
-
-
-def _local(x, head, rounded, scale, rows: int) -> jax.Array:
+def _local(x, head, rounded, rows: int) -> jax.Array:
     """`shortlisted_logits` of one chip's tokens and rows of the head."""
     B, T, D = x.shape
-    V = len(head)
+    V = head.shape[0]
     x = x.reshape(B * T, D)
-    tokens = _round(jnp.pad(x, ((0, max(_FEWEST - B * T, 0)), (0, 0))))[0]
-    product = jax.lax.dot_general(tokens, rounded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    score = product[: B * T].astype(jnp.float32) * scale[None]  # a token's own scale changes no order
+    tokens = Int8Array.of(jnp.pad(x, ((0, max(_FEWEST - B * T, 0)), (0, 0))), [1]).values
+    product = jax.lax.dot_general(tokens, rounded.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    score = product[: B * T].astype(jnp.float32) * rounded.scale.T  # a token's own scale changes no order
     best, index = jax.lax.approx_max_k(score, min(rows, V))  # [N, rows]; the best of all is never missed
     everywhere = sharding.all_gather(best, "vocab", axis=1)
     least = jax.lax.top_k(everywhere, min(rows, everywhere.shape[1]))[0][:, -1:]
-    exact = jnp.einsum("nd,nkd->nk", x, head[index]).astype(jnp.float32)
+    picked, scale = factors(jax.tree.map(lambda w: w[index], head), x.dtype)  # [N, rows, D], [N, rows, 1]
+    exact = jnp.einsum("nd,nkd->nk", x, picked).astype(jnp.float32)
+    exact = exact if scale is None else exact * scale[:, :, 0]
     exact = jnp.where(best >= least, exact, -jnp.inf)
     put = jax.vmap(lambda at, logit: jnp.full((V,), -jnp.inf).at[at].set(logit, unique_indices=True))
     return put(index, exact).reshape(B, T, V)

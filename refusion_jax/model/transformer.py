@@ -21,9 +21,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.model import packed_attention as packed
-from refusion_jax.model.approximate_head import RoundedHead, shortlisted_logits
+from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
+from refusion_jax.model.int8 import Int8Array, factors, in_dtype, is_int8, stored_like, widened
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.remat import ATTENTION, GATE, INPUT, REMAT_POLICIES, UP
 from refusion_jax.runtime.sharding import constrain
@@ -58,24 +59,27 @@ class ModelConfig:
 class KeyValues:
     """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis)."""
 
-    keys: Float[Array, "*L B S K H"]
-    values: Float[Array, "*L B S K H"]
+    keys: Float[Array, "*L B S K H"] | Int8Array
+    values: Float[Array, "*L B S K H"] | Int8Array
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None) -> nnx.Param:
-    """Declares one float32 weight; sharding, checkpoint names and conversion all follow from this declaration.
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None, summed: tuple[str, ...] = ()
+) -> nnx.Param:
+    """Declares one float32 weight; sharding, names, conversion and rounding all follow from this declaration.
 
     Args:
       rngs: source of randomness.
       shape: of the weight.
       axes: a logical name per axis; `refusion_jax.runtime.sharding.RULES` maps each to mesh axes.
       std: standard deviation of the initial normal draw; None means ones (the scale of a norm).
+      summed: the axes that its product sums over, by name; none where it is in no product.
     """
     if std is None:
         value = jnp.ones(shape, jnp.float32)
     else:
         value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, logical_axes=axes)
+    return nnx.Param(value, logical_axes=axes, summed=summed)
 
 
 class Layers(nnx.Module):
@@ -86,16 +90,19 @@ class Layers(nnx.Module):
         N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         residual = (2 * L) ** -0.5  # the residual stream sums 2 L block outputs
         self.attention_norm = weight(rngs, (L, D), ("layers", "norm"), None)
-        self.q_proj = weight(rngs, (L, D, N, H), ("layers", "embed", "heads", "head_dim"), D**-0.5)
-        self.k_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5)
-        self.v_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5)
+        self.q_proj = weight(rngs, (L, D, N, H), ("layers", "embed", "heads", "head_dim"), D**-0.5, ("embed",))
+        self.k_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
+        self.v_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
         self.q_norm = weight(rngs, (L, H), ("layers", "norm"), None)
         self.k_norm = weight(rngs, (L, H), ("layers", "norm"), None)
-        self.o_proj = weight(rngs, (L, N, H, D), ("layers", "heads", "head_dim", "embed"), residual * (N * H) ** -0.5)
+        self.o_proj = weight(
+            rngs, (L, N, H, D), ("layers", "heads", "head_dim", "embed"), residual * (N * H) ** -0.5,
+            ("heads", "head_dim"),
+        )  # fmt: skip
         self.mlp_norm = weight(rngs, (L, D), ("layers", "norm"), None)
-        self.gate_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5)
-        self.up_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5)
-        self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5)
+        self.gate_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5, ("embed",))
+        self.up_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5, ("embed",))
+        self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5, ("mlp",))
 
 
 # Attention over a cache is compiled for all of its entries, a half and a quarter of them: most rows are far from full.
@@ -123,13 +130,14 @@ class Transformer(nnx.Module):
     ):
         self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
         self.head_rows = 0  # of the output head that a token's logits are computed of; 0: all, see `with_head_rows`
-        self._rounded_head: RoundedHead | None = None
+        self._rounded_head: Int8Array | None = None
+        self.cache_dtype = self.dtype  # of keys and values between forwards; int8: see `rounded`
         V, D = config.vocab_size, config.hidden_size
-        self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5)
+        self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
         self.layers = Layers(config, rngs)
         self.final_norm = weight(rngs, (D,), ("norm",), None)
         if not config.tie_word_embeddings:
-            self.lm_head = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5)
+            self.lm_head = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
 
     def __call__(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
@@ -158,7 +166,8 @@ class Transformer(nnx.Module):
           labels: of each token.
           is_labelled: the others cost nothing, and are 0.
         """
-        return linear_cross_entropy(self.hidden(tokens, positions, visibility), self._head[...], labels, is_labelled)
+        head = widened(self._head.get_value(), self.dtype)
+        return linear_cross_entropy(self.hidden(tokens, positions, visibility), head, labels, is_labelled)
 
     def extend(
         self,
@@ -170,7 +179,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Float32[Array, "B T V"], KeyValues]:
         """Logits of new tokens on top of cached ones, and the new tokens' own keys and values.
 
-        The cache is only read: the caller decides which of the new keys and values to keep.
+        The cache is only read: the caller decides which of the new keys and values to keep. Of a cache in int8 the new
+        ones are rounded before any token sees them: what is seen does not depend on how tokens fall into forwards.
 
         Args:
           tokens: the new ones.
@@ -208,21 +218,24 @@ class Transformer(nnx.Module):
         visible = ragged.tiles(ragged.pack(visible))  # [tiles, Q, T]
 
         def attend(q, k, v, layer):
-            q, new_k, new_v = ragged.tiles(q), ragged.keys_of_tiles(k), ragged.keys_of_tiles(v)
+            new = KeyValues(stored_like(k, cached.keys), stored_like(v, cached.values))
+            q, seen = ragged.tiles(q), jax.tree.map(ragged.keys_of_tiles, new)
 
             def over(size):
+                def take(x):
+                    return ragged.rows_of_tiles(jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)[:, :size])
+
                 def run():
                     # The layer is chosen here: handed into a branch, its part of the cache would be a copy.
-                    old_k, old_v = (
-                        ragged.rows_of_tiles(jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)[:, :size])
-                        for x in (cached.keys, cached.values)
+                    old = jax.tree.map(take, cached)
+                    return cached_attention(
+                        q, seen.keys, seen.values, visible, old.keys, old.values, is_cached[:, :size]
                     )
-                    return cached_attention(q, new_k, new_v, visible, old_k, old_v, is_cached[:, :size])
 
                 return run
 
             heads = jax.lax.switch(enough, [over(size) for size in sizes])
-            return heads.reshape(*k.shape[:2], *heads.shape[2:]), KeyValues(k, v)
+            return heads.reshape(*k.shape[:2], *heads.shape[2:]), new
 
         layers = jnp.arange(self.config.num_hidden_layers)
         return self._run(ragged.pack(tokens), ragged.pack(positions), attend, layers)
@@ -244,23 +257,27 @@ class Transformer(nnx.Module):
         def size(x):
             return x.size * x.dtype.itemsize
 
-        every = sum(map(size, jax.tree.leaves(nnx.to_pure_dict(nnx.state(self)))))
-        return every - (0 if self.config.tie_word_embeddings else size(self.embed_tokens[...]))
+        every, embedding = (
+            sum(map(size, jax.tree.leaves(some)))
+            for some in (nnx.to_pure_dict(nnx.state(self)), self.embed_tokens.get_value())
+        )
+        return every - (0 if self.config.tie_word_embeddings else embedding)
 
     @property
     def _head(self) -> nnx.Param:
         return self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
     @property
-    def output_head(self) -> Float[Array, "V D"]:
-        """In the dtype of computation."""
-        return self._head[...].astype(self.dtype)
+    def output_head(self) -> Float[Array, "V D"] | Int8Array:
+        """In the dtype of computation, or in int8."""
+        return in_dtype(self._head.get_value(), self.dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         """Logits from what `hidden` gave, or a part of its tokens."""
         if self._rounded_head:
             return shortlisted_logits(x, self.output_head, self._rounded_head, self.head_rows)
-        return constrain(linear(x, self.output_head.T).astype(jnp.float32), "batch", "length", "vocab")
+        logits = linear(x, jax.tree.map(jnp.transpose, self.output_head))
+        return constrain(logits.astype(jnp.float32), "batch", "length", "vocab")
 
     def with_head_rows(self, rows: int) -> "Transformer":
         """The same weights, with an output head of so many rows a token (see approximate_head.py); 0: all."""
@@ -271,8 +288,30 @@ class Transformer(nnx.Module):
     def ready(self) -> "Transformer":
         """This model with what its output head needs made once for the many forwards that follow."""
         if self.head_rows:
-            self._rounded_head = RoundedHead.of(self.output_head)
+            self._rounded_head = rounded_head(self.output_head)
         return self
+
+    def rounded(self, weights: str = "same", cache: str = "same") -> "Transformer":
+        """The same model with weights or cache in int8, for decoding (see int8.py); what is rounded already stays so.
+
+        Args:
+          weights: "same" or "int8": those of products, embeddings among them.
+          cache: "same" or "int8", of the caches that decoders make for it.
+        """
+
+        def of(p):
+            if not p.summed or is_int8(p.get_value()):
+                return p
+            return p.replace(Int8Array.of(p.get_value(), [p.logical_axes.index(name) for name in p.summed]))
+
+        graphdef, state = nnx.split(self)
+        if weights == "int8":
+            state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+        model = nnx.merge(graphdef, state)
+        for _, each in nnx.iter_modules(model):  # companions too
+            if cache == "int8" and isinstance(each, Transformer):
+                each.cache_dtype = jnp.dtype(jnp.int8)
+        return model
 
     def _run(self, tokens, positions, attend: Callable, per_layer: Any) -> tuple[jax.Array, Any]:
         """Embeds and scans the layers.
@@ -287,7 +326,8 @@ class Transformer(nnx.Module):
           ([B, T, D] behind the final norm, what was kept, stacked over layers).
         """
         eps = self.config.rms_norm_eps
-        x = constrain(self.embed_tokens[...].astype(self.dtype)[tokens], "batch", "length", None)  # [B, T, D]
+        rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
+        x = constrain(widened(rows, self.dtype), "batch", "length", None)  # [B, T, D]
         rotation = rope_rotation(positions, self.config.head_dim, self.config.rope_theta)
 
         def layer(x, inputs):
@@ -306,19 +346,22 @@ class Transformer(nnx.Module):
 
         if policy := REMAT_POLICIES[self.remat]:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan keeps the copies apart
-        weights = jax.tree.map(lambda w: w.astype(self.dtype), nnx.to_pure_dict(nnx.state(self.layers)))
+        weights = in_dtype(nnx.to_pure_dict(nnx.state(self.layers)), self.dtype)
         x, kept = jax.lax.scan(layer, x, (weights, per_layer))
         return rms_norm(x, self.final_norm[...].astype(self.dtype), eps), kept
 
 
-def linear(x: Float[Array, "..."], w: Float[Array, "..."], inputs: int = 1) -> Float[Array, "..."]:
+def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: int = 1) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of x with the first ones of w.
 
     The product is taken over flattened axes, [tokens, in] x [in, out]: a free relabelling on every backend, and on
     CPU it spares XLA a strided copy of each operand of the weight gradient (MLP forward and backward 2.5x faster).
     """
+    w, scale = factors(w, x.dtype)
     size = math.prod(w.shape[:inputs])
-    return (x.reshape(-1, size) @ w.reshape(size, -1)).reshape(x.shape[:-inputs] + w.shape[inputs:])
+    y = x.reshape(-1, size) @ w.reshape(size, -1)
+    y = y if scale is None else (y * scale.reshape(1, -1)).astype(x.dtype)
+    return y.reshape(x.shape[:-inputs] + w.shape[inputs:])
 
 
 def scattered_along_embed(w: Float[Array, "N H D"]) -> Float[Array, "N H D"]:

@@ -64,7 +64,9 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
             rows,
             f"does not divide into {parts} parts; the next size that does is {-(-rows // parts) * parts}",
         )
-    graphdef, target = abstract_transformer(shape, c.dtype, mesh, flags="config.mesh", head_rows=settings.head_rows)
+    graphdef, target = abstract_transformer(
+        shape, c.dtype, mesh, "config.mesh", settings.head_rows, settings.weights, settings.cache
+    )
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
     newcomers = queue.newcomers({0: 0}, requests, queue.admitted(rows, mesh), rows, decoder)

@@ -94,19 +94,20 @@ _GPUS = {
 _CPU_CACHE, _CPU_TOKENS = 32 * 2**20, 16
 
 
-def free_tokens(weight_bytes: int, device_kind: str) -> int:
+def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
     """How many tokens a forward can feed in the time in which its weights are read.
 
-    That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs a weight of 2 bytes); on a
+    That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs a weight); on a
     CPU a rule from measured facts. 0 where nothing is known, and where nothing is free.
 
     Args:
       weight_bytes: read by a forward.
       device_kind: `jax.Device.device_kind`.
+      itemsize: bytes of a weight; more than 2 count as 2, since wider products take longer too.
     """
     chips = {chip.device_kind: (chip.peak_flops, chip.hbm_bandwidth) for chip in CHIPS.values()} | _GPUS
     known = [name for name in chips if device_kind.startswith(name)]
     if known:
         flops, bandwidth = chips[max(known, key=len)]
-        return round(flops / bandwidth)
+        return round(flops / bandwidth * min(itemsize, 2) / 2)
     return _CPU_TOKENS if device_kind == "cpu" and weight_bytes > _CPU_CACHE else 0

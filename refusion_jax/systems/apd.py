@@ -170,7 +170,7 @@ class DraftAndCheck:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, check, s = Plain(model, request), Plain(model.verifier, request), request.settings
+    plain, check, s = Plain(model, request, keeps_cache=False), Plain(model.verifier, request), request.settings
     shift, commits = canvas.is_shifted(s.shift, model.config), []
     text, places = list(plain.given.values()), list(plain.places)
     while places:

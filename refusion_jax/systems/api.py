@@ -144,7 +144,7 @@ def stream(
     settings = requests[0].settings
     check_companions(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
-    model = model.with_head_rows(settings.head_rows)
+    model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
     return queue.stream(model, decoder, requests, settings.batch_size, is_over, recorder)
 
 

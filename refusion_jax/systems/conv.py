@@ -124,7 +124,7 @@ def known_nearby(
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, s, commits = Plain(model, request), request.settings, []
+    plain, s, commits = Plain(model, request, keeps_cache=False), request.settings, []
     shift, n = canvas.is_shifted(s.shift, model.config), len(plain.places)
     text, steps = dict(plain.given), min(s.steps or n, n)
     for step in range(steps):

@@ -221,7 +221,7 @@ def _counts(request: Request) -> list[int]:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, commits = Plain(model, request), []
+    plain, commits = Plain(model, request, keeps_cache=False), []
     text = dict(plain.given)
 
     def surety(p, place):

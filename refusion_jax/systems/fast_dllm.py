@@ -59,7 +59,7 @@ class FastSettings(shared.Settings):
         _BLOCK, "Tokens of a block; blocks are finished one after the other; 0: the whole answer", at_least=0,
         at_most=2**24,
     )  # fmt: skip
-    cache: str = setting(
+    reuse: str = setting(
         "dual", "What is kept between the forwards of a block: dual | prefix (only what stands before it) | none",
         scope="compiled", choices=("dual", "prefix", "none"),
     )  # fmt: skip
@@ -107,7 +107,7 @@ class BlockCache:
     cache_length: int  # C, or 0 where nothing is kept
     new_tokens: int  # N, of a row, at most
     block_length: int  # K, of a block, at most
-    cache: str
+    reuse: str
     rule: str
     shifted: bool
 
@@ -123,10 +123,10 @@ class BlockCache:
         return cls(
             ids=shared.TokenIds.of(own, model),
             width=C,
-            cache_length=0 if own.cache == "none" else C,
+            cache_length=0 if own.reuse == "none" else C,
             new_tokens=N,
             block_length=min(N, max(r.settings.block_length or N for r in requests)),
-            cache=own.cache,
+            reuse=own.reuse,
             rule=own.rule,
             shifted=canvas.is_shifted(own.shift, model),
         )
@@ -157,7 +157,7 @@ class BlockCache:
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward: over the whole text for rows whose block begins, if there are any, else over blocks."""
-        if self.cache == "none":
+        if self.reuse == "none":
             return self._whole(model, s)
         is_any_fresh = jnp.any(s.active & s.is_fresh)
         return jax.lax.cond(is_any_fresh, lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
@@ -175,9 +175,9 @@ class BlockCache:
         logits = model.logits(jnp.take_along_axis(x, at[:, :, None], axis=1))
 
         took_part = s.active & s.is_fresh
-        if self.cache == "none":
+        if self.reuse == "none":
             return self._commit(s, w, logits, took_part, jnp.zeros_like(w.masked))
-        if self.cache == "dual":  # what stands behind the tokens that are fed from now on moves up to those before them
+        if self.reuse == "dual":  # what stands behind the tokens that are fed from now on moves up to those before them
             order = jnp.minimum(jnp.where(index < start[:, None], index, index + fed[:, None]), C - 1)
             order = order[None, :, :, None, None]
             entries = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), entries)
@@ -205,7 +205,7 @@ class BlockCache:
         first = s.block * length
         start = s.layout.given.length + first
         w = canvas.window(s, self.ids, self.block_length, first, length)
-        if self.cache == "dual":
+        if self.reuse == "dual":
             return w, self.block_length, start, jnp.clip(count - first, 0, length)
         return w, self.new_tokens, start, jnp.maximum(count - first, 0)
 
@@ -225,7 +225,7 @@ class BlockCache:
         return dataclasses.replace(
             after,
             block=s.block + (took_part & is_over),
-            is_fresh=jnp.where(took_part, is_over | (self.cache == "none"), s.is_fresh),
+            is_fresh=jnp.where(took_part, is_over | (self.reuse == "none"), s.is_fresh),
         )
 
 
@@ -261,9 +261,9 @@ def reference(model: Transformer, request: Request) -> dict:
         while not plain.is_settled(text) and not all(place in text for place in block):
             then = tokens(whole)
             p = plain.forward("whole", then, whole, np.ones((len(whole), len(whole)), bool))
-            commit(p, block, whole, block[:1] if shift and s.cache != "none" else ())
-            fed = block if s.cache == "dual" else [*range(block[0], request.length)]
-            while s.cache != "none" and not plain.is_settled(text) and not all(place in text for place in block):
+            commit(p, block, whole, block[:1] if shift and s.reuse != "none" else ())
+            fed = block if s.reuse == "dual" else [*range(block[0], request.length)]
+            while s.reuse != "none" and not plain.is_settled(text) and not all(place in text for place in block):
                 sees = np.ones((len(whole) + len(fed),) * 2, bool)
                 sees[: len(whole), len(whole) :] = False
                 sees[len(whole) :, fed] = False  # their keys of then are not used

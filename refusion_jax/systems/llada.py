@@ -180,7 +180,7 @@ class Denoise:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, s, commits = Plain(model, request), request.settings, []
+    plain, s, commits = Plain(model, request, keeps_cache=False), request.settings, []
     text, n = dict(plain.given), len(plain.places)
     length = s.block_length or n
     for start in range(0, n, length):

@@ -20,7 +20,12 @@ from refusion_jax.systems.registry import decoders_for, default_system
 from refusion_jax.training import checkpoints, workdir
 
 
-def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None) -> Transformer:
+def load_model(
+    path: epath.PathLike,
+    dtype: str = "float32",
+    mesh: jax.sharding.Mesh | None = None,
+    weights: str = "same",
+) -> Transformer:
     """Reads a trained model onto one device, or split over a mesh of them.
 
     Args:
@@ -28,6 +33,7 @@ def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.
         directory of the Qwen3 family.
       dtype: of weights and computation, "float32" or "bfloat16".
       mesh: from `sharding.make_mesh`; the first device by default.
+      weights: "same", or "int8": read and rounded in the host's memory, so that the devices need hold no more.
 
     Raises:
       UserError: where no model is there, or none that we can read, or its weights cannot be split like that.
@@ -35,8 +41,18 @@ def load_model(path: epath.PathLike, dtype: str = "float32", mesh: jax.sharding.
     path = epath.Path(path)
     config = read_model_config(path)
     mesh = mesh or make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
-    graphdef, target = abstract_transformer(config, dtype, mesh)
-    return nnx.merge(graphdef, load_params(path, target))
+    graphdef, target = abstract_transformer(config, dtype, mesh, weights=weights)
+    if weights == "same":
+        return nnx.merge(graphdef, load_params(path, target))
+    try:
+        memory = jax.local_devices(backend="cpu")[:1]
+    except RuntimeError as error:
+        why = "weights are rounded in the host's memory, for JAX a device of its own: JAX_PLATFORMS must name cpu, too"
+        raise SettingError("decode", "weights", weights, why) from error
+    unrounded, on_host = abstract_transformer(config, dtype, make_mesh(dict.fromkeys(MESH_AXES, 1), memory))
+    rounded = nnx.state(nnx.merge(unrounded, load_params(path, on_host)).rounded(weights))
+    places = jax.tree.map(lambda x: x.sharding, target)
+    return nnx.merge(graphdef, jax.device_put(jax.device_get(nnx.to_pure_dict(rounded)), places))
 
 
 def load_for(
@@ -54,8 +70,8 @@ def load_for(
             files = [find_tokenizer_file(_tokenizer_place(epath.Path(place))) for place in (path, other)]
             if all(files) and files[0].read_bytes() != files[1].read_bytes():
                 raise SettingError("decode", name, other, f"has another tokenizer than {path}")
-            companions[name] = load_model(other, dtype, mesh)
-    return with_companions(load_model(path, dtype, mesh), **companions)
+            companions[name] = load_model(other, dtype, mesh, settings.weights)
+    return with_companions(load_model(path, dtype, mesh, settings.weights), **companions)
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:

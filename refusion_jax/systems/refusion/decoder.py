@@ -189,7 +189,8 @@ class Sizes:
     @classmethod
     def of(cls, model: Transformer, rows: int, decoder: PlanAndInfill) -> Self:
         """Of a batch of so many rows, on the mesh of `jax.set_mesh`."""
-        shards, free = shard_count_here("batch"), free_tokens(model.weight_bytes, device_kind_here())
+        shards, itemsize = shard_count_here("batch"), jax.tree.leaves(model.output_head)[0].dtype.itemsize
+        free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)
         budget = max(decoder.budget, free)
         shapes = shapes_of(rows // shards, decoder.width, decoder.block, budget, decoder.slot_size)
         return cls(shards, shapes, free, min(max(free, _LEAST_PORTION), shapes[-1].places))

@@ -1,0 +1,110 @@
+"""What weights and cache in int8 change: bytes, logits, held-out loss and answers, on the built-in problems.
+
+  python -m refusion_jax.bench int8 --checkpoint=runs/quickstart
+
+Of each way to keep weights and cache (--decode.weights, --decode.cache): the bytes of the arrays; of held-out problems,
+corrupted with the same noise for all, how far the logits of labelled tokens are off (root of the mean square, as a
+share of the logits' own deviation), the loss, and the perplexity that it means; the share of problems that are answered
+rightly; and of the answers, and their tokens place by place, those that are the same as without rounding.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from etils import epath
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.batch.batch import Batch, is_labelled, loss_terms
+from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.data import tasks
+from refusion_jax.data.examples import Example
+from refusion_jax.data.packing import pack, tokenize
+from refusion_jax.decoding.cache import Cache
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.api import DecodeSettings, decode
+from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.inspection import corrupted
+from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
+from refusion_jax.training.workdir import read_config
+
+_WAYS = (("same", "same"), ("int8", "same"), ("same", "int8"), ("int8", "int8"))  # weights, cache
+_MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    flags.DEFINE_string("checkpoint", "", "A run on the built-in problems, or one step of it", flag_values=own)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of what is not in int8", flag_values=own)
+    flags.DEFINE_integer("problems", 200, "How many held-out problems", lower_bound=1, flag_values=own)
+    flags.DEFINE_integer("batch_size", 64, "Prompts decoded at once", lower_bound=1, flag_values=own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Prints one JSON object a way, then a table."""
+    if not own.checkpoint:
+        raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
+    columns = ("weight_bytes", "cache_bytes_per_token", "logit_error", "loss", "right", "answers_kept", "tokens_kept")
+    formats = ("{:,}", "{:,}", "{:.2%}", "{:.4f}", "{:.1%}", "{:.1%}", "{:.1%}")
+    table = Table("weights", "cache", *(name.replace("_", " ") for name in columns))
+    for record in measure(own.checkpoint, own.dtype, own.problems, own.batch_size):
+        print(json.dumps(record), flush=True)
+        values = (how.format(record[name]) for how, name in zip(formats, columns, strict=True))
+        table.add_row(record["weights"], record["cache"], *values)
+    Console().print(table)
+
+
+def measure(checkpoint: str, dtype: str, count: int, batch_size: int) -> Iterator[dict]:
+    """One record a way; the first is without rounding."""
+    model, tokenizer = load_model(checkpoint, dtype), load_tokenizer(checkpoint)
+    config = read_config(find_step(epath.Path(checkpoint))[0])
+    problems = list(tasks.problems("test", count, seed=0))
+    examples = [Example(problem.query, problem.response, problem.query) for problem in problems]
+    packed = pack(tokenize(examples, tokenizer, config.row_length, "error"), config.row_length)
+    batch = corrupted(config, tokenizer, Rows(**packed[:]), noise_keys(0, 0, len(packed)))
+    prompts = tokenizer.encode_prompts([problem.query for problem in problems])
+    method = choose_method(epath.Path(checkpoint), None)
+    exact_logits, exact_answers = None, None
+    for weights, cache in _WAYS:
+        rounded, how = model.rounded(weights, cache), {"weights": weights, "cache": cache}
+        settings = DecodeSettings(method, max_new_tokens=_MAX_NEW_TOKENS, batch_size=batch_size, **how)
+        answers, (logits, loss) = decode(model, prompts, settings).tokens, likelihood(rounded, batch)
+        if exact_answers is None:
+            exact_logits, exact_answers = logits, answers
+        pairs = list(zip(answers, exact_answers, strict=True))
+        same = sum(a == b for pair in pairs for a, b in zip(*pair, strict=False))
+        right = sum(tasks.is_correct(p, tokenizer.decode(a)) for p, a in zip(problems, answers, strict=True))
+        yield {
+            "benchmark": "int8",
+            **how,
+            "dtype": dtype,
+            "problems": count,
+            "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(nnx.state(rounded))),
+            "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves(Cache.empty(rounded, 1, 1).entries)),
+            "logit_error": float(jnp.sqrt(jnp.mean((logits - exact_logits) ** 2)) / jnp.std(exact_logits)),
+            "loss": loss,
+            "perplexity": math.exp(loss),
+            "right": right / count,
+            "answers_kept": sum(a == b for a, b in pairs) / count,
+            "tokens_kept": same / sum(map(len, exact_answers)),
+        }
+
+
+def likelihood(model: Transformer, batch: Batch) -> tuple[jax.Array, float]:
+    """(logits of labelled tokens, the mean of the loss's terms in nats), each token seen as the cache would keep it."""
+
+    @jax.jit
+    def run(model, batch):
+        rows = len(batch.inputs)
+        none = Cache.empty(model, rows, 0)
+        logits, _ = model.extend(batch.inputs, batch.positions, none.entries, none.length, batch.visibility.mask())
+        return logits[:, :, : model.config.num_tokens], loss_terms(logits, batch)
+
+    logits, terms = run(model, batch)
+    return logits[is_labelled(batch)], float(sum(terms.values()) / len(terms))
