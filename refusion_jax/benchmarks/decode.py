@@ -7,8 +7,9 @@
 Each --way is the name of a decoder, and settings of its own behind it: --way='sequential slot_size=4'; by default every
 decoder of the default system. Settings for all of them are flags, as those of generate. Without a checkpoint
 weights are random, in the shape that --size names. Of each way: tokens a second, forwards, tokens a forward,
-milliseconds a forward; `of_bandwidth` is the share of the memory bandwidth that reading weights and cache once takes,
-bandwidth being that of a copy measured here. Compilation is not counted, but told.
+milliseconds a forward; `bytes` of weights and cache, as each way keeps them (weights=int8 cache=int8), and
+`of_bandwidth`, the share of the memory bandwidth that reading them once takes, bandwidth being that of a copy measured
+here. Compilation is not counted, but told.
 
 Of one batch, run to its end: `real_places` is the share of the places of all forwards that held a token,
 `mflops_per_token` the arithmetic of all places over the tokens that were committed, and `not_model` the share of the
@@ -100,6 +101,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
     shared = {name: own[f"decode.{name}"].value for name in all_settings() if own[f"decode.{name}"].value is not None}
     shared = {"max_new_tokens": 128} | shared | {"batch_size": batch_size}
     ways = {way: read_way(way, shared) for way in own.way or default_system().decoders}
+    models = {way: model.rounded(settings.weights, settings.cache) for way, settings in ways.items()}
     rng, c = np.random.default_rng(0), model.config
     shape = (own.prompts_per_row * batch_size, own.prompt_length)
     prompts = rng.integers(5, min(c.num_tokens, 500), shape).tolist()
@@ -110,7 +112,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         for way, settings in ways.items():
             requests = prepare(prompts, settings, c)
             began = time.perf_counter()
-            answers[way] = [answer for _, answer in stream(model, requests)]
+            answers[way] = [answer for _, answer in stream(models[way], requests)]
             took = time.perf_counter() - began
             if turn:
                 seconds[way].append(took)
@@ -119,12 +121,12 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
 
     records = []
     for way, settings in ways.items():
-        decoder = decoder_for(prepare(prompts, settings, c), c)
+        decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[way]
         rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[way]))
         forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.commit_order) for a in answers[way])
         # Rows share forwards, and a batch runs as many as its busiest rows; the queue keeps the others as busy.
         each = took / (forwards / rows)
-        moved = model.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, model.cache_dtype)
+        moved = kept.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, kept.cache_dtype)
         records.append(
             {
                 "benchmark": "decode",
@@ -134,7 +136,8 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
                 "forwards": forwards,
                 "tokens_per_forward": tokens / forwards,
                 "ms_per_forward": 1e3 * each,
-                **batch_costs(model, prepare(prompts[:rows], settings, c), rows, own.repeats),
+                **batch_costs(kept, prepare(prompts[:rows], settings, c), rows, own.repeats),
+                "bytes": moved,
                 "of_bandwidth": moved / each / bandwidth,
                 "compile_seconds": compiling[way] - took,
                 "width": decoder.width,
