@@ -12,6 +12,7 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, Pa
 from refusion_jax.model.attention import attention
 from refusion_jax.model.packed_attention import backend_for, packed_attention
 from refusion_jax.model.splash import splash_attention
+from refusion_jax.model.triton import triton_attention
 from refusion_jax.runtime import sharding
 
 B, T, N, K, H = 4, 256, 4, 2, 128
@@ -29,7 +30,7 @@ def inputs():
 def outputs_and_grads(function, q, k, v, segments):
     weight = jnp.where(segments[..., None, None] > 0, jax.random.normal(jax.random.key(9), q.shape), 0)
     out, pull = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
-    return jnp.where(segments[..., None, None] > 0, out, 0), *pull(weight)
+    return jnp.where(segments[..., None, None] > 0, out, 0), *pull(weight.astype(out.dtype))
 
 
 def definition(q, k, v, segments):
@@ -114,12 +115,38 @@ def test_blocks_of_queries_are_the_definition_forward_and_backward(length):
     assert_close(got, outputs_and_grads(definition, *short))
 
 
+@pytest.mark.parametrize("pattern", [CAUSAL, pytest.param(BIDIRECTIONAL, marks=pytest.mark.slow)], ids=repr)
+def test_the_gpu_kernel_is_the_definition_forward_and_backward(pattern):
+    """Emulated; two query heads of one key head, and documents that begin and end inside of tiles."""
+    q, k, v, segments = inputs()
+    q, k, v, segments = q[:1, :, :2, :16], k[:1, :, :1, :16], v[:1, :, :1, :16], segments[:1]
+
+    def see(segments):
+        return Visibility.of(pattern, segments)
+
+    got = outputs_and_grads(lambda q, k, v, s: triton_attention(q, k, v, see(s), interpret=True), q, k, v, segments)
+    expected = outputs_and_grads(lambda q, k, v, s: attention(q, k, v, see(s).mask()), q, k, v, segments)
+    assert_close(got, expected)
+
+
+def test_a_gpu_never_holds_a_whole_square():
+    """The program as it is lowered for CUDA, which needs no GPU."""
+    q, k, v, segments = inputs()
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    for backend, holds in (("triton", False), ("xla", True)):
+        run = jax.jit(
+            functools.partial(outputs_and_grads, lambda *x, b=backend: packed_attention(*x[:3], causal(x[3]), b))
+        )
+        lowered = run.trace(q, k, v, segments).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("256x256x" in lowered or "128x256x" in lowered) == holds
+
+
 def test_a_gpu_kernel_is_the_definition():
     if jax.default_backend() != "gpu":
         pytest.skip("needs an NVIDIA GPU; run it there with JAX_PLATFORMS=cuda")
     q, k, v, segments = inputs()
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    got = outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, causal(s), "cudnn"), q, k, v, segments)
+    got = outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, causal(s), "triton"), q, k, v, segments)
     for a, b in zip(got, outputs_and_grads(definition, q, k, v, segments), strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.02 * np.abs(b).max())
 
@@ -127,7 +154,8 @@ def test_a_gpu_kernel_is_the_definition():
 def test_every_platform_gets_a_kernel_that_can_do_its_sizes():
     assert backend_for("tpu", 4096, 128, "bfloat16") == "splash"
     assert backend_for("tpu", 64, 128, "bfloat16") == "xla"  # shorter than the smallest tile
-    assert backend_for("gpu", 4096, 128, "bfloat16") == "cudnn"
+    assert backend_for("gpu", 4096, 128, "bfloat16") == "triton"
+    assert backend_for("gpu", 4000, 128, "bfloat16") == "xla"  # no whole tiles
     assert backend_for("gpu", 4096, 128, "float32") == "xla"
     assert backend_for("gpu", 4096, 256, "bfloat16") == "xla"
     assert backend_for("cpu", 4096, 128, "bfloat16") == "xla"

@@ -2,7 +2,8 @@
 
 splash   TPU: the Pallas kernel of JAX (splash.py), where visibility follows a static pattern; skips the tiles that
          nobody sees, by the pattern and by the documents of the batch
-cudnn    NVIDIA: cuDNN's fused attention, through `jax.nn.dot_product_attention`
+triton   GPU: the flash attention of JAX in Pallas (triton.py), for causal and bidirectional patterns; no [T, T] array,
+         forward or backward
 xla      everything else, in blocks of queries: [T, T] scores are never held for a whole row
 
 All of them compute what `attention` does with `Visibility.mask`, the dense definition.
@@ -10,16 +11,16 @@ All of them compute what `attention` does with `Visibility.mask`, the dense defi
 Axes: B rows, T row length, N query heads, K key/value heads, H head size.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from refusion_jax.batch.visibility import Visibility
+from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, Visibility
+from refusion_jax.model import triton
 from refusion_jax.model.attention import attention
 from refusion_jax.model.splash import SMALLEST_TILE, splash_attention
 from refusion_jax.runtime import sharding
 
-BACKENDS = ("xla", "splash", "cudnn")
+BACKENDS = ("xla", "splash", "triton")
 
 # Queries go to XLA in blocks that see only the keys that their pattern lets any of them see. Causal rows of 512 tokens
 # so take 53 ms forward and backward on two cores instead of 90. Blocks of 64 take 46, but compile in twice the time.
@@ -37,8 +38,8 @@ def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
     """
     if platform == "tpu" and length % SMALLEST_TILE == 0:
         return "splash"
-    if platform == "gpu" and head_dim % 8 == 0 and head_dim <= 128 and dtype == "bfloat16":
-        return "cudnn"
+    if platform == "gpu" and length % triton.TILE == 0 and head_dim in triton.HEAD_DIMS and dtype == "bfloat16":
+        return "triton"
     return "xla"
 
 
@@ -52,17 +53,17 @@ def packed_attention(
     """Attention of every token to the tokens that it sees.
 
     Args:
-      q: float32 or bfloat16 (cudnn: bfloat16 only).
+      q: float32 or bfloat16.
       k, v: of q's dtype, as is what is returned.
       visibility: of the [B, T] tokens.
-      backend: one of BACKENDS; splash serves patterns alone, and leaves everything else to xla.
+      backend: one of BACKENDS; splash serves patterns alone, triton two of them, and what they do not goes to xla.
     """
     if backend == "splash" and visibility.pattern:
         return splash_attention(q, k, v, visibility)
-    if backend == "cudnn":
-        return jax.nn.dot_product_attention(q, k, v, mask=visibility.mask()[:, None], implementation="cudnn")
-    T = q.shape[1]
-    block = T if sharding.shard_count_here("length") > 1 else max(_QUERIES, -(-T // _MOST_BLOCKS))
+    T, is_split = q.shape[1], sharding.shard_count_here("length") > 1
+    if backend == "triton" and visibility.pattern in (CAUSAL, BIDIRECTIONAL) and not is_split:
+        return triton.triton_attention(q, k, v, visibility)
+    block = T if is_split else max(_QUERIES, -(-T // _MOST_BLOCKS))
     ends = [*range(block, T, block), T]
     heads = [_block(q, k, v, visibility, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
     return jnp.concatenate(heads, axis=1)
