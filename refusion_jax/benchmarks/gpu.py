@@ -1,0 +1,244 @@
+"""All that wants a GPU, in one run of a bounded time: is it right there, and how fast.
+
+  python -m refusion_jax.bench gpu --minutes=35 --checkpoint=tests/golden/model --output=gpu_results
+  python -m refusion_jax.bench gpu --rehearse --minutes=20 --output=rehearsal
+
+In this order: logits, attention over packed rows (forward and gradient) and greedy answers against the CPU's; then
+model-FLOPs utilization (MFU) of training at 0.6B and 1.7B; then every decoder of the default system, and the first one
+with weights and cache in int8, at 1.7B and 8B, batch 1 to 128. Writes OUTPUT/results.json, again after every part, and
+OUTPUT/section.md, the section of BENCHMARKS.md. A part that is not expected to fit in what is left of --minutes is
+skipped, and a part that fails is told: the others go on.
+
+--rehearse does the same on whatever device there is with tiny shapes, the attention kernel emulated; its figures mean
+nothing, and its results say so.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from refusion_jax.batch.visibility import CAUSAL, Visibility
+from refusion_jax.benchmarks import decode as decoding
+from refusion_jax.benchmarks import train as training
+from refusion_jax.config import default_config
+from refusion_jax.config.model import model_config
+from refusion_jax.model.attention import attention
+from refusion_jax.model.flops import peak_flops, train_flops_per_token
+from refusion_jax.model.packed_attention import triton_attention
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.storage import write_file
+from refusion_jax.systems.api import DecodeSettings, decode
+from refusion_jax.systems.registry import default_system
+from refusion_jax.training.pretrained import load_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One measurement: what it is called, the minutes that it is expected to take, and what gives its records."""
+
+    name: str
+    minutes: float
+    run: Callable[[], list[dict]]
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    flags.DEFINE_float("minutes", 35, "Time that all of it may take", lower_bound=0, flag_values=own)
+    flags.DEFINE_string("output", "", "Directory of results.json and section.md", flag_values=own)
+    flags.DEFINE_string("checkpoint", "", "Trained weights whose answers are compared; none: skipped", flag_values=own)
+    flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: tries this script itself", flag_values=own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Runs what fits; prints one JSON object a record."""
+    if not own.output:
+        raise UserError("--output=: name the directory of the results")
+    cli.check_output("output", Path(own.output), directory=True)
+    if not own.rehearse and jax.default_backend() != "gpu":
+        raise UserError(f"bench gpu: the devices here are {jax.default_backend()}; --rehearse tries it without a GPU")
+    began, records = time.perf_counter(), []
+    head = {"rehearsal": own.rehearse, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+    def left() -> float:
+        return own.minutes - (time.perf_counter() - began) / 60
+
+    for part in parts(own.checkpoint, own.rehearse):
+        if part.minutes > left():
+            found = [{"skipped": f"takes about {part.minutes:g} minutes, and {max(left(), 0):.1f} are left"}]
+        else:
+            try:
+                found = part.run()
+            # A machine with a GPU is at hand for minutes: whatever one part stumbles over, the others are measured.
+            except Exception as error:  # noqa: BLE001
+                found = [{"failed": f"{type(error).__name__}: {str(error)[:500]}"}]
+        for record in found:
+            records.append(record | {"benchmark": "gpu", "part": part.name})
+            print(json.dumps(records[-1]), flush=True)
+        write_file(Path(own.output) / "results.json", json.dumps(head | {"records": records}, indent=2) + "\n")
+    write_file(Path(own.output) / "section.md", section(head, records))
+
+
+def parts(checkpoint: str, rehearse: bool) -> list[Part]:
+    """What is measured, the cheapest and most telling first."""
+    few = [Part("logits", 1, logits), Part("attention", 1, lambda: packed(rehearse))]
+    if checkpoint:
+        few.append(Part("answers", 2, lambda: answers(checkpoint, 4 if rehearse else 64)))
+    for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
+        few.append(Part(f"training {size}", 0.5 if rehearse else 3, lambda size=size: [trained(size)]))
+    for size in ("tiny",) if rehearse else ("1.7b", "8b"):
+        for rows in (2,) if rehearse else (1, 8, 32, 128):
+            run = lambda size=size, rows=rows: decoded(size, rows, 8 if rehearse else 128)  # noqa: E731
+            few.append(Part(f"decoding {size}, batch {rows}", 0.5 if rehearse else 3, run))
+    return few
+
+
+def logits() -> list[dict]:
+    """The same random model and rows on this device and on the CPU, in float32 at the highest precision."""
+    found = []
+    for device in (jax.devices()[0], jax.devices("cpu")[0]):
+        with jax.default_device(device), jax.default_matmul_precision("highest"):
+            model = jax.device_put(decoding.random_model("tiny", "float32"), device)
+            tokens = jax.random.randint(jax.random.key(1), (4, 128), 5, 500)
+            segments = 1 + (jnp.arange(128)[None] // jnp.array([[40], [64], [128], [100]]))
+            positions = jnp.broadcast_to(jnp.arange(128)[None], tokens.shape)
+            found.append(np.asarray(jax.jit(lambda m, *x: m(*x))(model, tokens, positions, causal(segments))))
+    return [{"largest_error": float(np.abs(found[0] - found[1]).max() / np.abs(found[1]).max())}]
+
+
+def packed(rehearse: bool) -> list[dict]:
+    """The GPU's kernel in bfloat16 against the dense definition in float32: errors relative to the largest value."""
+    T, N, K, H = (256, 2, 1, 16) if rehearse else (2048, 16, 8, 128)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, weight = (jax.random.normal(key, (1, T, N, H), jnp.bfloat16) for key in keys[:2])
+    k, v = (jax.random.normal(key, (1, T, K, H), jnp.bfloat16) for key in keys[2:])
+    segments = 1 + (jnp.arange(T)[None] >= T // 3).astype(jnp.int32)
+
+    def both(function, *args):
+        out, pull = jax.vjp(function, *args)
+        return out, *pull(weight.astype(out.dtype))
+
+    def kernel(*args):
+        return triton_attention(*args, causal(segments), interpret=rehearse)
+
+    def definition(*args):
+        return attention(*args, causal(segments).mask())
+
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    found = jax.jit(lambda *x: both(kernel, *x))(q, k, v)
+    expected = jax.jit(lambda *x: both(definition, *x))(*wide)
+    pairs = zip(("output", "dq", "dk", "dv"), found, expected, strict=True)
+    return [{f"{name}_error": float(jnp.abs(a - b).max() / jnp.abs(b).max()) for name, a, b in pairs}]
+
+
+def answers(checkpoint: str, count: int) -> list[dict]:
+    """Greedy answers to random prompts in float32, on this device and on the CPU, by the default system's decoders."""
+    one = dict.fromkeys(MESH_AXES, 1)
+    records = []
+    for method in default_system().decoders:
+        settings, found = DecodeSettings(method, max_new_tokens=32), []
+        for device in (jax.devices()[0], jax.devices("cpu")[0]):
+            model = load_model(checkpoint, mesh=make_mesh(one, [device]))
+            prompts = np.random.default_rng(0).integers(5, model.config.num_tokens, (count, 12)).tolist()
+            with jax.default_device(device), jax.default_matmul_precision("highest"):
+                found.append(decode(model, prompts, settings).tokens)
+        records.append({"decoder": method, "answers": count, "same": sum(map(list.__eq__, *found)) / count})
+    return records
+
+
+def trained(size: str) -> dict:
+    """Milliseconds of a training step on full rows, and the share of the documented peak that its model FLOPs are."""
+    D, L, N, K, H, F, V, tied = decoding.SIZES[size]
+    is_tiny = size == "tiny"
+    config = default_config()
+    config.batch_size, config.row_length = (2, 128) if is_tiny else (8, 2048)
+    config.dtype = "float32" if is_tiny else "bfloat16"
+    config.remat = "none" if is_tiny else "full"
+    shape = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K}
+    shape |= {"head_dim": H, "intermediate_size": F, "vocab_size": V, "tie_word_embeddings": tied}
+    config.model.update(shape)
+    rows = training.make_rows(np.array([config.row_length // 4]), config.batch_size, config.row_length, pack=True)
+    rows.tokens[:] %= V - 2
+    seconds = float(np.median(training.in_turns({"step": training.ours(config, rows)}, 5)["step"]))
+    tokens = config.batch_size * config.row_length
+    flops = tokens * train_flops_per_token(model_config(config), CAUSAL.keys_seen(config.row_length))
+    peak = peak_flops(jax.devices()[0].device_kind)
+    record = {"size": size, "batch_size": config.batch_size, "row_length": config.row_length, "remat": config.remat}
+    return record | {
+        "ms": 1e3 * seconds, "tokens_per_second": tokens / seconds, "mfu": peak and flops / seconds / peak
+    }  # fmt: skip
+
+
+def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
+    """The decoders of the default system, side by side on random weights, as `bench decode` measures them."""
+    own, decoders = flags.FlagValues(), list(default_system().decoders)
+    decoding.define_flags(own)
+    ways = [f"--way={way}" for way in (*decoders, f"{decoders[0]} weights=int8 cache=int8")]
+    sizes = [f"--decode.max_new_tokens={new_tokens}", "--repeats=2", "--prompts_per_row=1", "--prompt_length=128"]
+    own(["gpu", *ways, *sizes])
+    dtype = "float32" if size == "tiny" else "bfloat16"
+    model = decoding.random_model(size, dtype)
+    return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
+
+
+def causal(segments: jax.Array) -> Visibility:
+    """Packed rows in which every token sees its own document up to itself."""
+    return Visibility.of(CAUSAL, segments)
+
+
+def section(head: dict, records: list[dict]) -> str:
+    """The section of BENCHMARKS.md that results make: a table of checks, of training and of decoding, and what is not.
+
+    Args:
+      head: what holds for all: the device, JAX's version, whether it is a rehearsal.
+      records: of all parts; of what failed or was skipped, why.
+    """
+    lines = [f"## On a GPU: {head['device']}, jax {head['jax']}", ""]
+    if head["rehearsal"]:
+        lines += ["A rehearsal with tiny shapes: these figures mean nothing.", ""]
+    measured = [record for record in records if not {"failed", "skipped"} & set(record)]
+    checks = [(r, k) for r in measured for k in r if k.endswith("error") or k == "same"]
+    lines += table(
+        ("against the CPU", "", "value"),
+        [(" ".join((r["part"], r.get("decoder", ""))).strip(), k.replace("_", " "), f"{r[k]:.3g}") for r, k in checks],
+    )
+    lines += table(
+        ("training", "rows", "tokens a row", "ms a step", "tokens/s", "MFU"),
+        [
+            (
+                r["size"], str(r["batch_size"]), f"{r['row_length']:,}", f"{r['ms']:.1f}",
+                f"{r['tokens_per_second']:,.0f}", f"{r['mfu']:.1%}" if r["mfu"] else "",
+            )
+            for r in measured if "mfu" in r
+        ],
+    )  # fmt: skip
+    lines += table(
+        ("decoding", "way", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth"),
+        [
+            (
+                r["size"], f"`{r['way']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
+                f"{r['tokens_per_forward']:.2f}", f"{r['ms_per_forward']:.2f}", f"{r['of_bandwidth']:.0%}",
+            )
+            for r in measured if "way" in r
+        ],
+    )  # fmt: skip
+    missing = [record for record in records if record not in measured]
+    lines += table(
+        ("not measured", "why"),
+        [(r["part"], " ".join(r.get("failed", r.get("skipped", "")).replace("|", "/").split())) for r in missing],
+    )
+    return "\n".join([*lines, "```bash", "python -m refusion_jax.bench gpu --output=gpu_results", "```", ""])
+
+
+def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """The lines of a Markdown table and one behind it; none where it has no rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)]
+    return [*lines, ""] if rows else []
