@@ -4,7 +4,6 @@ Axes: B rows, T row length, N query heads, K key/value heads, H head size.
 """
 
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import attention as triton
 from jaxtyping import Array, Float
 
 from refusion_jax.batch.visibility import CAUSAL, Visibility
@@ -30,11 +29,13 @@ def triton_attention(
       q, k, v, visibility: as for `packed_attention`, with a causal or bidirectional pattern; T a multiple of 128.
       interpret: emulate the kernel on another platform, for tests.
     """
+    from jax.experimental.pallas.ops.gpu import attention as kernel  # 0.5 s that other devices need not wait for
+
     groups, is_causal = q.shape[2] // k.shape[2], visibility.pattern == CAUSAL
 
     def local(q, k, v, segments):
         k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))  # the kernel knows no groups of heads
-        return triton.mha(q, k, v, segments, sm_scale=q.shape[-1] ** -0.5, causal=is_causal, interpret=interpret)
+        return kernel.mha(q, k, v, segments, sm_scale=q.shape[-1] ** -0.5, causal=is_causal, interpret=interpret)
 
     rows, heads, kv_heads = (
         sharding.spec("batch", None),
