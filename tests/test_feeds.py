@@ -11,7 +11,7 @@ from conftest import PROMPTS, run, settings, sharp_model, tiny_config
 from refusion_jax import UserError
 from refusion_jax.decoding.recording import Answers, Feeds, Forwards, Prefills, Recorder, Recording, read_recording
 from refusion_jax.decoding.requests import prepare
-from refusion_jax.planning.feeds import BATCH_SIZES, Target, Way, price
+from refusion_jax.planning.feeds import BATCH_SIZES, Target, Way, forward_costs, price
 from refusion_jax.planning.feeds_report import price_all
 from refusion_jax.runtime.chips import find_chip
 from refusion_jax.runtime.sharding import MESH_AXES
@@ -138,13 +138,17 @@ MODEL = tiny_config(hidden_size=1024, intermediate_size=4096, vocab_size=32_768,
 CHIP = find_chip("v5e:2x4")
 
 
+LAYERS = 8 * 1024 * (32 + 32 + 32) + 8 * 3 * 1024 * 4096  # weights: queries, keys and values, outputs; the mlp
+HEAD = 32_768 * 1024
+
+
 def target(**mesh) -> Target:
     return Target(MODEL, "bfloat16", CHIP, dict.fromkeys(MESH_AXES, 1) | mesh)
 
 
 def test_one_row_waits_for_the_weights_and_so_counts_its_forwards():
     here = price(Way.recorded(dataclasses.replace(RECORDING, prefills=())), 1, target())
-    weights = 2 * (8 * 1024 * (32 + 32 + 32) + 8 * 3 * 1024 * 4096 + 32_768 * 1024)  # of bfloat16
+    weights = 2 * (LAYERS + HEAD)  # bytes, of bfloat16
     cache = 8 * 2 * 2 * 8 * 2 * (20 + 16)  # layers, keys and values, heads, head size, bytes; read and written
     assert here.forward_seconds == pytest.approx((weights + cache) / CHIP.hbm_bandwidth, rel=1e-6)
     assert here.bound == "memory"
@@ -152,12 +156,22 @@ def test_one_row_waits_for_the_weights_and_so_counts_its_forwards():
 
 
 def test_many_rows_wait_for_their_arithmetic():
-    here = price(Way.recorded(RECORDING), 4096, target())
-    weights = 8 * 1024 * (32 + 32 + 32) + 8 * 3 * 1024 * 4096 + 32_768 * 1024
-    attention = 8 * 4 * 4 * 8 * 16 * (20 + 16)
+    way = Way.recorded(RECORDING)
+    here = price(way, 4096, target())
+    attention = 8 * 4 * 4 * 8 * 16 * (20 + 16)  # layers, products and FLOPs of one, heads, head size, queries, keys
+    flops = 2 * 16 * (LAYERS + HEAD) + attention
+    assert forward_costs(way.load, target()).flops == flops
     assert here.bound == "arithmetic"
-    flops = 4096 * (2 * 16 * weights + attention)
-    assert here.arithmetic_seconds <= flops / CHIP.peak_flops < 1.05 * here.arithmetic_seconds
+    assert here.arithmetic_seconds == pytest.approx(4096 * flops / CHIP.peak_flops, rel=0.01)
+
+
+def test_a_prompt_is_read_once_and_makes_no_logits():
+    alone, eight, many = (price(Way.recorded(RECORDING), rows, target()) for rows in (1, 8, 16))
+    weights = 2 * (LAYERS + HEAD) / CHIP.hbm_bandwidth  # seconds
+    assert alone.prefill_share == pytest.approx(LAYERS / (LAYERS + 2 * (LAYERS + HEAD)), rel=0.01)
+    seconds = [rows * 8 / one.tokens_per_second for rows, one in ((8, eight), (16, many))]
+    assert seconds[0] - 2 * eight.forward_seconds > 7 * weights * LAYERS / (LAYERS + HEAD)  # eight, one by one
+    assert (seconds[1] - 2 * many.forward_seconds) < 1.3 * (seconds[0] - 2 * eight.forward_seconds)  # two by two
 
 
 def test_filler_is_fed_too():

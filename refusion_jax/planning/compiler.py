@@ -113,10 +113,15 @@ def _quiet() -> Iterator[None]:
 
 
 def prepare_environment() -> None:
-    """Keeps JAX and libtpu from looking for a TPU here, and from writing warnings that there is none."""
+    """Keeps JAX and libtpu from looking for a TPU here, and from writing warnings that there is none.
+
+    Flags for the CPU's compiler are taken out of XLA_FLAGS: libtpu ends the process at one that it does not know.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    known = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_cpu_")]
+    os.environ["XLA_FLAGS"] = " ".join(known)
     for name in ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TF_CPP_MIN_LOG_LEVEL"):
         os.environ.setdefault(name, "3")
 
