@@ -73,15 +73,18 @@ def plan_8b(
 
 @pytest.mark.parametrize(("name", "variant", "topology"), shipped())
 def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(name, variant, topology):
-    """On v5p and v6e the SparseCores sum gradients beside the arithmetic; on v4 and v5e sums block, for a while."""
+    """On v5p and v6e gradients are scattered beside the arithmetic; sums over copies block, and on v4 and v5e all sums."""
     prepare_environment()
-    record = plan_train(config_of(name, variant), topology, 1, memory_only=True)
+    config = config_of(name, variant)
+    record = plan_train(config, topology, 1, memory_only=True)
     assert record["fits"], record
     assert record["gathers_by_all_reduce"] == 0, record
-    if topology.startswith(("v5p", "v6e")):
+    scatters = topology.startswith(("v5p", "v6e"))
+    if scatters and config.mesh.data == 1:
         assert record["blocking_all_reduces"] == 0, record
     sums = sum(c["bytes"] for c in record["collectives"] if c["kind"] == "all-reduce" and not c["overlapped"])
-    assert sums / find_chip(topology).ici_bandwidth <= max(0.08 * record["roofline_seconds"], 1e-3), record
+    share = sums / find_chip(topology).ici_bandwidth / record["roofline_seconds"]
+    assert share <= (0.01 if scatters else 0.08) or name == "quickstart", record  # a step of which takes 40 us
 
 
 # MaxText's step, without clipping and corruption, needs 8.15 (with its vocabulary tiling), 18.58 and 13.36.
