@@ -58,7 +58,7 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     text = functools.partial(flags.DEFINE_string, flag_values=own)
     number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
-    text("checkpoint", "", "Trained weights; random ones by default")
+    text("checkpoint", None, "Trained weights; random ones by default")
     text("size", "tiny", f"Shape of random weights: {', '.join(SIZES)}")
     text("dtype", "float32", "Of weights, cache and computation: float32 or bfloat16")
     flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)

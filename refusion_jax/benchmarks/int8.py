@@ -40,7 +40,7 @@ _MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    flags.DEFINE_string("checkpoint", "", "A run on the built-in problems, or one step of it", flag_values=own)
+    flags.DEFINE_string("checkpoint", None, "A run on the built-in problems, or one step of it", flag_values=own)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of what is not in int8", flag_values=own)
     flags.DEFINE_integer("problems", 200, "How many held-out problems", lower_bound=1, flag_values=own)
     flags.DEFINE_integer("batch_size", 64, "Prompts decoded at once", lower_bound=1, flag_values=own)

@@ -144,7 +144,7 @@ class BlockCache:
 
     def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
         """A forward over whole texts, and one over what is fed on top of the cache."""
-        behind = self.block_length if self.cache == "dual" else self.new_tokens
+        behind = self.block_length if self.reuse == "dual" else self.new_tokens
         tiles = rows // shard_count_here("batch")
         return tuple(Shape(width, width, tiles) for width in (self.width, behind))
 
