@@ -85,11 +85,11 @@ def _attend(
     segments = SegmentIds(q_segments.ravel(), k_segments.ravel())
     with jax.named_scope(f"rows_{len(q)}"):  # the compiled program keeps the name: planning/costs.py reads it there
         heads = of_documents(kernel, q_segments, k_segments)(*(_behind_each_other(x) for x in (q, k, v)), segments)
-    return heads.reshape(q.shape[2], *q.shape[:2], -1).transpose(1, 2, 0, 3)
+    return heads.swapaxes(0, 1).reshape(q.shape)
 
 
 def _behind_each_other(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
-    return x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3])
+    return x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
 
 
 def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: Int32[Array, "B T"]) -> Kernel:
