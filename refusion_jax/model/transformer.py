@@ -364,12 +364,13 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
     return y.reshape(x.shape[:-inputs] + w.shape[inputs:])
 
 
-def scattered_along_embed(w: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
+def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, "N H D"] | Int8Array:
     """The weight itself, seen from its last axis, so that a mesh scatters its gradient along that axis.
 
-    XLA for TPUs scatters along the first axis; along the last of three it sums all of the gradient on every chip.
+    XLA for TPUs scatters along the first axis; along the last of three it sums all of the gradient on every chip. A
+    rounded weight has no gradient and is left alone.
     """
-    return constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
+    return w if is_int8(w) else constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
 
 
 def rms_norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*axes D"]:
