@@ -73,7 +73,7 @@ def plan_8b(
 
 @pytest.mark.parametrize(("name", "variant", "topology"), shipped())
 def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(name, variant, topology):
-    """On v5p and v6e gradients are scattered beside the arithmetic; sums over copies block, and on v4 and v5e all sums."""
+    """On v5p and v6e gradients are scattered beside the arithmetic; sums over copies block, and all on v4 and v5e."""
     prepare_environment()
     config = config_of(name, variant)
     record = plan_train(config, topology, 1, memory_only=True)
