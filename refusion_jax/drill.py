@@ -50,7 +50,7 @@ def final_state(workdir: Path, step: int) -> dict[str, Any]:
     found = {"data": read_object(directory / "data" / "metadata")}
     for item in ("params", "optimizer"):
         with ocp.PyTreeCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(directory / item).item_metadata
+            metadata = ocp.StandardCheckpointHandler().metadata(directory / item)
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
             found[item] = checkpointer.restore(directory / item, restore_args=as_numpy)
     return found

@@ -81,6 +81,8 @@ BAD = {
     "unknown variant": (["train", "--config=configs/small.py:x", NEW], "unknown variant 'x'; known: stdlib"),
     "no workdir": (TRAIN, "--config=configs/NAME.py and --workdir=DIR are needed"),
     "workdir is a file": ([*TRAIN, "--workdir={dir}/good.jsonl"], "good.jsonl: is a file"),
+    "workdir named as a pattern": ([*TRAIN, "--workdir={dir}/run[1]"], "run[1]: has [ in it"),
+    "key that is not UTF-8": ([*TRAIN, NEW, "--config.data.query_field=\udcff"], "must be text in UTF-8"),
     "workdir below a file": ([*TRAIN, "--workdir={dir}/good.jsonl/run"], "good.jsonl is a file"),
     "workdir of another config": (
         [*TRAIN, "--workdir={run}", "--config.learning_rate=1e-4", "--config.seed=1"],

@@ -85,3 +85,10 @@ def test_a_tokenizer_without_a_special_token_is_refused(tmp_path, options, said)
     )
     with pytest.raises(UserError, match=said):
         SentencePieceTokenizer.load(prefix.with_suffix(".model"))
+
+
+def test_a_mask_piece_of_another_name_is_trained_and_found_again():
+    tokenizer = SentencePieceTokenizer.train(corpus(), 400, "[MASK]")
+    assert SentencePieceTokenizer(tokenizer.model, "it", "[MASK]").mask_id == tokenizer.mask_id
+    with pytest.raises(UserError, match="has no mask token '<mask>'"):
+        SentencePieceTokenizer(tokenizer.model, "it")

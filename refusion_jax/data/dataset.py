@@ -45,7 +45,7 @@ def load_dataset(config: ml_collections.ConfigDict, workdir: epath.Path) -> tupl
     elif saved := find_tokenizer_file(workdir):
         tokenizer = load_tokenizer_file(saved, data.mask_piece)
     else:
-        tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size)
+        tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size, data.mask_piece)
     documents = tokenize(examples, tokenizer, config.row_length, data.on_error)
     return tokenizer, pack(documents, config.row_length)
 

@@ -6,6 +6,7 @@ import functools
 from etils import epath
 
 from refusion_jax.runtime import json_input
+from refusion_jax.runtime.errors import is_unicode
 from refusion_jax.runtime.json_input import JsonError, kind_of, parse_json
 
 QUERY_FIELDS = ("query", "question", "prompt")
@@ -125,15 +126,6 @@ def checked(example: Example) -> Example | Bad:
         if not (text.isascii() or is_unicode(text)):
             return Bad(example.where, "holds half of a surrogate pair, which is no character", "not UTF-8")
     return example
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text can be written: it holds no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _from_messages(messages: object, where: str | Line) -> Example | Bad:

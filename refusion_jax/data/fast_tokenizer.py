@@ -6,10 +6,10 @@ import tokenizers
 from etils import epath
 
 from refusion_jax.data.chat_template import ChatTemplate
-from refusion_jax.data.examples import Messages, is_unicode
+from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
-from refusion_jax.runtime.errors import UserError, first_line
+from refusion_jax.runtime.errors import UserError, first_line, is_unicode
 from refusion_jax.runtime.json_input import kind_of, read_object
 from refusion_jax.runtime.storage import read_file
 

@@ -62,6 +62,8 @@ def find_files(pattern: str) -> list[str]:
     if path.is_dir():
         return sorted(map(str, _walk(path)))
     if not is_remote(pattern):
+        if Path(pattern).is_file():  # whatever is in its name
+            return [pattern]
         return [p for p in sorted(glob.glob(pattern, recursive=True)) if Path(p).is_file()]
     if "**" in pattern:
         raise UserError(f"{pattern}: give the directory instead of **; all files below it are read")

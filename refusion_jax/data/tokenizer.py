@@ -57,12 +57,13 @@ class SentencePieceTokenizer:
         return cls(read_file(path), str(path), mask_piece)
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "SentencePieceTokenizer":
+    def train(cls, texts: Iterable[str], vocab_size: int, mask_piece: str = MASK_PIECE) -> "SentencePieceTokenizer":
         """Trains byte-pair pieces with byte fallback on texts; same texts, same tokenizer.
 
         Args:
           texts: the corpus.
           vocab_size: most pieces, of which 261 are bytes and special tokens; a small corpus yields fewer.
+          mask_piece: the name of its mask token.
 
         Raises:
           UserError: where vocab_size is too small for the corpus.
@@ -88,14 +89,14 @@ class SentencePieceTokenizer:
                 bos_id=1,
                 eos_id=2,
                 unk_id=3,
-                control_symbols=[MASK_PIECE],
+                control_symbols=[mask_piece],
                 num_threads=1,
                 minloglevel=2,
             )
         except RuntimeError as error:
             reason = str(error).rstrip(". ").rsplit("] ", 1)[-1]
             raise UserError(f"cannot train a tokenizer of {vocab_size} pieces on this corpus: {reason}") from error
-        return cls(model.getvalue(), "the trained tokenizer")
+        return cls(model.getvalue(), "the trained tokenizer", mask_piece)
 
     @property
     def has_chat_template(self) -> bool:

@@ -52,12 +52,18 @@ def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None
 
 def listed(directory: epath.Path) -> set[str]:
     """The files that other processes have listed so far."""
-    return {name for path in directory.glob(f"{PREFIX}.*.json") for name in read_object(path)}
+    return {name for path in _lists(directory) for name in read_object(path)}
 
 
 def exist(directory: epath.Path) -> bool:
     """Whether the directory has checksums at all; one that came before them, or was made by hand, has none."""
-    return any(directory.glob(f"{PREFIX}.*.json"))
+    return bool(_lists(directory))
+
+
+def _lists(directory: epath.Path) -> list[epath.Path]:
+    """The lists of all processes; not by `glob`, to which the directory's own name is a pattern, too."""
+    names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
+    return [directory / name for name in sorted(names) if name.startswith(f"{PREFIX}.") and name.endswith(".json")]
 
 
 def find_damage(directory: epath.Path, part: str = "") -> str | None:
@@ -68,7 +74,7 @@ def find_damage(directory: epath.Path, part: str = "") -> str | None:
       part: only files whose names begin like this.
     """
     wanted = {}
-    for path in sorted(directory.glob(f"{PREFIX}.*.json")):
+    for path in _lists(directory):
         try:
             wanted |= {name: tuple(value) for name, value in read_object(path).items()}
         except (UserError, TypeError):

@@ -176,7 +176,7 @@ def check_values(values: flags.FlagValues) -> None:
         value = values[name].value
         if "." not in name and isinstance(value, int | float) and not -(2**32) < value < 2**32:
             raise UserError(f"--{name}={str(value)[:60]}: must be a number between -2^32 and 2^32")
-    for name in sorted(_PATHS & set(values)):
+    for name in sorted(name for name in _PATHS & set(values) if not values[name].using_default_value):
         given = values[name].value
         for path in given if isinstance(given, list) else [given]:
             if path == "":
@@ -233,6 +233,11 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
             raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
         return
     path = Path(path).absolute()
+    if directory and (signs := set("*?[\\") & set(str(path))):
+        raise UserError(
+            f"--{flag}={path}: has {min(signs)} in it; Orbax takes a path for a pattern, and would not "
+            f"find its files again: name another directory"
+        )
     nearest = next(p for p in (path, *path.parents) if p.exists())
     reason = None
     if nearest == path and path.is_dir() != directory:

@@ -29,3 +29,12 @@ def first_line(error: BaseException, most: int = 300) -> str:
     """What an exception says, in one line; its kind where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:most]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written: it holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from refusion_jax.runtime.errors import SettingError
+from refusion_jax.runtime.errors import SettingError, is_unicode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Setting:
             return f"must be of type {kind.__name__}"
         if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
             return "must be finite"
+        if kind is str and not is_unicode(value):
+            return "must be text in UTF-8"
         if self.choices and value not in self.choices:
             return (
                 f"unknown; known: {', '.join(map(str, self.choices))}{', or a whole number' if self.or_number else ''}"
