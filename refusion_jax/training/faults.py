@@ -272,10 +272,13 @@ def failing_storage(run: Subject, chance: random.Random) -> str:
     run.until(run.checkpoints.exists)
     run.checkpoints.rename(away)
     run.until(lambda: "could not be written" in run.heard())
+    run.send(signal.SIGSTOP)  # or it would write to what is moved
+    time.sleep(0.1)
     if run.checkpoints.exists():  # written just before
         shutil.copytree(run.checkpoints, away, dirs_exist_ok=True)
         shutil.rmtree(run.checkpoints)
     away.rename(run.checkpoints)
+    run.send(signal.SIGCONT)
     if "Traceback" in run.heard():
         raise UnexpectedError(f"a traceback:\n{run.heard()[-4000:]}")
     return "the run went on" if run.is_running() else "the run stopped"
