@@ -277,7 +277,7 @@ def test_plan_prices_recordings_side_by_side(tmp_path):
         (["--what=decode", "--memory_only"], 1, "--memory_only: is of no use with --feeds"),
         (["--what=decode"], 2, "was recorded with 2 rows at once; record with --decode.batch_size=1"),
         (["--what=decode", "--config.mesh.sequence=2", "--config.mesh.fsdp=1"], 1, "mesh.sequence=2: decoding does"),
-        (["--what=decode", "--config.model.num_key_value_heads=1"], 1, "num_key_value_heads=1: does not divide into 2"),
+        (["--what=decode", "--config.model.num_key_value_heads=1"], 1, "does not divide into 2 parts"),
     ],
 )
 def test_what_cannot_be_priced_is_one_clear_line(tmp_path, flags, rows, said):
