@@ -54,7 +54,8 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
 
     Args:
       model: the transformer.
-      given: [B, C] tokens, padded on the right with anything; C is the cache's capacity too.
+      given: [B, C] tokens, padded on the right with anything; C is the cache's capacity too. What is known of them is
+        copied, not computed.
       chunk_length: tokens a forward, at most C; whole blocks.
       block_size: a token sees all of its own block, counted from the first token, and the blocks before it; the entries
         of a block mean nothing unless all of it is given.
@@ -71,8 +72,12 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
         _, cache = extend(model, Cache(cache.entries, jnp.full((B,), at)), tokens, positions, visible)
         return cache
 
+    first, cache = 0, Cache.empty(model, B, C)
+    if given.known:
+        copied = jax.tree.map(lambda x, all: jnp.broadcast_to(x, all.shape), given.known.entries, cache.entries)
+        first, cache = given.known.length // T, Cache(split(copied), cache.length)
     chunks = (jnp.max(given.length) + T - 1) // T
-    cache = jax.lax.fori_loop(0, chunks, chunk, Cache.empty(model, B, C))
+    cache = jax.lax.fori_loop(first, chunks, chunk, cache)
     return Cache(cache.entries, given.length)
 
 

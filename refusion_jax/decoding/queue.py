@@ -25,7 +25,7 @@ from refusion_jax.decoding import feeds
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.recording import Recorder
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Given, Known, Request, shared_prefix
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
@@ -44,6 +44,8 @@ class Newcomers:
     layout: Any  # the decoder's own, every array leading with R
     seeds: UInt32[ArrayLike, "R"]
     noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
+    shared: Int32[ArrayLike, ""]  # leading given tokens of all of them, of which ..
+    source: Int32[ArrayLike, ""]  # .. this row of the batch has the keys and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,7 @@ def stream(
     mesh = mesh_of(model)
     B = batch_rows(len(requests), batch_size, mesh)
     R, refill = admitted(B, mesh), -(-B // _REFILL)
+    in_common = shared_prefix(requests) // decoder.chunk * decoder.chunk if hasattr(decoder, "chunk") else 0
     check_memory(model, mesh, B, R, decoder)
     on_mesh = functools.partial(jax.set_mesh, mesh)
     with on_mesh():
@@ -93,6 +96,7 @@ def stream(
     if recorder:
         recorder.begin(decoder, shapes, B, shard_count(mesh, "batch"))
     row_of, free = {}, list(range(B))
+    known = {}  # once a row has them: what all requests begin with is prefilled for the first rows alone
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # the next one last
     while waiting or row_of:
         with on_mesh():
@@ -100,9 +104,10 @@ def stream(
             while is_worth_it and free and waiting:
                 rows = {free.pop(): waiting.pop() for _ in range(min(R, len(free), len(waiting)))}
                 row_of |= rows
-                state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder), decoder)
+                state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder, **known), decoder)
                 if recorder:
-                    recorder.add_prefill([requests[index] for index in rows.values()], R, decoder)
+                    recorder.add_prefill([requests[index] for index in rows.values()], R, decoder, **known)
+                known = known or {"shared": in_common, "source": next(iter(rows))}
             # Where fewer wait than fill the batch up again, they need not wait for more rows than they take.
             wanted = min(refill, len(waiting)) if waiting else B
             counts = feeds.Counts.none(decoder, shapes, B) if recorder else None
@@ -157,8 +162,16 @@ def admitted(rows: int, mesh: Mesh) -> int:
     return -(-rows // (_REFILL * shards)) * shards
 
 
-def newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int, decoder: Decoder) -> Newcomers:
-    """Requests for rows of the batch, R at most, by index: {row: index of its request}."""
+def newcomers(
+    rows: dict[int, int],
+    requests: Sequence[Request],
+    R: int,
+    B: int,
+    decoder: Decoder,
+    shared: int = 0,
+    source: int = 0,
+) -> Newcomers:
+    """Requests for rows of the batch, R at most, by index: {row: index of its request}; see `Newcomers`."""
     some = [requests[index] for index in rows.values()]
     some += some[:1] * (R - len(some))
     return Newcomers(
@@ -166,6 +179,8 @@ def newcomers(rows: dict[int, int], requests: Sequence[Request], R: int, B: int,
         layout=decoder.lay_out(some),
         seeds=np.array([request.settings.seed for request in some], np.uint32),
         noise=np.array([request.noise for request in some], np.uint32),
+        shared=np.int32(shared),
+        source=np.int32(source),
     )
 
 
@@ -214,7 +229,14 @@ def _empty(graphdef, params, layout, rows: int, decoder: Decoder) -> State:
 def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> State:
     """Puts requests into rows [R] of the batch, prefilled; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
-    started = decoder.init(nnx.merge(graphdef, params), new.layout, keys)
+    layout = new.layout
+    if hasattr(state, "cache") and hasattr(layout, "given"):
+        row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
+        layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, known=Known(row, new.shared)))
+    started = decoder.init(nnx.merge(graphdef, params), layout, keys)
+    is_given = lambda x: isinstance(x, Given)  # noqa: E731
+    forget = lambda x: dataclasses.replace(x, known=None) if is_given(x) else x  # noqa: E731
+    started = jax.tree.map(forget, started, is_leaf=is_given)  # some states keep their layout
 
     def put(axis, old, new_rows):
         return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")

@@ -174,10 +174,15 @@ class Recorder:
         self._shapes = shapes
         self._about = {"rows": rows, "shards": shards, "cache_length": decoder.cache_length}
 
-    def add_prefill(self, requests: Sequence[Request], rows: int, decoder: Decoder) -> None:
-        """Some requests were prefilled, with filler up to so many rows, by a decoder that says how (`chunk`)."""
+    def add_prefill(
+        self, requests: Sequence[Request], rows: int, decoder: Decoder, shared: int = 0, source: int = 0
+    ) -> None:
+        """Some requests were prefilled, with filler up to so many rows, by a decoder that says how (`chunk`).
+
+        Their first `shared` tokens were copied, from the row `source`.
+        """
         if hasattr(decoder, "chunk"):
-            given = [len(request.given[0]) for request in requests]
+            given = [len(request.given[0]) - shared for request in requests]
             self._prefills[rows, decoder.chunk, -(-max(given) // decoder.chunk), sum(given)] += 1
 
     def add_forwards(self, counts: Counts) -> None:

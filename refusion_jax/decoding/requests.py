@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import ArrayLike, Bool, Int32
+from jaxtyping import Array, ArrayLike, Bool, Int32
 
 from refusion_jax.decoding.settings import RowSettings, Settings
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.transformer import KeyValues, ModelConfig
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 
@@ -73,12 +73,22 @@ class Request:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Known:
+    """Keys and values that the leading given tokens of all rows have, from a row that has been prefilled."""
+
+    entries: KeyValues  # C of one row
+    length: Int32[Array, ""]  # of which so many are known, whole chunks of the prefill
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Given:
     """The tokens that are committed first, padded on the right."""
 
     tokens: Int32[ArrayLike, "R C"]
     positions: Int32[ArrayLike, "R C"]
     length: Int32[ArrayLike, "R"]
+    known: Known | None = None
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Given":
@@ -143,9 +153,21 @@ def text_capacity(requests: Sequence[Request]) -> int:
 
 
 def prefill_chunk(requests: Sequence[Request]) -> int:
-    """Given tokens that one forward of the prefill takes."""
+    """Given tokens that one forward of the prefill takes; what all have in common ends with a chunk, if it is long."""
     given = max(len(request.given[0]) for request in requests)
-    return min(_CHUNK, -(-given // ROUNDING) * ROUNDING)
+    chunk, shared = min(_CHUNK, -(-given // ROUNDING) * ROUNDING), shared_prefix(requests) // ROUNDING * ROUNDING
+    return min(chunk, shared) if 2 * shared >= given else chunk
+
+
+def shared_prefix(requests: Sequence[Request]) -> int:
+    """Leading given tokens that all requests have in common, at the same places.
+
+    The last token of each counts as its own: a decoder may feed it anew. Of one request alone nothing is shared.
+    """
+    texts = [list(zip(*request.given, strict=True))[:-1] for request in requests]
+    least, largest = min(texts), max(texts)  # no two texts differ earlier
+    same = next((i for i, (a, b) in enumerate(zip(least, largest, strict=False)) if a != b), len(least))
+    return same if len(texts) > 1 else 0
 
 
 def check_no_templates(requests: Sequence[Request]) -> None:
