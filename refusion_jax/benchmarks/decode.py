@@ -155,7 +155,9 @@ def read_way(way: str, shared: dict[str, Any]) -> Settings:
     Raises:
       UserError: where it is not a decoder and NAME=VALUE pairs.
     """
-    method, *pairs = way.split() or [""]
+    if not way.split():
+        raise UserError("--way=: unknown; name a decoder, and behind it settings of its own")
+    method, *pairs = way.split()
     changes = read_settings(pairs, f"--way={way!r}")
     return DecodeSettings(**shared | {"method": method} | changes)
 
