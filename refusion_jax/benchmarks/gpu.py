@@ -31,7 +31,7 @@ from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.model.attention import attention
 from refusion_jax.model.flops import peak_flops, train_flops_per_token
-from refusion_jax.model.packed_attention import triton_attention
+from refusion_jax.model.triton import triton_attention
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
