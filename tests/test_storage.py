@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from conftest import TINY_RUN, run
+from conftest import TINY_RUN, run, start
 from object_store import ObjectStore
 
 from refusion_jax.runtime import storage
@@ -56,9 +56,13 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
     out, _ = run("generate", "--checkpoint=gs://bucket/run", "--prompt=Sort 3 1 2.")
     assert json.loads(out)["tokens"]
 
-    monkeypatch.setattr("conftest.QUICK_COMPILE", "")  # what compiles in less than a second is not kept
+    monkeypatch.setenv(
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0"
+    )  # the step's is near the second it is by default
     del store.objects["run/checkpoints/60/commit_success.txt"]
-    run("train", *flags, "--config.compilation_cache=shared")
+    process = start("train", *flags, "--config.compilation_cache=shared")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
     assert any(name.startswith("run/compilation_cache/jit_train_step") for name in store.objects)
 
 

@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 import traceback
+import warnings
 from typing import Any
 
 from absl import logging as absl_logging
@@ -13,11 +14,12 @@ from absl import logging as absl_logging
 def say_once() -> None:
     """Leaves out the tracebacks of failed saves.
 
-    Orbax logs one itself. The writes that were under way beside the first that failed end in one each: as tasks that
-    nobody has awaited, when they are collected, or behind the end of their event loop.
+    Orbax logs one itself. The writes that were under way beside the first that failed end in one each: as tasks or
+    coroutines that nobody has awaited, when they are collected, or behind the end of their event loop.
     """
     absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
     logging.getLogger("asyncio").addFilter(lambda record: not _is_of_orbax(record.exc_info))
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
