@@ -80,13 +80,16 @@ def test_junk_is_no_owner_for_ever(tmp_path, monkeypatch, junk):
 def test_a_second_training_is_refused_in_one_line_and_hurts_nothing(tmp_path):
     flags = [*TINY_RUN, "--config.steps=100000", f"--workdir={tmp_path}"]
     first = start("train", *flags)
-    wait_for_steps(first, tmp_path, 10)
-    _, err = run("train", *flags, code=2)
-    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    assert f"--workdir={tmp_path} is in use by process {first.pid} on " in line
-    assert first.poll() is None
-    first.send_signal(signal.SIGHUP)  # as TERM, and INT and QUIT: saved, and the same exit code
-    out, err = first.communicate()
+    try:
+        wait_for_steps(first, tmp_path, 10)
+        _, err = run("train", *flags, code=2)
+        (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+        assert f"--workdir={tmp_path} is in use by process {first.pid} on " in line
+        assert first.poll() is None
+        first.send_signal(signal.SIGHUP)  # as TERM, and INT and QUIT: saved, and the same exit code
+        out, err = first.communicate(timeout=120)
+    finally:
+        first.kill()  # or it would train for an hour
     assert first.returncode == 75, err
     assert "start it again to resume" in out
     assert not (tmp_path / owner.FILE).exists()
