@@ -30,7 +30,7 @@ from refusion_jax.decoding.sampling import Record
 from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
 
-_REFILL = 8  # a batch is refilled by an eighth: each time costs a prefill and a host-device synchronization
+REFILL = 8  # a batch is refilled by an eighth: each time costs a prefill and a host-device synchronization
 _LOOK = 16  # forwards between two looks at answers that the caller may end
 _NEVER = np.iinfo(np.int32).max
 
@@ -86,7 +86,7 @@ def stream(
     graphdef, params = nnx.split(model)
     mesh = mesh_of(model)
     B = batch_rows(len(requests), batch_size, mesh)
-    R, refill = admitted(B, mesh), -(-B // _REFILL)
+    R, refill = admitted(B, mesh), -(-B // REFILL)
     in_common = shared_prefix(requests) // decoder.chunk * decoder.chunk if hasattr(decoder, "chunk") else 0
     check_memory(model, mesh, B, R, decoder)
     on_mesh = functools.partial(jax.set_mesh, mesh)
@@ -106,7 +106,9 @@ def stream(
                 row_of |= rows
                 state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder, **known), decoder)
                 if recorder:
-                    recorder.add_prefill([requests[index] for index in rows.values()], R, decoder, **known)
+                    recorder.add_prefill(
+                        [requests[index] for index in rows.values()], R, decoder, known.get("shared", 0)
+                    )
                 known = known or {"shared": in_common, "source": next(iter(rows))}
             # Where fewer wait than fill the batch up again, they need not wait for more rows than they take.
             wanted = min(refill, len(waiting)) if waiting else B
@@ -159,7 +161,7 @@ def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
 def admitted(rows: int, mesh: Mesh) -> int:
     """Rows that are prefilled at once, in whole shards."""
     shards = shard_count(mesh, "batch")
-    return -(-rows // (_REFILL * shards)) * shards
+    return -(-rows // (REFILL * shards)) * shards
 
 
 def newcomers(
@@ -234,9 +236,11 @@ def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> 
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
         layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, known=Known(row, new.shared)))
     started = decoder.init(nnx.merge(graphdef, params), layout, keys)
-    is_given = lambda x: isinstance(x, Given)  # noqa: E731
-    forget = lambda x: dataclasses.replace(x, known=None) if is_given(x) else x  # noqa: E731
-    started = jax.tree.map(forget, started, is_leaf=is_given)  # some states keep their layout
+    started = jax.tree.map(  # some states keep their layout
+        lambda x: dataclasses.replace(x, known=None) if isinstance(x, Given) else x,
+        started,
+        is_leaf=lambda x: isinstance(x, Given),
+    )
 
     def put(axis, old, new_rows):
         return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")

@@ -174,12 +174,10 @@ class Recorder:
         self._shapes = shapes
         self._about = {"rows": rows, "shards": shards, "cache_length": decoder.cache_length}
 
-    def add_prefill(
-        self, requests: Sequence[Request], rows: int, decoder: Decoder, shared: int = 0, source: int = 0
-    ) -> None:
+    def add_prefill(self, requests: Sequence[Request], rows: int, decoder: Decoder, shared: int) -> None:
         """Some requests were prefilled, with filler up to so many rows, by a decoder that says how (`chunk`).
 
-        Their first `shared` tokens were copied, from the row `source`.
+        Their first `shared` tokens were copied.
         """
         if hasattr(decoder, "chunk"):
             given = [len(request.given[0]) - shared for request in requests]

@@ -30,6 +30,7 @@ from typing import Self
 import jax.numpy as jnp
 
 from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.decoding.queue import REFILL
 from refusion_jax.decoding.recording import Recording
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.planning.costs import Collective, Costs, Operation
@@ -37,7 +38,6 @@ from refusion_jax.planning.estimate import estimate
 from refusion_jax.runtime.chips import Chip
 
 BATCH_SIZES = tuple(2**i for i in range(9))
-_REFILL = 8  # a batch is refilled by an eighth, as in decoding/queue.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ def price(way: Way, rows: int, target: Target) -> Price:
       rows: of the batch, over all chips.
       target: model and chips.
     """
-    own, refill = math.ceil(rows / target.shards), math.ceil(rows / _REFILL)
+    own, refill = math.ceil(rows / target.shards), math.ceil(rows / REFILL)
     forward = estimate(forward_costs(way.load.times(own), target), target.chip)
     prefill = 0.0
     if way.prefill:

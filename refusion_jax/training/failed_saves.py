@@ -9,6 +9,10 @@ from typing import Any
 
 from absl import logging as absl_logging
 
+_OF_ORBAX = (
+    "(.*serialize.*|.*CheckpointHandler.*|_create_paths|cancellable)"  # coroutines, by what a save on a full disk left
+)
+
 
 @functools.cache
 def say_once() -> None:
@@ -19,7 +23,7 @@ def say_once() -> None:
     """
     absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
     logging.getLogger("asyncio").addFilter(lambda record: not _is_of_orbax(record.exc_info))
-    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+    warnings.filterwarnings("ignore", f"coroutine '{_OF_ORBAX}' was never awaited", RuntimeWarning)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
