@@ -21,7 +21,8 @@ from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
-from refusion_jax.training import checkpoints
+from refusion_jax.training.checkpoint_directory import find_step
+from refusion_jax.training.checkpoint_weights import save_params
 from refusion_jax.training.pretrained import find_tokenizer, load_model
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read")
@@ -51,7 +52,7 @@ def to_orbax(source: Path, target: Path, dtype: str, mask_token_id: int | None) 
     with Progress() as progress:
         task = progress.add_task("reading", total=huggingface.count_tensors(config))
         params = huggingface.load_params(source, params, lambda: progress.advance(task))
-    checkpoints.save_params(target, params)
+    save_params(target, params)
     write_file(target / "model.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
@@ -73,7 +74,7 @@ def main() -> None:
             model = load_model(source, _DTYPE.value)
             partial.mkdir(parents=True)
             huggingface.save(model, partial)
-        directory = source if huggingface.is_huggingface(source) else checkpoints.find_step(source)[0]
+        directory = source if huggingface.is_huggingface(source) else find_step(source)[0]
         for name in _TOKENIZER_FILES:
             if (directory / name).exists():
                 shutil.copy(directory / name, partial / name)

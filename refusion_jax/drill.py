@@ -29,7 +29,7 @@ from refusion_jax.config import check, explained, names
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import read_object
-from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.events import FILE, account, read_events, read_log
 from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
 from refusion_jax.training.metrics import read_metrics

@@ -42,7 +42,7 @@ from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import is_remote, write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.training import heldout
-from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.pretrained import choose_method, load_for, load_model, load_tokenizer
 from refusion_jax.training.workdir import read_config
 

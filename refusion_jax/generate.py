@@ -56,7 +56,7 @@ from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import absolute, is_remote, write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
-from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_for, read_model_config
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")

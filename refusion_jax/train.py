@@ -45,7 +45,8 @@ from refusion_jax.runtime.storage import LogDirectory
 from refusion_jax.runtime.watchdog import Watchdog
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training import events, recovery
-from refusion_jax.training.checkpoints import Checkpoints, is_complete, saved_steps
+from refusion_jax.training.checkpoint_directory import is_complete, saved_steps
+from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.heldout import HeldOut, find_held_out, make_held_out
 from refusion_jax.training.metrics import MetricsWriter
 from refusion_jax.training.pretrained import check_fits, load_params

@@ -17,7 +17,9 @@ from refusion_jax import UserError
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.runtime import checksums, sharding
 from refusion_jax.training import checkpoints as checkpoints_module
-from refusion_jax.training.checkpoints import Checkpoints, find_step, is_complete, restore_params, saved_steps
+from refusion_jax.training.checkpoint_directory import find_step, is_complete, saved_steps
+from refusion_jax.training.checkpoint_weights import restore_params
+from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.train_step import Guard, init_state, state_shardings
 
 OPTIMIZER = optax.adamw(1e-3)

@@ -16,7 +16,7 @@ from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
 from refusion_jax.runtime import distributed
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.training import events
-from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.batch_size=16", "--config.steps=20", "--config.checkpoint.every=100"]

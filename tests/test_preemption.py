@@ -16,7 +16,7 @@ from test_train import computed
 
 from refusion_jax.runtime import preemption
 from refusion_jax.training import events
-from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]

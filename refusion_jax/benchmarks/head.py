@@ -21,7 +21,7 @@ from refusion_jax.batch.batch import Batch, is_labelled
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
-from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.pretrained import load_model
 from refusion_jax.training.workdir import read_config

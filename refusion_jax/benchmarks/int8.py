@@ -29,7 +29,7 @@ from refusion_jax.decoding.cache import Cache
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings, decode
-from refusion_jax.training.checkpoints import find_step
+from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.inspection import corrupted
 from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
 from refusion_jax.training.workdir import read_config

@@ -21,10 +21,9 @@ from typing import Any
 
 from refusion_jax.runtime import checksums
 from refusion_jax.runtime.preemption import EXIT_CODE
-from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.checkpoint_directory import TEMPORARY, saved_steps
 from refusion_jax.training.metrics import read_metrics
 
-_TEMPORARY = "*.orbax-checkpoint-tmp*"
 _POLL_SECONDS = 0.002
 _PATIENCE_SECONDS = 600.0
 
@@ -156,7 +155,7 @@ def kill_in_save(run: Subject, chance: random.Random) -> str:
     """SIGKILL while a checkpoint is being written; a whole one must be there then, if there was one before."""
     whole = run.whole()
     damaged = set(saved_steps(run.workdir)) - set(whole)  # by faults before; the run has not passed them yet
-    if run.until(lambda: list(run.checkpoints.glob(_TEMPORARY))):
+    if run.until(lambda: list(run.checkpoints.glob(f"*{TEMPORARY}*"))):
         time.sleep(chance.random() * 0.03)
     run.kill()
     if torn := set(saved_steps(run.workdir)) - set(run.whole()) - damaged:
@@ -258,7 +257,7 @@ def deletion(run: Subject, chance: random.Random) -> str:
 
 def slow_storage(run: Subject, chance: random.Random) -> str:
     """The run stands still for a while in the middle of a save, as with a network disk that does not answer."""
-    run.until(lambda: list(run.checkpoints.glob(_TEMPORARY)))
+    run.until(lambda: list(run.checkpoints.glob(f"*{TEMPORARY}*")))
     run.send(signal.SIGSTOP)
     seconds = 0.5 + chance.random()
     time.sleep(seconds)

@@ -17,7 +17,9 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.systems.registry import decoders_for, default_system
-from refusion_jax.training import checkpoints, workdir
+from refusion_jax.training import workdir
+from refusion_jax.training.checkpoint_directory import find_step
+from refusion_jax.training.checkpoint_weights import restore_params
 
 
 def load_model(
@@ -78,14 +80,14 @@ def read_model_config(path: epath.Path) -> ModelConfig:
     """The shape of the model at a path; UserError where there is none."""
     if huggingface.is_huggingface(path):
         return huggingface.read_model_config(path, find_tokenizer(path))
-    return workdir.read_model_config(checkpoints.find_step(path)[0])
+    return workdir.read_model_config(find_step(path)[0])
 
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights into arrays of the target's shapes, dtypes and shardings."""
     if huggingface.is_huggingface(path):
         return huggingface.load_params(path, target)
-    return checkpoints.restore_params(path, target)
+    return restore_params(path, target)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
@@ -126,7 +128,7 @@ def find_tokenizer(path: epath.Path) -> Tokenizer | None:
 
 def _tokenizer_place(path: epath.Path) -> epath.Path:
     """Where the tokenizer of a run or model lies, if it has one."""
-    return path if huggingface.is_huggingface(path) else checkpoints.find_step(path)[0]
+    return path if huggingface.is_huggingface(path) else find_step(path)[0]
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:
@@ -136,7 +138,7 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
       SettingError: where the model was not trained for the decoder.
     """
     is_foreign = huggingface.is_huggingface(checkpoint)
-    if is_foreign or not (run := checkpoints.find_step(checkpoint)[0] / "config.json").exists():
+    if is_foreign or not (run := find_step(checkpoint)[0] / "config.json").exists():
         return method or decoders_for(default_system().name)[0]  # nobody says what it was trained for
     objective = workdir.read_config(run.parent).objective
     fitting = decoders_for(objective)

@@ -25,7 +25,7 @@ from refusion_jax.data.families import mixture
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.compiled_code import keep_compiled
 from refusion_jax.runtime.storage import write_file
-from refusion_jax.training.checkpoints import saved_steps
+from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.pretrained import load_model, load_tokenizer
 
 

@@ -1,0 +1,127 @@
+"""The directory `DIR/checkpoints` of a run: which steps it holds, whether each is whole, and how one is removed.
+
+A checkpoint counts as finished once Orbax has given its directory the name of its step. A finished one need not be
+whole: files may have been lost or changed since, which `check_whole` finds by the checksums.
+"""
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from refusion_jax.runtime import checksums
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import absolute, is_remote
+
+ITEMS = ("params", "optimizer", "data")
+TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of whatever Orbax is still writing
+_REMOVED = ".removed-"  # prefix of a checkpoint that is being removed
+_COMMITTED = "commit_success.txt"  # in an object store, Orbax writes this file last
+
+
+def saved_steps(workdir: epath.Path, items: tuple[str, ...] = ITEMS) -> list[int]:
+    """Steps of a run's finished checkpoints that have these items, ascending. Their content is not read."""
+    directory = workdir / "checkpoints"
+    return [step for step in finished_steps(directory) if not _missing(directory / str(step), items)]
+
+
+def finished_steps(directory: epath.Path) -> list[int]:
+    """Steps of all finished, non-empty checkpoints in this directory, ascending, whether whole or not."""
+    try:
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror}") from error
+    steps = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+    return [step for step in steps if _is_finished(directory / str(step))]
+
+
+def find_step(path: epath.Path) -> tuple[epath.Path, epath.Path]:
+    """The run directory and the directory of one step.
+
+    Args:
+      path: a run directory or its checkpoints/, for the newest step; or the directory of a step.
+
+    Raises:
+      UserError: where no checkpoint is there.
+    """
+    path = absolute(path)
+    if is_step(path):
+        workdir, steps = path.parent.parent, [int(path.name)]
+    else:
+        workdir = path.parent if path.name == "checkpoints" else path
+        steps = saved_steps(workdir, ("params",))
+    if not steps or not (step := workdir / "checkpoints" / str(steps[-1])).is_dir():
+        raise UserError(f"{path} holds no checkpoint; give the --workdir of a training run, or one of its steps")
+    return workdir, step
+
+
+def is_step(path: epath.Path) -> bool:
+    """Whether a path names one step of a run."""
+    return path.name.isascii() and path.name.isdecimal() and path.parent.name == "checkpoints"
+
+
+def is_complete(workdir: epath.Path, steps: int, verify: bool = True) -> bool:
+    """Whether the last step of a run is there, whole and with checksums that match."""
+    there = saved_steps(workdir)
+    if not there or there[-1] < steps:
+        return False
+    directory = workdir / "checkpoints" / str(there[-1])
+    try:
+        check_whole(directory, ITEMS, verify)
+    except Exception:  # noqa: BLE001  restoring it will report the reason
+        return False
+    return checksums.exist(directory) or not verify
+
+
+def check_whole(directory: epath.Path, items: tuple[str, ...], verify: bool) -> None:
+    """Refuses a checkpoint in which something is missing or has changed. Several hosts share the reading.
+
+    Args:
+      directory: of one step.
+      items: those that are needed.
+      verify: whether to compare checksums.
+
+    Raises:
+      ValueError: naming the file.
+    """
+    parts = [""] if items == ITEMS else [f"{item}/" for item in items]
+    for damage in (checksums.find_damage(directory, part) for part in parts if verify):
+        if damage:
+            raise ValueError(damage)
+    if missing := _missing(directory, items):
+        raise ValueError(f"{directory} has no {' and no '.join(missing)}")
+
+
+def remove_step(directory: epath.Path) -> None:
+    """Removes a checkpoint. If this is interrupted, no half-removed checkpoint keeps the name of its step."""
+    if not directory.exists():
+        return
+    if is_remote(directory):
+        (directory / _COMMITTED).unlink(missing_ok=True)
+    else:
+        directory = directory.rename(directory.with_name(f"{_REMOVED}{directory.name}"))
+    directory.rmtree()
+
+
+def remove_unfinished(directory: epath.Path) -> None:
+    """Removes what interrupted saves and removals have left in `DIR/checkpoints`."""
+    for path in directory.iterdir() if directory.is_dir() else ():
+        is_left = TEMPORARY in path.name or path.name.startswith(_REMOVED)
+        # In an object store a checkpoint is written under its final name.
+        may_be_unfinished = path.name.isdecimal() and is_remote(path)
+        if path.is_dir() and (is_left or (may_be_unfinished and not ocp.utils.is_checkpoint_finalized(path))):
+            path.rmtree()
+
+
+def _is_finished(directory: epath.Path) -> bool:
+    """Whether Orbax has finished it: on a file system its name says so, in an object store a file. Not if empty."""
+    try:
+        return directory.is_dir() and ocp.utils.is_checkpoint_finalized(directory) and any(directory.iterdir())
+    except (OSError, ValueError):
+        return True  # it cannot be looked into: reading it will fail, and it will be passed over
+
+
+def _missing(directory: epath.Path, items: tuple[str, ...]) -> list[str]:
+    """Items that are not there."""
+    try:
+        return [item for item in items if not any((directory / item).iterdir())]
+    except OSError:
+        return list(items)

@@ -1,0 +1,66 @@
+"""Model weights alone, without the rest of the train state: read from a run's checkpoints, or written as one."""
+
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+
+from refusion_jax.runtime.errors import UserError, first_line
+from refusion_jax.runtime.storage import absolute
+from refusion_jax.training import failed_saves
+from refusion_jax.training.checkpoint_directory import check_whole, find_step, is_step, saved_steps
+from refusion_jax.training.checkpoint_writer import Items, make_checkpointer
+
+
+def restore_params(path: epath.Path, target: Any, verify: bool = True) -> Any:
+    """Weights of the newest whole step, or of the step that is named.
+
+    Args:
+      path: as for `find_step`.
+      target: shapes, dtypes and shardings to restore into.
+      verify: whether to compare checksums.
+
+    Raises:
+      UserError: where there are none, or none can be read.
+    """
+    workdir, newest = find_step(path)
+    if is_step(absolute(path)):
+        steps = [newest]
+    else:
+        steps = [newest.parent / str(step) for step in reversed(saved_steps(workdir, ("params",)))]
+    failed_saves.say_once()
+    for directory in steps:
+        try:
+            check_whole(directory, ("params",), verify)
+            if misfit := _find_misfit(ocp.StandardCheckpointHandler().metadata(directory / "params"), target):
+                break
+            with ocp.StandardCheckpointer() as checkpointer:
+                return checkpointer.restore(directory / "params", target)
+        except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way
+            why = f"checkpoint {directory.name} cannot be read ({first_line(error)})"
+            if directory == steps[-1]:
+                raise UserError(f"{path}: {why}; no older one is left to try") from error
+            logging.warning("%s; trying the one before", why)
+    raise UserError(f"{directory}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
+
+
+def save_params(workdir: epath.Path, params: Any) -> None:
+    """Writes weights as step 0 of a run directory; models are loaded from it, but no training resumes from it."""
+    checkpointer = make_checkpointer()
+    target = absolute(workdir) / "checkpoints" / "0"
+    checkpointer.save(target, args=Items(params=ocp.args.StandardSave(params)))
+    checkpointer.close()
+
+
+def _find_misfit(there: Any, target: Any) -> str | None:
+    """The first array whose shape in the checkpoint is not the one asked for, in words; or None."""
+    found, wanted = (
+        {jax.tree_util.keystr(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (there, target)
+    )
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            return f"{name} has shape {found.get(name, 'none')} instead of {wanted.get(name, 'none')}"
+    return None

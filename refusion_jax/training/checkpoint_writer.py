@@ -1,0 +1,62 @@
+"""Orbax checkpointers that write checksums of all files before the checkpoint gets its final name."""
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from refusion_jax.runtime import checksums
+from refusion_jax.training.checkpoint_directory import TEMPORARY
+
+_LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file after `finalize`
+
+
+def make_checkpointer(verify: bool = True) -> ocp.AsyncCheckpointer:
+    """A checkpointer for `Items`, saving in the background.
+
+    Args:
+      verify: whether to write checksums.
+    """
+    return ocp.AsyncCheckpointer(_WithChecksums(verify))
+
+
+class _WithChecksums(ocp.CompositeCheckpointHandler):
+    """Each host lists the checksums of the files that it has written."""
+
+    def __init__(self, verify: bool):
+        super().__init__()
+        self._verify = verify
+
+    async def async_save(self, directory: epath.Path, args: ocp.args.Composite) -> list:
+        """Begins to save; hosts other than the first list their files once these are written."""
+        futures = await super().async_save(directory, args)
+        return [*futures, _OwnChecksums(directory)] if self._verify and jax.process_index() else futures
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Called on the first host when all have written: lists the files that no other host has listed."""
+        super().finalize(directory)
+        if self._verify:
+            checksums.write_unlisted(directory, but=_LATE)
+
+
+@ocp.args.register_with_handler(_WithChecksums, for_save=True, for_restore=True)
+class Items(ocp.args.Composite):
+    """The items of a checkpoint; a class of its own because Orbax finds the handler by the class of its arguments."""
+
+
+class _OwnChecksums:
+    """A future that Orbax waits for, in the background, after this host's own writes."""
+
+    def __init__(self, directory: epath.Path):
+        self._directory = directory
+
+    def result(self, timeout: float | None = None) -> None:
+        """Lists this host's files under their final names."""
+        files = {}
+        for item in self._directory.iterdir():
+            own = item / f"ocdbt.process_{jax.process_index()}"
+            for path in checksums.files_below(own) if own.is_dir() else ():
+                files[f"{item.name.partition(TEMPORARY)[0]}/{path.relative_to(item)}"] = path
+        checksums.write(self._directory, files)
+
+    def cancel(self) -> None:
+        """There is nothing to cancel."""
