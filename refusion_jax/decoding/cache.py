@@ -1,7 +1,7 @@
 """The static-shape key/value cache of a batch of rows.
 
-New keys and values are written right behind the committed ones: *committing is only advancing a counter*, and
-throwing away is doing nothing.
+A forward writes the keys and values of its tokens right behind the committed ones. To commit some of them is to advance
+a counter; to drop the others takes nothing, as the next forward overwrites them.
 
 Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary.
 """
@@ -21,14 +21,14 @@ from refusion_jax.runtime.sharding import constrain
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of the committed tokens of every row; entries at or behind `length` mean nothing."""
+    """Keys and values of the committed tokens of every row. Entries from index `length` on are unused."""
 
-    entries: KeyValues  # C of each row
+    entries: KeyValues  # C entries in each row
     length: Int32[Array, "B"]  # committed entries
 
     @classmethod
     def empty(cls, model: Transformer, rows: int, capacity: int) -> "Cache":
-        """No entries yet, of the model's `cache_dtype`; split over the mesh, if there is one, by rows and heads."""
+        """An empty cache of the model's `cache_dtype`, split over the mesh, if there is one, by rows and heads."""
         c = model.config
         shape = (c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim)
         zeros = jnp.zeros(shape, model.cache_dtype)
@@ -38,33 +38,33 @@ class Cache:
 
 
 def split(entries: KeyValues) -> KeyValues:
-    """Lays entries [L, B, C, K, H] out over the mesh, where there is one."""
+    """Shards entries [L, B, C, K, H] over the mesh, where there is one."""
     return jax.tree.map(lambda x: constrain(x, "layers", "batch", None, "kv_heads", None), entries)
 
 
 def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes of a cache of this dtype that one token of one row takes."""
+    """Bytes that one token of one row takes in a cache of this dtype."""
     per_head = model.head_dim * jnp.dtype(dtype).itemsize
     per_head += jnp.dtype(jnp.float32).itemsize * (dtype == jnp.int8)  # its scale
     return model.num_hidden_layers * 2 * model.num_key_value_heads * per_head
 
 
 def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
-    """Keys and values of prompts of any length, a chunk of tokens a forward; as many chunks as the longest needs.
+    """Fills a new cache with the keys and values of the given tokens, one chunk of tokens a forward.
 
     Args:
       model: the transformer.
-      given: [B, C] tokens, padded on the right with anything; C is the cache's capacity too. What is known of them is
-        copied, not computed.
-      chunk_length: tokens a forward, at most C; whole blocks.
-      block_size: a token sees all of its own block, counted from the first token, and the blocks before it; the entries
-        of a block mean nothing unless all of it is given.
+      given: [B, C] tokens, padded on the right; C is also the capacity of the cache. Keys and values in `given.known`
+        are copied, not computed.
+      chunk_length: tokens a forward, at most C; a multiple of the block size.
+      block_size: attention is causal over blocks of this size, counted from the first token. The entries of a last,
+        incomplete block are not valid.
     """
     B, C = given.tokens.shape
     T = chunk_length
 
     def chunk(i, cache):
-        # The last chunk of a full cache begins earlier instead of reaching beyond it: it says some tokens again.
+        # Where the last chunk would reach beyond the cache, it begins earlier and computes some entries again.
         at = jnp.minimum(i * T, C - T)
         tokens, positions = (jax.lax.dynamic_slice_in_dim(x, at, T, 1) for x in (given.tokens, given.positions))
         block = (at + jnp.arange(T)) // block_size
@@ -82,7 +82,7 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
 
 
 def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
-    """(`prefill` of all given tokens but the last one, that token): the first forward feeds it."""
+    """(cache of all given tokens but the last, the last): the first forward of the decoding loop feeds the last."""
     zeros = jnp.zeros_like(given.length)
     last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
     return commit(prefill(model, given, chunk_length), zeros - 1), last
@@ -95,14 +95,14 @@ def extend(
     positions: Int32[Array, "B T"],
     visible: Bool[Array, "B T T"],
 ) -> tuple[Float32[Array, "B T V"], Cache]:
-    """One forward of T new tokens a row on top of the committed ones; their entries are written, not committed.
+    """One forward of T new tokens a row on top of the committed ones. Their entries are written but not committed.
 
     Args:
       model: the transformer.
-      cache: with room for T more entries in every row.
-      tokens: the new ones.
-      positions: of each in its text.
-      visible: which of the new tokens each new token sees. All see every committed entry.
+      cache: must have room for T more entries in every row.
+      tokens: the new tokens.
+      positions: the place of each in its text.
+      visible: which new tokens each new token attends to. All of them attend to every committed entry.
 
     Returns:
       (logits, the cache with the new entries behind the committed ones).
@@ -112,9 +112,9 @@ def extend(
 
 
 def write(cache: Cache, new: KeyValues) -> Cache:
-    """Puts entries [L, B, T, K, H] behind the committed ones, in place."""
-    # One scatter that is told that rows are independent and indices in bounds; a vmapped dynamic_update_slice clamps
-    # its indices, for which XLA copies the whole cache (seen on CPU).
+    """Writes entries [L, B, T, K, H] behind the committed ones, in place."""
+    # This scatter states that rows are independent and indices in bounds. A vmapped dynamic_update_slice clamps its
+    # indices instead, and XLA then copies the whole cache (seen on CPU).
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(0, 2, 3, 4),
         inserted_window_dims=(),
@@ -132,5 +132,5 @@ def write(cache: Cache, new: KeyValues) -> Cache:
 
 
 def commit(cache: Cache, count: Int32[Array, "B"]) -> Cache:
-    """Keeps the first `count` of the entries written last."""
+    """Commits the first `count` of the entries that were written last."""
     return Cache(cache.entries, cache.length + count)

@@ -1,7 +1,7 @@
-"""Models that a decoder has beside the one it writes with, such as a smaller one that checks what is written.
+"""Further models that a decoder runs beside the main one, such as a small one that verifies its drafts.
 
-A decoder's settings name them (`Settings.companions`), each by the checkpoint that it is; a decoder finds each as an
-attribute of the model, under the name of the setting.
+`Settings.companions` lists the settings whose values are the checkpoints of such models. The decoder finds each of them
+as an attribute of the main model, under the name of its setting.
 """
 
 from flax import nnx
@@ -14,10 +14,10 @@ _SAME = ("num_tokens", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def with_companions(model: Transformer, **companions: Transformer) -> Transformer:
-    """The same model with others beside it, by the names that a decoder has for them.
+    """The same model with companions as attributes, by the names of the settings.
 
     Raises:
-      SettingError: where one has another vocabulary.
+      SettingError: where a companion has another vocabulary.
     """
     together = nnx.merge(*nnx.split(model))
     for name, other in companions.items():
@@ -27,10 +27,10 @@ def with_companions(model: Transformer, **companions: Transformer) -> Transforme
 
 
 def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfig) -> None:
-    """Refuses a companion whose token ids mean something else.
+    """Refuses a companion with another vocabulary.
 
     Raises:
-      SettingError: naming what differs.
+      SettingError: naming the companion and what differs.
     """
     for key in _SAME:
         if getattr(model, key) != getattr(other, key):
@@ -43,15 +43,15 @@ def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfi
 
 
 def missing(settings: Settings) -> list[str]:
-    """Names of the companions that settings leave empty."""
+    """Names of the companions for which no checkpoint is set."""
     return [name for name in settings.companions if not getattr(settings, name)]
 
 
 def check_companions(model: Transformer, settings: Settings) -> None:
-    """Refuses a model without those that the decoder needs beside it.
+    """Refuses a model that lacks a companion which the decoder needs.
 
     Raises:
-      SettingError: naming the first.
+      SettingError: naming the first that is missing.
     """
     for name in settings.companions:
         if not hasattr(model, name):

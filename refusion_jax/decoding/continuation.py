@@ -1,7 +1,7 @@
-"""What decoders share that continue a prompt on a cache: the sizes that are compiled in, and what the loop carries.
+"""Base classes of decoders that continue a prompt on a cache: compiled sizes, and the state of the decoding loop.
 
-They write behind what is given alone. A decoder has a subclass of `Continuer`, which says how wide its forwards are,
-and one of `Continuation`, with what else it carries from forward to forward; how it writes is what makes it itself.
+Such decoders only append to what is given; they fill no templates. Each has a subclass of `Continuer`, with the width
+of its forwards and its own `init` and `step`, and, where it carries more state, one of `Continuation`.
 
 Axes: B rows, T tokens.
 """
@@ -32,7 +32,7 @@ from refusion_jax.model.transformer import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """All that the decoding loop carries; a decoder that needs more has a subclass of its own."""
+    """The state of the decoding loop; decoders that need more fields subclass it."""
 
     cache: Cache
     record: Record
@@ -44,7 +44,7 @@ class Continuation:
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
-        """Every forward is one."""
+        """Every forward counts as a round."""
         return self.forwards
 
 
@@ -53,23 +53,23 @@ _State = TypeVar("_State", bound=Continuation)
 
 @dataclasses.dataclass(frozen=True)
 class Continuer:
-    """The sizes that are compiled in."""
+    """A decoder's compiled sizes."""
 
     settings: ClassVar[type[Settings]] = Settings
     row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     ids: TokenIds
-    width: int  # tokens of a row that one forward feeds
-    new_tokens: int  # of a row, at most
+    width: int  # tokens a row that one forward feeds
+    new_tokens: int  # at most, in a row
     cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
+    chunk: int  # given tokens a forward of the prefill
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+        """A decoder with the smallest sizes that serve all of these requests.
 
         Raises:
-          UserError: for templates, which need what is not seen from before a gap.
+          UserError: for templates, as the text behind a gap could not be seen.
         """
         check_no_templates(requests)
         width = cls.width_for(requests)
@@ -83,22 +83,22 @@ class Continuer:
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """Tokens of a row that one forward feeds, to serve these requests."""
+        """Tokens a row that one forward has to feed to serve these requests."""
         raise NotImplementedError
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them and settings of some requests."""
+        """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens, self.row_settings)
 
     def start(self, state: type[_State], layout: Layout, keys: Key[Array, "B"], cache: Cache, **own: Any) -> _State:
-        """Rows of which nothing is written.
+        """The initial state of some rows.
 
         Args:
-          state: the decoder's own.
-          layout: what is given and where to write.
+          state: class of the state.
+          layout: given tokens and places to decode.
           keys: one a row.
-          cache: of what is given.
-          **own: fields of the subclass.
+          cache: filled with what is given.
+          **own: further fields of the class.
         """
         zeros = jnp.zeros_like(layout.given.length)
         return state(
@@ -120,14 +120,14 @@ def cut_behind_eos(
     end: Int32[Array, "B"],
     eos_id: int,
 ) -> tuple[Bool[Array, "B T"], Int32[Array, "B"]]:
-    """(which tokens are still new, where texts end) once an EOS among the new ones ends its text behind itself.
+    """Cuts new tokens behind the first EOS among them: (which tokens are still new, where each text ends).
 
     Args:
       is_new: tokens about to be written.
-      tokens: of which the new ones count.
-      at: their indices.
-      end: how long the texts may be so far.
-      eos_id: the end of text.
+      tokens: only new ones count.
+      at: their indices in the text.
+      end: the maximal length of each text so far.
+      eos_id: id of the end-of-text token.
     """
     end = jnp.min(jnp.where(is_new & (tokens == eos_id), at + 1, end[:, None]), axis=1)
     return is_new & (at < end[:, None]), end

@@ -1,4 +1,4 @@
-"""What the queue asks of a decoder, and of the state that it carries from forward to forward.
+"""The protocols that the queue asks for: a decoder, and the state that it carries from forward to forward.
 
 Axes: R requests admitted at once, B rows of the batch.
 """
@@ -15,27 +15,24 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 
 
 class State(Protocol):
-    """All that the decoding loop carries: a dataclass of arrays, registered with JAX.
+    """The state of the decoding loop: a dataclass of arrays, registered as a pytree.
 
-    Every array leads with the batch axis, but those of `KeyValues`, which lead with the layers and have it second. A
-    state of zeros is one of finished rows.
+    The first axis of every array is the batch; in `KeyValues` it is the second, behind the layers. In a state of all
+    zeros every row is finished.
     """
 
     record: Record  # what was committed, in order
     forwards: Int32[Array, "B"]  # forwards that the row took part in; the prefill is not counted
-    rounds: Int32[Array, "B"]  # plans followed, or forwards where a decoder does not plan
+    rounds: Int32[Array, "B"]  # plans that were followed; for decoders that do not plan, forwards
 
     @property
     def active(self) -> Bool[Array, "B"]:
-        """Rows that are not done."""
+        """Rows that are not finished."""
         ...
 
 
 class Decoder(Protocol):
-    """A way of decoding, with the sizes that are compiled in.
-
-    A frozen, hashable dataclass: the static argument of the jitted loop.
-    """
+    """A decoding algorithm with its compiled sizes: a frozen, hashable dataclass, static under `jit`."""
 
     settings: ClassVar[type[Settings]]
 
@@ -45,7 +42,7 @@ class Decoder(Protocol):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests, one at least.
+        """A decoder with the smallest sizes that serve all of these requests, of which there is at least one.
 
         Raises:
           UserError: where the decoder cannot serve a request.
@@ -53,11 +50,11 @@ class Decoder(Protocol):
         ...
 
     def lay_out(self, requests: Sequence[Request]) -> Any:
-        """The requests as a tree of numpy arrays that all lead with axis R; runs on the host."""
+        """The requests as a tree of numpy arrays with leading axis R; runs on the host."""
         ...
 
     def init(self, model: Transformer, layout: Any, keys: Key[Array, "R"]) -> State:
-        """Rows about to take their first forward, what is given already prefilled; runs inside `jit`.
+        """The initial state of new rows, with what is given already prefilled; runs inside `jit`.
 
         Args:
           model: the transformer.
@@ -67,5 +64,5 @@ class Decoder(Protocol):
         ...
 
     def step(self, model: Transformer, state: State) -> State:
-        """One forward of the whole batch, and what each row makes of it. Rows that are done must not change."""
+        """One forward of the whole batch, and each row's next state. Finished rows must not change."""
         ...

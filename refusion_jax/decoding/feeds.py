@@ -1,14 +1,14 @@
-"""What the forwards of the decoding loop feed, counted on the device: no host-device synchronization is added.
+"""Counts on the device what the forwards of the decoding loop feed, without further host-device synchronization.
 
-A decoder whose forwards differ says so by two methods, which are asked for only where somebody wants to know:
+A decoder whose forwards vary in size has two methods for this, which are called only while a run is recorded:
 
-    shapes(model, rows) -> the forwards that are compiled for a batch of so many rows, on the mesh of `jax.set_mesh`
-    fed(model, state)   -> what the forward that a state is about to take feeds
+    shapes(model, rows) -> the forwards that are compiled for a batch of this size, on the mesh of `jax.set_mesh`
+    fed(model, state)   -> what the next forward of this state feeds
 
-Of any other decoder every live row is taken to feed the decoder's whole width, on top of all that it has committed.
-One that reads what is given before its first forward has a `chunk`: the tokens that one forward of that prefill takes.
+Any other decoder is taken to feed its whole width for every active row, on top of all that the row has committed. A
+decoder with a prefill has an attribute `chunk`: the tokens a row that one forward of the prefill takes.
 
-Axes: B rows, J shapes, L = B + 1 numbers of live rows, W numbers of tokens of a row, P parts of the cache.
+Axes: B rows, J shapes, L = B + 1 numbers of active rows, W numbers of tokens a row, P parts of the cache.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.sharding import shard_count_here
 
-_PARTS = 64  # of the cache, at most: by so many lengths that are read the feeds of rows are told apart
+_PARTS = 64  # bins, at most, for the number of cache entries that a row reads
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One forward that is compiled."""
+    """The shape of a compiled forward: its places for tokens come in tiles, each for tokens of one row."""
 
-    width: int  # places of a row, at most
-    tile: int  # places that stand together, all of them of one row
-    tiles: int  # of a shard
+    width: int  # places a row, at most
+    tile: int  # places a tile
+    tiles: int  # a shard
 
     @property
     def places(self) -> int:
-        """Of a shard."""
+        """Places of a shard."""
         return self.tile * self.tiles
 
 
@@ -44,20 +44,20 @@ class Shape:
 class Fed:
     """What one forward feeds."""
 
-    shape: Int32[Array, ""]  # index of the one it runs in
-    tokens: Int32[Array, "B"]  # of each row; 0 for one that takes no part
-    cached: Int32[Array, "B"]  # entries of the cache that its tokens see
+    shape: Int32[Array, ""]  # index of its shape
+    tokens: Int32[Array, "B"]  # of each row; 0 for rows that take no part
+    cached: Int32[Array, "B"]  # cache entries that the tokens of each row attend to
 
 
 def shapes(decoder: Decoder, model: Transformer, rows: int) -> tuple[Shape, ...]:
-    """The forwards that are compiled for a batch of so many rows."""
+    """The forwards that are compiled for a batch of this many rows."""
     if hasattr(decoder, "shapes"):
         return decoder.shapes(model, rows)
     return (Shape(decoder.width, decoder.width, rows // shard_count_here("batch")),)
 
 
 def fed(decoder: Decoder, model: Transformer, state: Any) -> Fed:
-    """What the forward that a state is about to take feeds."""
+    """What the next forward of a state feeds."""
     if hasattr(decoder, "fed"):
         return decoder.fed(model, state)
     tokens = jnp.where(state.active, decoder.width, 0)
@@ -65,7 +65,7 @@ def fed(decoder: Decoder, model: Transformer, state: Any) -> Fed:
 
 
 def part_size(cache_length: int) -> int:
-    """Entries of a part of the cache."""
+    """Cache entries a part."""
     return max(1, -(-cache_length // _PARTS))
 
 
@@ -74,15 +74,15 @@ def part_size(cache_length: int) -> int:
 class Counts:
     """How often each forward ran, and what its rows fed."""
 
-    forwards: Int32[Array, "J L"]  # by shape and live rows
-    feeds: Int32[Array, "W P"]  # by tokens of a live row and part of the cache that its entries end in
+    forwards: Int32[Array, "J L"]  # by shape and active rows
+    feeds: Int32[Array, "W P"]  # of a row in a forward, by its tokens and the last part of the cache it reads
 
     @classmethod
     def none(cls, decoder: Decoder, of: tuple[Shape, ...], rows: int) -> "Counts":
-        """Of no forward yet, as arrays of zeros.
+        """All zeros.
 
         Args:
-          decoder: whose cache is told apart by parts.
+          decoder: its cache length sets the number of parts.
           of: from `shapes`.
           rows: of the batch.
         """
@@ -91,7 +91,7 @@ class Counts:
         return cls(jnp.zeros((len(of), rows + 1), jnp.int32), jnp.zeros((widest + 1, parts), jnp.int32))
 
     def plus(self, forward: Fed, cache_length: int) -> "Counts":
-        """With one forward more, of a decoder whose cache has so many entries."""
+        """With one more forward, of a decoder with this cache length."""
         live = (forward.tokens > 0).astype(jnp.int32)
         part = forward.cached // part_size(cache_length)
         return Counts(

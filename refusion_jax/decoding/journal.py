@@ -1,7 +1,7 @@
-"""Answers kept as they come, in a file, so that a call that was killed goes on where it was.
+"""A file of finished answers, written as they come, from which a call that was killed resumes.
 
-The first line says of which call the answers are, each other line holds one under its key: {"key": 3, "record": {...}}.
-Every line reaches the file at once, and the disk within a second.
+The first line describes the call. Each further line is one answer: {"key": 3, "record": {...}}. Lines are written to
+the file at once and synchronized to disk about once a second.
 """
 
 import contextlib
@@ -17,25 +17,26 @@ from typing import Any
 from refusion_jax.runtime.errors import Failure, UserError
 from refusion_jax.runtime.json_input import parse_log
 
-_SYNC_SECONDS = 1.0  # the work that a machine may lose when it dies; a process that is killed loses none
+_SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed process loses none
 
 
 class Journal:
-    """The finished answers of one call; `records` maps the key of a prompt to what is written for it.
+    """The finished answers of one call; `records` maps the key of each prompt to its output record.
 
-    Nothing is made on disk before the first `add`. While it is open no other process can write to it.
+    No file is made before the first `add`. While it is open, other processes cannot write to it.
     """
 
     def __init__(self, path: Path, call: dict[str, str], keys: Container[int] | None = None):
-        """Reads what a call before has left.
+        """Reads the answers of an earlier call that was interrupted.
 
         Args:
           path: of the journal.
-          call: what all answers depend on, by name, as short texts.
-          keys: that the call has; None: texts, each of which says by itself what its answer depends on.
+          call: all that the answers depend on, as short texts by name.
+          keys: the valid ones; None for keys that are texts, each with all that its answer depends on.
 
         Raises:
-          UserError: where the journal is of another call, is written by another process, or is no journal of ours.
+          UserError: where the file is the journal of another call, is being written by another process, or is no
+            journal.
         """
         self.path, self._call, self._keys = path, call, keys
         self._file: int | None = None
@@ -66,12 +67,12 @@ class Journal:
             content += block
         end = content.rfind(b"\n") + 1
         first, _, rest = content[:end].partition(b"\n")
-        if not end and content:  # killed in its very first line, unless it is something else
+        if not end and content:  # the first line was cut off, unless this is no journal
             if not b'{"call": '.startswith(content[:9]):
                 raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
         elif content:
             self._check_call(first)
-        os.ftruncate(self._file, end)  # what a kill, or a full disk, has cut off
+        os.ftruncate(self._file, end)  # drops a line that a kill or a full disk has cut off
         self.records = {key: record for key, record in _records(rest).items() if self._is_key(key)}
 
     def _is_key(self, key: object) -> bool:
@@ -89,10 +90,10 @@ class Journal:
             )
 
     def add(self, key: int | str, record: dict[str, Any]) -> None:
-        """Keeps an answer.
+        """Writes an answer.
 
         Raises:
-          Failure: where it cannot be written; those before are kept.
+          Failure: where it cannot be written; earlier answers stay in the file.
           UserError: where another process has begun to write the same output.
         """
         if self._file is None:
@@ -117,27 +118,27 @@ class Journal:
             ) from error
 
     def close(self) -> None:
-        """Closes the file and leaves it there."""
+        """Closes the file without deleting it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def delete(self) -> None:
-        """Deletes the file: the output holds all answers now."""
+        """Deletes the file, once the output holds all answers."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self.close()
 
 
 def read_records(path: Path) -> dict[int | str, dict[str, Any]]:
-    """The answers in a journal that another process may be writing; none where there is no such file."""
+    """The answers in a journal that another process may be writing; empty if there is no such file."""
     with contextlib.suppress(FileNotFoundError):
         return _records(path.read_bytes())
     return {}
 
 
 def _records(content: bytes) -> dict[int | str, dict[str, Any]]:
-    """The records by key; lines that make no sense are left out."""
+    """The records by key; malformed lines are skipped."""
     entries = [entry for entry in parse_log(content) if isinstance(entry, dict)]
     return {
         entry["key"]: entry["record"]

@@ -1,9 +1,9 @@
-"""What decoders of masked text share: a text of given tokens and masks, seen whole by a model, filled in any order.
+"""Shared parts of the decoders of masked text, which fill the masks of a text in any order by bidirectional forwards.
 
-A decoder looks at some places of the text in every forward, proposes a token for each mask there, and commits those it
-chooses; how it chooses is what makes it itself.
+In every forward such a decoder takes a window of the text, proposes a token for each mask in it, and commits some of
+them. The decoders differ in how they choose these.
 
-Axes: B rows, C text length, N places to decode, K places looked at, V vocabulary.
+Axes: B rows, C text length, N places to decode, K places of a window, V vocabulary.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
 
-# Default and help of the setting `shift`, of decoders that serve models of several systems; see `is_shifted`.
+# Default and help of the setting `shift`, which decoders have that serve models of several systems; see `is_shifted`.
 SHIFT = "auto", "Whether the token at j is read from the logits at j - 1: yes | no | auto (what a run's model says; no)"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskedText:
-    """All that the decoding loop carries; a decoder that needs more has a subclass of its own."""
+    """The state of the decoding loop; decoders that need more fields subclass it."""
 
     layout: Layout
     keys: Key[Array, "B"]
-    text: Int32[Array, "B C"]  # masks where nothing is committed
+    text: Int32[Array, "B C"]  # the mask token wherever nothing is committed
     length: Int32[Array, "B"]  # of the text
     record: Record
     active: Bool[Array, "B"]
@@ -40,19 +40,19 @@ class MaskedText:
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
-        """Every forward is one."""
+        """Every forward counts as a round."""
         return self.forwards
 
     @classmethod
     def start(cls, layout: Layout, keys: Key[Array, "B"], ids: TokenIds, at_once: int, **own: Any) -> Self:
-        """Rows of which nothing is written.
+        """The initial state of some rows.
 
         Args:
-          layout: what is given and where to write.
+          layout: given tokens and places to decode.
           keys: one a row.
-          ids: what the special tokens are.
-          at_once: K at most; the record has room for so many more.
-          **own: fields of the subclass.
+          ids: of the special tokens.
+          at_once: the largest K; the record needs room for that many extra entries.
+          **own: further fields of the subclass.
         """
         B, C = layout.given.tokens.shape
         given = layout.given
@@ -73,21 +73,21 @@ class MaskedText:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Some of the places to decode, in text order."""
+    """Consecutive places to decode, in text order."""
 
     position: Int32[Array, "B K"]  # in the text
     may_end: Bool[Array, "B K"]  # an EOS may be written there
-    is_in: Bool[Array, "B K"]  # ; the others are filler
-    masked: Bool[Array, "B K"]  # in and not committed yet
+    is_in: Bool[Array, "B K"]  # the other entries are padding
+    masked: Bool[Array, "B K"]  # in the window and not yet committed
 
     @property
     def size(self) -> Int32[Array, "B"]:
-        """Places that are no filler."""
+        """Number of places without padding."""
         return jnp.sum(self.is_in, axis=1)
 
 
 def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
-    """The places first .. first + length - 1 of those to decode, K = size of them at most."""
+    """The window of places first .. first + length - 1, padded to K = size."""
     places, offset = s.layout.places, jnp.arange(size)[None]
     at = first[:, None] + offset
     is_in = (offset < length[:, None]) & (at < places.count[:, None])
@@ -97,28 +97,28 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
 
 
 def denoise(model: Transformer, s: MaskedText, position: Int32[Array, "B K"], shifted: bool) -> Float32[Array, "B K V"]:
-    """One forward over the whole text: logits of the tokens at some positions.
+    """One forward over the whole text: logits at some positions.
 
     Args:
       model: the transformer.
-      s: the texts.
-      position: of each.
+      s: holds the texts.
+      position: in the text, for which logits are wanted.
       shifted: whether the token at j is read from the logits at j - 1.
     """
     index = jnp.arange(s.text.shape[1])[None]
     seen = Visibility.of(BIDIRECTIONAL, (index < s.length[:, None]).astype(jnp.int32))
     hidden = model.hidden(s.text, jnp.broadcast_to(index, s.text.shape), seen)
-    at = jnp.maximum(position - shifted, 0)  # the first place of a text is filler: see `check_first`
+    at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
     return model.logits(jnp.take_along_axis(hidden, at[:, :, None], axis=1))
 
 
 def propose(
     logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds
 ) -> tuple[Int32[Array, "B K"], Float32[Array, "B K V"], Float32[Array, "B K V"]]:
-    """A token for every place of a window: the best, or with a temperature a drawn one.
+    """Proposes a token for every place of a window: the most probable, or with a temperature a sampled one.
 
     Returns:
-      (the tokens, logits of the real vocabulary, logits of what may be chosen).
+      (the tokens, logits of the real vocabulary, logits of the tokens that may be chosen).
     """
     real, choosable = mask_logits(logits, w.may_end, ids)
     keys, settings = jax.tree.map(
@@ -129,13 +129,13 @@ def propose(
 
 
 def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
-    """0 for the most confident mask of a window, and so on; equal ones in text order."""
+    """The rank of each mask of a window, 0 for the most confident; ties in text order."""
     order = jnp.argsort(-jnp.where(w.masked, confidence, -jnp.inf), axis=1, stable=True)
     return jnp.argsort(order, axis=1, stable=True)
 
 
 def even_share(size: Int32[Array, "B"], steps: Int32[Array, "B"], step: Int32[Array, "B"]) -> Int32[Array, "B"]:
-    """What a step commits of `size` masks in `steps` steps; the first size % steps of them do one more."""
+    """How many of `size` masks a step commits, of `steps` in all; the first size % steps steps commit one more."""
     return size // steps + (step < size % steps)
 
 
@@ -147,15 +147,15 @@ def commit(
     ids: TokenIds,
     took_part: Bool[Array, "B"] | None = None,
 ) -> MaskedText:
-    """The state behind a forward that commits some masks of a window; a row ends where all is settled.
+    """The state after a forward that commits some masks of a window. Rows that are settled become inactive.
 
     Args:
       s: the state before.
       w: the window.
       chosen: a token for each of its places.
-      committed: which of them are written; those that are no masks are not.
-      ids: what the special tokens are.
-      took_part: the active rows that the forward was for; by default all.
+      committed: which of them to commit; places that are not masked are ignored.
+      ids: of the special tokens.
+      took_part: the active rows that this forward served; by default all active rows.
     """
     took_part = s.active if took_part is None else took_part
     committed = committed & w.masked & took_part[:, None]
@@ -170,7 +170,7 @@ def commit(
 
 
 def is_settled(text: Int32[Array, "B C"], layout: Layout, ids: TokenIds) -> Bool[Array, "B"]:
-    """No mask is left, or none before an EOS, so that the answer cannot change any more."""
+    """Whether no mask is left before the first EOS, or none at all: the answer cannot change any more."""
     places = layout.places
     index = jnp.arange(places.position.shape[1])[None]
     tokens = jnp.take_along_axis(text, places.position, axis=1)
@@ -183,23 +183,23 @@ def is_settled(text: Int32[Array, "B C"], layout: Layout, ids: TokenIds) -> Bool
 
 
 def has_ended(record: Record, ids: TokenIds) -> Bool[Array, "B"]:
-    """An EOS was committed."""
+    """Whether an EOS was committed."""
     is_real = jnp.arange(record.tokens.shape[1])[None] < record.count[:, None]
     return jnp.any(is_real & (record.tokens == ids.eos_id), axis=1)
 
 
 def put(text: Int32[Array, "B C"], at: Int32[Array, "B K"], tokens: Int32[Array, "B K"]) -> Int32[Array, "B C"]:
-    """The text with tokens put at indices; those outside the text are dropped."""
+    """The text with tokens written at these indices; indices outside the text are dropped."""
     return jax.vmap(lambda text, at, tokens: text.at[at].set(tokens, mode="drop"))(text, at, tokens)
 
 
 def is_shifted(choice: str, model: ModelConfig) -> bool:
-    """Whether the token at j is read from the logits at j - 1: "yes", "no", or "auto" for what the model says."""
+    """Whether the token at j is read from the logits at j - 1; choice is "yes", "no", or "auto": as the model says."""
     return model.shifted if choice == "auto" else choice == "yes"
 
 
 def check_first(requests: Sequence[Request]) -> None:
-    """Refuses texts of which a shifted model would have to write the first token: nothing stands before it.
+    """Refuses texts that begin with a gap, of which a shifted model cannot write the first token.
 
     Raises:
       UserError: naming the request.

@@ -1,4 +1,4 @@
-"""How much memory a batch takes, said before anything is compiled for it."""
+"""Estimates the memory of a batch before anything is compiled, and refuses one that cannot fit."""
 
 import os
 
@@ -18,19 +18,19 @@ _FLOAT32 = 4
 
 
 def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> int:
-    """Bytes on each device beside the weights: the cache, and what the widest forward holds at its height.
+    """Bytes on each device beside the weights: the cache, and the temporaries of the widest forward.
 
     Args:
-      model: its shape and dtype count.
+      model: only its shape and dtypes are used.
       mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
       rows: of the batch.
-      admitted: rows prefilled at once, in a cache of their own; split like the batch.
-      decoder: its sizes.
+      admitted: rows prefilled at once, in a separate cache; split like the batch.
+      decoder: with its sizes.
     """
     c, width = model.config, decoder.width
     per_row = decoder.cache_length * bytes_per_token(c, model.cache_dtype)
-    logits = 4 * width * c.vocab_size * _FLOAT32  # as they come, twice masked, and with noise
-    logits += width * model.head_rows * c.hidden_size * model.dtype.itemsize  # rows that are picked
+    logits = 4 * width * c.vocab_size * _FLOAT32  # raw, masked twice, and with noise
+    logits += width * model.head_rows * c.hidden_size * model.dtype.itemsize  # gathered rows of the head
     rounded = c.vocab_size * c.hidden_size if model.head_rows else 0  # the head in int8
     scores = 2 * width * c.num_attention_heads * (decoder.cache_length + width) * _FLOAT32  # before and after softmax
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
@@ -39,10 +39,10 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
 
 
 def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> None:
-    """Refuses a batch that cannot fit; on a mesh of several hosts all of them do, or none.
+    """Refuses a batch that cannot fit. On a mesh of several hosts they all decide alike.
 
     Raises:
-      SettingError: with what it takes, what there is, and the batch that would fit.
+      SettingError: with the memory needed, the memory there is, and a batch size that fits.
     """
     free = free_bytes(mesh.local_devices[0])
     if mesh.is_multi_process:
@@ -63,7 +63,7 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
 
 
 def free_bytes(device: jax.Device) -> int:
-    """Memory of a device that nothing has taken yet; for the CPU all of the machine's, whoever uses it."""
+    """Free memory of a device; for the CPU the total memory of the machine."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -1,17 +1,17 @@
-"""Token merging for masked text: of the masks behind the block that is decoded, one stands for several.
+"""Token merging for masked text: of the masks behind the current block, only one in every `merge` is fed.
 
-After ToMA (arXiv 2509.10918), which merges the tokens of an image that are most alike, and chooses those that stand for
-the others so that all are near to one. Masks are all alike but for where they stand, so those that stand for the others
-lie at equal distances: of every `merge` masks behind the block, counted from its end, the middle one is fed, at its own
-place, and the others are left out. Nothing is unmerged, as nothing is read from masks behind the block. A block of two
-behind three given tokens, merge = 3 (a group at the end of the answer may be smaller):
+In the spirit of ToMA (arXiv 2509.10918), which merges similar tokens of an image and keeps representatives that are
+near to all others. Masks differ in their position alone, so the representatives are evenly spaced: of every `merge`
+masks behind the block, counted from its end, the middle one is fed at its own position and the others are left out.
+Nothing has to be unmerged, since no token is read from masks behind the block. Example with a block of two behind three
+given tokens and merge = 3 (the last group may be smaller):
 
     text       p q r M M | M M M M M        fed        p q r M M   M     M
 
-An approximation: a mask that stands for three is one key in attention, not three. Shapes are static, so a forward runs
-in the least of some widths that holds what is fed in every row.
+This is an approximation: a merged group is one key in attention instead of three. Shapes are static: a few widths are
+compiled, and each forward runs in the smallest that holds the fed tokens of every row.
 
-Axes: B rows, C text length, K places looked at, D hidden size.
+Axes: B rows, C text length, K places of a window, D hidden size.
 """
 
 import jax
@@ -22,19 +22,19 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.decoding.masked_text import MaskedText, put
 from refusion_jax.model.transformer import Transformer
 
-_WIDTHS = 4  # forwards of so many widths are compiled, from C / 4 to C
+_WIDTHS = 4  # number of compiled widths, from C / 4 to C
 
 
 def fed_places(s: MaskedText, behind: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
-    """The places of the text that are fed; none in rows that are done.
+    """Which places of the text are fed; none in finished rows.
 
     Args:
-      s: the texts.
-      behind: the first of the places to decode, by number, that lies behind the block.
-      merge: masks behind the block that one stands for.
+      s: holds the texts.
+      behind: number of the first place to decode behind the block.
+      merge: size of the groups of masks behind the block.
     """
     places, text = s.layout.places, jnp.arange(s.text.shape[1])[None]
-    number = jnp.arange(places.position.shape[1])[None] - behind[:, None]  # [B, N], from 0 behind the block
+    number = jnp.arange(places.position.shape[1])[None] - behind[:, None]  # [B, N], counted from behind the block
     left = places.count[:, None] - behind[:, None]
     group = number - number % merge
     middle = (jnp.minimum(merge, left - group) - 1) // 2
@@ -47,18 +47,18 @@ def fed_places(s: MaskedText, behind: Int32[Array, "B"], merge: int) -> Bool[Arr
 def merged_logits(
     model: Transformer, s: MaskedText, position: Int32[Array, "B K"], is_fed: Bool[Array, "B C"]
 ) -> Float32[Array, "B K V"]:
-    """One forward over what is fed: logits of the tokens at some positions, which are fed.
+    """One forward over the fed places: logits at some of them.
 
     Args:
       model: the transformer.
-      s: the texts.
-      position: in the text.
+      s: holds the texts.
+      position: fed places for which logits are wanted.
       is_fed: from `fed_places`.
     """
     C = s.text.shape[1]
     count = jnp.sum(is_fed, axis=1)
-    order = jnp.argsort(~is_fed, axis=1, stable=True)  # places that are fed first, in text order
-    at = jnp.take_along_axis(jnp.cumsum(is_fed, axis=1) - is_fed, position, axis=1)  # [B, K], where they are fed
+    order = jnp.argsort(~is_fed, axis=1, stable=True)  # fed places first, in text order
+    at = jnp.take_along_axis(jnp.cumsum(is_fed, axis=1) - is_fed, position, axis=1)  # [B, K], as fed
 
     def in_width(width: int):
         def run():

@@ -1,7 +1,8 @@
-"""What the plain references of decoders share: a model without cache or batch, and a text as it is committed.
+"""Base class of the reference implementations of decoders.
 
-References are Python that follows a paper line by line, one request at a time; every forward runs over all tokens
-again, with a mask that says who saw whom when it was committed. The real decoders are held to them, token by token.
+A reference follows its paper in plain Python, for one request at a time and without a cache: every forward runs over
+all tokens again, with an attention mask that repeats what each token attended to when it was committed. Tests compare
+the jitted decoders with these references token by token.
 
 Axes: n tokens of a forward, V vocabulary.
 """
@@ -24,10 +25,11 @@ _LENGTH = 96  # every forward is padded to this: one compilation
 
 
 class Plain:
-    """One request, and a model to decode it with; `keeps_cache` where the decoder does, for what its settings round.
+    """One request and the model that decodes it.
 
-    `phases` names the forwards so far. `margin` is how far the closest decision was from another one: where it is as
-    small as float32 noise, a batched decoder may decide otherwise.
+    `keeps_cache` tells whether the decoder has a cache, to which the setting `cache` applies. `phases` lists the names
+    of the forwards so far. `margin` is the smallest margin of all decisions so far: where it is as small as float32
+    noise, a batched decoder may decide differently.
     """
 
     def __init__(self, model: Transformer, request: Request, keeps_cache: bool = True):
@@ -42,13 +44,13 @@ class Plain:
     def forward(
         self, phase: str, tokens: list[int], places: list[int], visible: Bool[np.ndarray, "n n"]
     ) -> Float32[np.ndarray, "n V"]:
-        """Probabilities at every token.
+        """Runs one forward and gives the probabilities at every token.
 
         Args:
-          phase: what the forward is for.
+          phase: name of the forward.
           tokens: n of them.
           places: of each in the text.
-          visible: which token (column) each one (row) sees.
+          visible: which tokens (columns) each token (row) attends to.
         """
         self.phases.append(phase)
         n = len(tokens)
@@ -58,7 +60,7 @@ class Plain:
         return np.asarray(_probabilities(*self.model, fed, at, seen))[:n]
 
     def best(self, p: Float32[np.ndarray, "V"], place: int) -> int:
-        """The most probable token that may be chosen at a place, from the probabilities there."""
+        """The most probable token among those that may be chosen at a place."""
         p = self.choosable(p, place)
         self.margin = min(self.margin, np.diff(np.sort(p)[-2:])[0])
         return int(p.argmax())
@@ -72,7 +74,7 @@ class Plain:
         return p
 
     def above(self, p: float, threshold: float) -> bool:
-        """p > threshold."""
+        """Whether p > threshold."""
         self.margin = min(self.margin, abs(p - threshold))
         return p > threshold
 
@@ -81,18 +83,18 @@ class Plain:
         order = sorted(scores, key=lambda place: (-scores[place], place))
         if 0 < count < len(order):
             last, next_one = (scores[order[i]] for i in (count - 1, count))
-            if last or next_one:  # two scores of exactly 0 are no noise
+            if last or next_one:  # a tie of two exact zeros is not due to noise
                 self.margin = min(self.margin, last - next_one)
         return sorted(order[:count])
 
     def is_settled(self, text: dict[int, int]) -> bool:
-        """Whether no place is left, or none before an EOS."""
+        """Whether every place, or every place before the first EOS, is filled."""
         tokens = [text.get(place) for place in self.places]
         end = tokens.index(self.ids.eos_id) if self.ids.eos_id in tokens else len(tokens)
         return None not in tokens[:end]
 
     def result(self, commits: list[tuple[int, int]], rounds: int) -> dict:
-        """What the decoder must give, from (token, place) in the order of commitment."""
+        """The expected output of the decoder, from pairs (token, place) in the order of commitment."""
         text = self.given | {place: token for token, place in commits}
         end = min((place for token, place in commits if token == self.ids.eos_id), default=math.inf)
         answer = [place for place in sorted(text) if len(self.request.prompt) <= place <= end]

@@ -1,4 +1,4 @@
-"""Prompts and templates from JSONL to token ids, and answers back to text."""
+"""Reads prompts and templates from JSONL as token ids, and writes answers as text."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
 
 
 def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, where: str) -> Request:
-    """One line: its prompt, its template, and settings of its own.
+    """The request of one line: its prompt, template and own decode settings.
 
     Raises:
       UserError: naming the line, the key at fault and what it must be.
@@ -72,19 +72,19 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
 
 
 def encode_prompt(text: str | None, tokenizer: Tokenizer | None, where: str, may_lack: bool = False) -> list[int]:
-    """Token ids of a prompt as the model is trained on them; without a text, of no prompt at all."""
+    """Token ids of a prompt as the model is trained on them; for None, those that precede any answer."""
     if text is None and tokenizer is None and may_lack:
-        return []  # the template brings its own ids
+        return []  # a template of ids needs no tokenizer
     _need(tokenizer, where)
     check_characters(text or "", where)
     return tokenizer.encode_prompts([text])[0]
 
 
 def check_characters(text: str, where: str) -> None:
-    """Refuses a text of a command line that is not Unicode.
+    """Refuses text from a command line that is not valid Unicode.
 
     Raises:
-      UserError: naming where it stands.
+      UserError: naming `where`.
     """
     try:
         text.encode()
@@ -93,13 +93,13 @@ def check_characters(text: str, where: str) -> None:
 
 
 def encode(text: str, tokenizer: Tokenizer | None, where: str) -> list[int]:
-    """Token ids of a given text inside a template."""
+    """Token ids of a text inside a template."""
     _need(tokenizer, where)
     return tokenizer.encode([text])[0]
 
 
 def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: Stops) -> dict[str, object]:
-    """An answer as a line of --output; cut where the first of the stop strings begins."""
+    """An answer as a record of --output, cut before the first stop string."""
     tokens, reason = answer.tokens, answer.finish_reason
     text = tokenizer.decode(tokens) if tokenizer else None
     if text is not None:
@@ -118,7 +118,7 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
 
 
 def _tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The fewest leading tokens whose text covers this beginning of theirs."""
+    """The shortest prefix of the tokens whose text covers this prefix of their text."""
     low, high = 0, len(tokens)
     while low < high:
         middle = (low + high) // 2

@@ -1,8 +1,8 @@
-"""Continuous batching: rows that finish are handed out, and filled again from the queue.
+"""Continuous batching: finished rows give out their answers and take the next requests from the queue.
 
-The device runs a loop of forwards until enough rows are done; only then does the host look. Where the caller may end an
-answer before its end of text, it looks every few forwards as well. Two programs serve a whole queue: `_admit` prefills
-a few rows and puts them into the batch, `_run` decodes; a third, `_release`, lets go of rows that the caller has ended.
+The device runs forwards in a loop until enough rows have finished, and only then synchronizes with the host; where the
+caller may stop answers early, also every few forwards. Three programs are compiled for a whole queue: `_admit` prefills
+a few rows and puts them into the batch, `_run` decodes, and `_release` frees the rows that the caller has stopped.
 
 Axes: B rows of the batch, R rows admitted at once, C cache entries.
 """
@@ -30,34 +30,34 @@ from refusion_jax.decoding.sampling import Record
 from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
 
-REFILL = 8  # a batch is refilled by an eighth: each time costs a prefill and a host-device synchronization
-_LOOK = 16  # forwards between two looks at answers that the caller may end
+REFILL = 8  # a batch is refilled by eighths, as each refill costs a prefill and a host-device synchronization
+_LOOK = 16  # forwards between two checks of whether the caller stops answers
 _NEVER = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Newcomers:
-    """Requests on their way into the batch; behind the real ones stands filler for rows outside the batch."""
+    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
 
     rows: Int32[ArrayLike, "R"]
-    layout: Any  # the decoder's own, every array leading with R
+    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
     seeds: UInt32[ArrayLike, "R"]
     noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
-    shared: Int32[ArrayLike, ""]  # leading given tokens of all of them, of which ..
-    source: Int32[ArrayLike, ""]  # .. this row of the batch has the keys and values
+    shared: Int32[ArrayLike, ""]  # leading given tokens that all requests share, and whose keys and values are in ..
+    source: Int32[ArrayLike, ""]  # .. this row of the batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer. Positions are in the text: the first token behind a prompt is at the prompt's length."""
+    """One answer. Positions count from the start of the prompt."""
 
-    tokens: list[int]  # in reading order, through the first EOS; of a template the given ones behind the prompt too
+    tokens: list[int]  # in reading order, through the first EOS; with the given tokens of a template behind the prompt
     commit_order: list[int]  # positions of all decoded tokens, in the order of commitment
-    commit_tokens: list[int]  # those tokens; after an EOS they may hold some that the answer does not
+    commit_tokens: list[int]  # the tokens at these positions, including any behind the first EOS
     forwards: int  # of the decoding loop; the prefill is not counted
-    rounds: int  # plans followed, by decoders that plan; else forwards
-    finish_reason: str  # "eos", "length", or "stop" where the caller has ended it
+    rounds: int  # plans that were followed; for decoders that do not plan, forwards
+    finish_reason: str  # "eos", "length", or "stop" where the caller has stopped it
 
 
 def stream(
@@ -68,20 +68,20 @@ def stream(
     is_over: Callable[[int, list[int]], bool] | None = None,
     recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, Answer]]:
-    """Decodes requests as a queue, and yields (index of the request, its answer) as they finish.
+    """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
 
-    The longest texts go first, so that none of them is left for the end, where the other rows have nothing to do. An
-    answer does not depend on the requests around it; but one that `is_over` ends may be a few forwards longer.
+    The longest texts are decoded first, since a long one at the end would run while the other rows are idle. An answer
+    does not depend on the other requests, except that one stopped by `is_over` may be a few forwards longer.
 
     Args:
-      model: from `load_model`; where its weights lie on a mesh, the batch is split over it as well. Where that mesh is
-        of several hosts, all of them call this with the same arguments.
+      model: from `load_model`. The batch is split over the mesh of its weights; all hosts of that mesh must call this
+        with the same arguments.
       decoder: with sizes that serve all of the requests.
-      requests: from `prepare`, one at least.
-      batch_size: B at most.
-      is_over: (index, the tokens so far in reading order, up to the first that is missing) -> whether they are enough;
-        the row is then free for the next request. Asked every few forwards.
-      recorder: is told what all forwards feed; the counts come to the host with the answers.
+      requests: from `prepare`, at least one.
+      batch_size: the largest B.
+      is_over: (index, tokens so far in reading order, up to the first gap) -> whether to stop this answer. Called every
+        few forwards.
+      recorder: collects what the forwards feed; the counts are fetched together with the answers.
     """
     graphdef, params = nnx.split(model)
     mesh = mesh_of(model)
@@ -96,8 +96,8 @@ def stream(
     if recorder:
         recorder.begin(decoder, shapes, B, shard_count(mesh, "batch"))
     row_of, free = {}, list(range(B))
-    known = {}  # once a row has them: what all requests begin with is prefilled for the first rows alone
-    waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # the next one last
+    known = {}  # the shared prefix, once the first admitted rows have its keys and values
+    waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
     while waiting or row_of:
         with on_mesh():
             is_worth_it = len(free) >= min(refill, len(waiting))
@@ -110,7 +110,7 @@ def stream(
                         [requests[index] for index in rows.values()], R, decoder, known.get("shared", 0)
                     )
                 known = known or {"shared": in_common, "source": next(iter(rows))}
-            # Where fewer wait than fill the batch up again, they need not wait for more rows than they take.
+            # Where fewer requests wait than a refill takes, so many free rows are enough.
             wanted = min(refill, len(waiting)) if waiting else B
             counts = feeds.Counts.none(decoder, shapes, B) if recorder else None
             state, counts = _run(graphdef, params, state, counts, wanted, _LOOK if is_over else _NEVER, decoder)
@@ -136,7 +136,7 @@ def stream(
 
 
 def _fetch(arrays: Any, mesh: Mesh) -> Any:
-    """Arrays of the mesh, on this host whole."""
+    """Fetches whole arrays to this host."""
     return multihost_utils.process_allgather(arrays, tiled=True) if mesh.is_multi_process else jax.device_get(arrays)
 
 
@@ -145,7 +145,7 @@ def _row(arrays: Any, row: int) -> Any:
 
 
 def mesh_of(model: Transformer) -> Mesh:
-    """The mesh that the weights lie on, or will lie on; of weights on one device, that device alone."""
+    """The mesh of the weights, which may be abstract; for weights on one device, a mesh of that device."""
     place = jax.tree.leaves(nnx.state(model))[0].sharding
     if isinstance(place, NamedSharding):
         return place.mesh
@@ -153,7 +153,7 @@ def mesh_of(model: Transformer) -> Mesh:
 
 
 def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
-    """Rows of the batch: the power of two that serves so many requests, or else all of them; in whole shards."""
+    """Rows of the batch: the least power of two for so many requests, at most batch_size, in whole shards."""
     rows, shards = min(batch_size, 1 << max(requests - 1, 0).bit_length()), shard_count(mesh, "batch")
     return -(-rows // shards) * shards
 
@@ -173,7 +173,7 @@ def newcomers(
     shared: int = 0,
     source: int = 0,
 ) -> Newcomers:
-    """Requests for rows of the batch, R at most, by index: {row: index of its request}; see `Newcomers`."""
+    """The requests to admit, given by {row of the batch: index of the request}, padded to R; see `Newcomers`."""
     some = [requests[index] for index in rows.values()]
     some += some[:1] * (R - len(some))
     return Newcomers(
@@ -189,7 +189,7 @@ def newcomers(
 def read_answer(
     request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, eos_id: int, is_ended: bool = False
 ) -> Answer:
-    """From the record of one row; of one that the caller has ended, up to the first token that is missing."""
+    """The answer in the record of one row; one that the caller has stopped ends at its first gap."""
     positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
     return Answer(
         tokens=_reading_order(request, record, eos_id, is_ended),
@@ -202,7 +202,7 @@ def read_answer(
 
 
 def _reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) -> list[int]:
-    """The tokens behind a prompt, through the first EOS; with `to_gap` none behind one that is missing."""
+    """The tokens behind the prompt, through the first EOS; with `to_gap` only those before the first gap."""
     text = dict(zip(record.positions[: record.count].tolist(), record.tokens[: record.count].tolist(), strict=True))
     end = min((at for at, token in text.items() if token == eos_id), default=None)
     text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
@@ -213,14 +213,14 @@ def _reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) 
 
 
 def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
-    """Fills a batch and decodes it to the end: all that the device does, as one function to be lowered and planned."""
+    """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
     state = _admit(graphdef, params, _empty(graphdef, params, newcomers.layout, rows, decoder), newcomers, decoder)
     return _run(graphdef, params, state, None, rows, _NEVER, decoder)[0].record
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "rows", "decoder"))
 def _empty(graphdef, params, layout, rows: int, decoder: Decoder) -> State:
-    """A batch of rows that are all done; of the layout only the shapes count."""
+    """A batch of finished rows; only the shapes of the layout matter."""
     layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
     keys = jax.random.split(jax.random.key(0), rows)
     model = nnx.merge(graphdef, params)
@@ -229,14 +229,14 @@ def _empty(graphdef, params, layout, rows: int, decoder: Decoder) -> State:
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames="state")
 def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> State:
-    """Puts requests into rows [R] of the batch, prefilled; rows outside the batch are dropped."""
+    """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
     layout = new.layout
     if hasattr(state, "cache") and hasattr(layout, "given"):
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
         layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, known=Known(row, new.shared)))
     started = decoder.init(nnx.merge(graphdef, params), layout, keys)
-    started = jax.tree.map(  # some states keep their layout
+    started = jax.tree.map(  # for states that keep their layout
         lambda x: dataclasses.replace(x, known=None) if isinstance(x, Given) else x,
         started,
         is_leaf=lambda x: isinstance(x, Given),
@@ -252,7 +252,7 @@ def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> 
 def _run(
     graphdef, params, state: State, counts: feeds.Counts | None, wanted, most, decoder: Decoder
 ) -> tuple[State, feeds.Counts | None]:
-    """Decodes until `wanted` rows are done, for at most `most` forwards; with `counts`, counts what these feed."""
+    """Decodes until `wanted` rows are finished, for at most `most` forwards, and adds what these feed to `counts`."""
     model = nnx.merge(graphdef, params).ready()
 
     def forward(carry):
@@ -269,7 +269,7 @@ def _run(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _release(state: State, ended: jax.Array) -> State:
-    """Makes rows [B] finished ones. Keys and values stay: entries behind a row's length mean nothing."""
+    """Clears the rows where `ended` [B] is true; their keys and values stay, as their length becomes 0."""
 
     def clear(axis, x):
         if axis or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -286,7 +286,7 @@ def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _by_batch_axis(function, state: State, *others: State) -> State:
-    """function(batch axis, array, ...) of every array of a state; those of `KeyValues` lead with the layers."""
+    """Maps function(batch axis, array, ...) over a state; the batch axis is 1 in `KeyValues` and 0 elsewhere."""
 
     def of(x, *rest):
         axis = 1 if isinstance(x, KeyValues) else 0
@@ -296,9 +296,9 @@ def _by_batch_axis(function, state: State, *others: State) -> State:
 
 
 def _placed(state: State) -> State:
-    """Splits everything by rows, and the cache by heads too.
+    """Constrains a state to be split by rows, and the cache by heads too.
 
-    Said at the end of every program, or each would compile again for what the partitioner made of the one before it.
+    Every program ends with this: with output shardings left to the partitioner, the next program would recompile.
     """
 
     def of(x):

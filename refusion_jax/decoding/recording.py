@@ -1,6 +1,6 @@
-"""The feeds of a run as a file: what each forward of the decoding loop fed, so that it can be priced for another chip.
+"""Records what each forward of a decoding run feeds, so that the cost on another chip can be estimated.
 
-A recording is one JSON object, of a few kilobytes however long the run:
+A recording is one JSON object of a few kilobytes, however long the run:
 
     {"decoder": "...", "settings": "slot_size=4", "rows": 1, "shards": 1, "cache_length": 96,
      "forwards": [{"width": 16, "tile": 16, "tiles": 1, "live_rows": 1, "times": 40}],
@@ -8,14 +8,14 @@ A recording is one JSON object, of a few kilobytes however long the run:
      "prefills": [{"rows": 1, "width": 32, "forwards": 1, "tokens": 22, "times": 8}],
      "answers":  [{"given": 22, "tokens": 17, "times": 3}]}
 
-Each list is a histogram: `times` says how often the rest of its line was seen.
+Each list is a histogram: `times` counts how often the other values of the entry occurred.
 
-    forwards   of the decoding loop: the compiled shape (`width`: places of a row at most; `tiles` of `tile` places a
-               shard), and the rows that took part
-    feeds      of one row in one forward: the places that held a token, and the entries of its cache that they saw (the
-               middle of a sixty-fourth part of `cache_length`; 0 where a decoder keeps no cache)
-    prefills   rows prefilled together, in how many forwards of what width, and how many tokens were given to them
-    answers    tokens given, and tokens of the answer that were decoded, its EOS included; those behind it serve nobody
+    forwards   of the decoding loop: the compiled shape (`width`: places a row, at most; `tiles` of `tile` places a
+               shard), and the number of rows that took part
+    feeds      of one row in one forward: the number of its tokens, and of the cache entries that they attend to (the
+               middle of its bin, of 64 over `cache_length`; 0 for a decoder without a cache)
+    prefills   the rows prefilled together, the number and width of the forwards, and the tokens given to all rows
+    answers    the tokens given, and the tokens decoded, through the EOS
 """
 
 import collections
@@ -35,12 +35,12 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import JsonError, build, read_object
 from refusion_jax.runtime.settings import declared
 
-_MOST = 2**40  # of any number in a file
+_MOST = 2**40  # the largest number that a file may hold
 
 
 @dataclasses.dataclass(frozen=True)
 class Forwards:
-    """Of the decoding loop, alike in shape and in how many rows took part."""
+    """Forwards of the decoding loop with one shape and number of active rows."""
 
     width: int
     tile: int
@@ -51,7 +51,7 @@ class Forwards:
 
 @dataclasses.dataclass(frozen=True)
 class Feeds:
-    """Of one row in one forward."""
+    """What one row feeds in one forward."""
 
     tokens: int
     cached: int
@@ -60,7 +60,7 @@ class Feeds:
 
 @dataclasses.dataclass(frozen=True)
 class Prefills:
-    """Of some rows together; `tokens` are those of all of them."""
+    """Prefills of some rows together; `tokens` is the sum over these rows."""
 
     rows: int
     width: int
@@ -71,7 +71,7 @@ class Prefills:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Alike in the tokens that were given, and in those that were decoded."""
+    """Answers with one number of given and of decoded tokens."""
 
     given: int
     tokens: int
@@ -80,7 +80,7 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """The feeds of a run; see the top of the file."""
+    """What a run feeds; its fields are explained at the top of this file."""
 
     decoder: str
     settings: str
@@ -94,22 +94,22 @@ class Recording:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """Decoded tokens of all answers."""
         return sum(one.tokens * one.times for one in self.answers)
 
     @property
     def row_forwards(self) -> int:
-        """Forwards of all answers: of those that rows shared, each row's own."""
+        """Forwards summed over rows."""
         return sum(one.times for one in self.feeds)
 
     @property
     def filler(self) -> float:
-        """Places of all forwards, over those that held a token."""
+        """Places of all forwards divided by tokens that were fed: 1 without padding."""
         places = sum(one.tile * one.tiles * self.shards * one.times for one in self.forwards)
         return places / sum(one.tokens * one.times for one in self.feeds)
 
     def as_json(self) -> str:
-        """As the file has it: a line for each entry of a histogram."""
+        """The content of the file, with each histogram entry on a line."""
         parts = []
         for name, value in dataclasses.asdict(self).items():
             if isinstance(value, tuple):
@@ -121,11 +121,11 @@ class Recording:
 
 
 def read_recording(path: epath.PathLike, flag: str) -> Recording:
-    """The recording that a file holds.
+    """Reads a recording from a file.
 
     Args:
       path: of the file.
-      flag: by which it was given, for messages.
+      flag: that names it on the command line, for error messages.
 
     Raises:
       UserError: naming the file and what is wrong with it.
@@ -140,7 +140,7 @@ def read_recording(path: epath.PathLike, flag: str) -> Recording:
 
 
 def _fault(recording: Recording) -> str | None:
-    """What makes no sense in it, if anything."""
+    """The first implausible value, in words; or None."""
     may_be_0 = {"cached", "cache_length", "live_rows", "tokens"}
     for own in (recording, *recording.forwards, *recording.feeds, *recording.prefills, *recording.answers):
         for name, value in dataclasses.asdict(own).items():
@@ -153,10 +153,10 @@ def _fault(recording: Recording) -> str | None:
 
 
 class Recorder:
-    """Collects the feeds of a queue, on the host: hand it to `stream`, then take the recording.
+    """Collects on the host what a queue feeds: pass it to `stream`, then call `recording`.
 
     Raises:
-      UserError: where a forward of the decoder feeds more than one model.
+      UserError: for decoders that run more than one model.
     """
 
     def __init__(self, settings: Settings):
@@ -170,21 +170,21 @@ class Recorder:
         self._forwards, self._feeds, self._prefills, self._answers = (collections.Counter() for _ in range(4))
 
     def begin(self, decoder: Decoder, shapes: tuple[Shape, ...], rows: int, shards: int) -> None:
-        """A batch of so many rows, in so many shards, is about to be decoded in forwards of these shapes."""
+        """Tells the sizes of the batch that is about to be decoded, and the shapes of its forwards."""
         self._shapes = shapes
         self._about = {"rows": rows, "shards": shards, "cache_length": decoder.cache_length}
 
     def add_prefill(self, requests: Sequence[Request], rows: int, decoder: Decoder, shared: int) -> None:
-        """Some requests were prefilled, with filler up to so many rows, by a decoder that says how (`chunk`).
+        """Adds a prefill of some requests, padded to so many rows; their first `shared` tokens were copied.
 
-        Their first `shared` tokens were copied.
+        Only decoders with a `chunk` prefill.
         """
         if hasattr(decoder, "chunk"):
             given = [len(request.given[0]) - shared for request in requests]
             self._prefills[rows, decoder.chunk, -(-max(given) // decoder.chunk), sum(given)] += 1
 
     def add_forwards(self, counts: Counts) -> None:
-        """Some more forwards, as the device has counted them."""
+        """Adds forwards that the device has counted."""
         size = part_size(self._about["cache_length"])
         for shape, live in zip(*np.nonzero(counts.forwards), strict=True):
             own = self._shapes[shape]
@@ -193,13 +193,13 @@ class Recorder:
             self._feeds[int(tokens), int(part) * size + size // 2] += int(counts.feeds[tokens, part])
 
     def add_answer(self, request: Request, answer: Any) -> None:
-        """An answer is finished: an `Answer` of the queue."""
+        """Adds a finished `Answer` of the queue."""
         end = len(request.prompt) + len(answer.tokens)
         decoded = np.count_nonzero(np.array(answer.commit_order, np.int64) < end)
         self._answers[len(request.given[0]), int(decoded)] += 1
 
     def recording(self) -> Recording:
-        """All of it."""
+        """All that was added."""
         defaults = {name: own.default for name, own in declared(type(self._settings)).items()}
         own = {name: getattr(self._settings, name) for name in defaults if name != "method"}
         changed = [f"{name}={value}" for name, value in own.items() if value != defaults[name]]

@@ -1,4 +1,4 @@
-"""What is to be decoded: prompts, and templates with gaps, laid out at places of a text.
+"""Requests: prompts and templates with gaps, checked and laid out as arrays.
 
 Everything here runs on the host, once a request. Axes: R requests, N places a row, C cache entries.
 """
@@ -15,24 +15,24 @@ from refusion_jax.model.transformer import KeyValues, ModelConfig
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 
-ROUNDING = 32  # cache lengths are multiples of this, so that few are compiled
+ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
 _CHUNK = 256  # given tokens a forward of the prefill, at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt and what is to follow it.
+    """A prompt and what is to be decoded behind it.
 
-    `template` lists given tokens and lengths of gaps in text order: `([5, 6], 40, [7], 24)` wants 40 tokens between 5 6
-    and 7, and 24 behind. What is given is committed first, and the gaps are decoded around it. A gap that has given
-    tokens behind it cannot end the text. Without a template a gap of max_new_tokens follows the prompt.
+    `template` lists given tokens and lengths of gaps in text order: `([5, 6], 40, [7], 24)` asks for 40 tokens between
+    5 6 and 7, and for 24 behind 7. Given tokens are committed first; the gaps are then decoded with all of them in
+    sight. EOS is only allowed in a gap behind the last given token. An empty template means one gap of max_new_tokens.
     """
 
     prompt: Sequence[int]
     template: tuple[Sequence[int] | int, ...] = ()
-    settings: Settings | None = None  # where they are not those of the call
-    noise: int = 0  # below 2^32; its sampling noise is a function of (settings.seed, this, position)
-    name: str = ""  # for messages
+    settings: Settings | None = None  # where they differ from those of the call
+    noise: int = 0  # below 2^32; sampling noise is a function of (settings.seed, this number, position)
+    name: str = ""  # in error messages
 
     @property
     def pieces(self) -> list[Sequence[int] | int]:
@@ -41,12 +41,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole text at most, given and decoded."""
+        """The maximal length of the whole text, given and decoded."""
         return sum(piece if isinstance(piece, int) else len(piece) for piece in self.pieces)
 
     @property
     def given(self) -> tuple[list[int], list[int]]:
-        """(tokens, positions in the text) of what is given, in text order."""
+        """(tokens, their positions in the text) of all that is given, in text order."""
         tokens, positions, at = [], [], 0
         for piece in self.pieces:
             if isinstance(piece, int):
@@ -74,16 +74,16 @@ class Request:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Keys and values that the leading given tokens of all rows have, from a row that has been prefilled."""
+    """Keys and values of the leading given tokens that all rows share, from a row that was prefilled before."""
 
-    entries: KeyValues  # C of one row
-    length: Int32[Array, ""]  # of which so many are known, whole chunks of the prefill
+    entries: KeyValues  # C entries of one row
+    length: Int32[Array, ""]  # valid entries, a multiple of the prefill's chunk
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The tokens that are committed first, padded on the right."""
+    """The given tokens of some requests, padded on the right."""
 
     tokens: Int32[ArrayLike, "R C"]
     positions: Int32[ArrayLike, "R C"]
@@ -92,7 +92,7 @@ class Given:
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Given":
-        """What some requests give, as numpy arrays of C = capacity."""
+        """The given tokens of some requests, as numpy arrays with C = capacity."""
         tokens, positions = np.zeros((2, len(requests), capacity), np.int32)
         length = np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
@@ -104,7 +104,7 @@ class Given:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the tokens that are to be decoded stand, in text order; nothing at or behind `count`."""
+    """The places to decode, in text order; entries from index `count` on are unused."""
 
     position: Int32[ArrayLike, "R N"]  # in the text
     may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
@@ -112,7 +112,7 @@ class Places:
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Places":
-        """The gaps of some requests token by token, as numpy arrays of N = capacity."""
+        """The places of all gaps of some requests, as numpy arrays with N = capacity."""
         position = np.zeros((len(requests), capacity), np.int32)
         may_end, count = np.zeros(position.shape, bool), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
@@ -126,7 +126,7 @@ class Places:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Requests on their way to the device, for decoders that write token by token."""
+    """Requests as arrays, for decoders that need no more than this."""
 
     given: Given
     places: Places
@@ -136,42 +136,42 @@ class Layout:
     def of(
         cls, requests: Sequence[Request], capacity: int, new_tokens: int, settings: type[RowSettings] = RowSettings
     ) -> "Layout":
-        """Some requests, as numpy arrays of C = capacity and N = new_tokens."""
+        """Some requests, as numpy arrays with C = capacity and N = new_tokens."""
         given, places = Given.of(requests, capacity), Places.of(requests, new_tokens)
         return cls(given, places, settings.of([request.settings for request in requests]))
 
 
 def most_new_tokens(requests: Sequence[Request]) -> int:
-    """Tokens that the request with the most of them wants."""
+    """The largest number of tokens to decode among the requests."""
     return max(sum(length for _, length, _ in request.gaps) for request in requests)
 
 
 def text_capacity(requests: Sequence[Request]) -> int:
-    """Tokens of the longest text, or what the settings ask for, rounded up so that few sizes are compiled."""
+    """Length of the longest text, rounded up so that few sizes are compiled, or the setting `cache_length` if larger."""
     text = max(request.length for request in requests)
     return max(requests[0].settings.cache_length, -(-text // ROUNDING) * ROUNDING)
 
 
 def prefill_chunk(requests: Sequence[Request]) -> int:
-    """Given tokens that one forward of the prefill takes; what all have in common ends with a chunk, if it is long."""
+    """Given tokens a forward of the prefill. A long shared prefix is at least one chunk, so that it can be copied."""
     given = max(len(request.given[0]) for request in requests)
     chunk, shared = min(_CHUNK, -(-given // ROUNDING) * ROUNDING), shared_prefix(requests) // ROUNDING * ROUNDING
     return min(chunk, shared) if 2 * shared >= given else chunk
 
 
 def shared_prefix(requests: Sequence[Request]) -> int:
-    """Leading given tokens that all requests have in common, at the same places.
+    """Number of leading given tokens that all requests have in common, at the same positions.
 
-    The last token of each counts as its own: a decoder may feed it anew. Of one request alone nothing is shared.
+    The last given token of a request is never counted, since a decoder may feed it again. 0 for a single request.
     """
     texts = [list(zip(*request.given, strict=True))[:-1] for request in requests]
-    least, largest = min(texts), max(texts)  # no two texts differ earlier
+    least, largest = min(texts), max(texts)  # these two differ first
     same = next((i for i, (a, b) in enumerate(zip(least, largest, strict=False)) if a != b), len(least))
     return same if len(texts) > 1 else 0
 
 
 def check_no_templates(requests: Sequence[Request]) -> None:
-    """Refuses templates, for decoders that only write behind what is given.
+    """Refuses templates, for decoders that only append to what is given.
 
     Raises:
       UserError: naming the request.
@@ -185,7 +185,7 @@ def check_no_templates(requests: Sequence[Request]) -> None:
 
 
 def check_same_program(requests: Sequence[Request]) -> None:
-    """Refuses requests whose settings differ in something that is compiled in.
+    """Refuses requests that differ in a compiled setting.
 
     Raises:
       UserError: naming the request and the setting.
@@ -198,10 +198,10 @@ def check_same_program(requests: Sequence[Request]) -> None:
 
 
 def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, model: ModelConfig) -> list[Request]:
-    """Checks prompts and requests, and gives each all of its settings.
+    """Checks prompts and requests, and completes their settings.
 
     Raises:
-      UserError: naming the request, the reason, and what would help.
+      UserError: naming the request, the reason, and a remedy.
     """
     room = settings.cache_length or model.max_position_embeddings
     named = []

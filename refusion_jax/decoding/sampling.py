@@ -1,4 +1,4 @@
-"""From logits to tokens and probabilities, and the record of what was committed.
+"""Sampling tokens from logits, and the record of committed tokens.
 
 Axes: B rows, T tokens, V vocabulary, R capacity of the record.
 """
@@ -15,7 +15,7 @@ from refusion_jax.decoding.settings import RowSettings, TokenIds
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Committed tokens in the order of commitment; entries at or behind `count` mean nothing."""
+    """Committed tokens in the order of commitment; entries from index `count` on are unused."""
 
     tokens: Int32[Array, "B R"]
     positions: Int32[Array, "B R"]  # each token's place in the text
@@ -27,7 +27,7 @@ class Record:
         return cls(zeros, zeros, jnp.zeros((rows,), jnp.int32))
 
     def append(self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], count: Int32[Array, "B"]) -> "Record":
-        """Adds the first `count` of these tokens; needs room for all T."""
+        """Appends the first `count` of these tokens; needs room for all T."""
         write = jax.vmap(lambda buffer, new, at: jax.lax.dynamic_update_slice_in_dim(buffer, new, at, axis=0))
         return Record(
             write(self.tokens, tokens, self.count), write(self.positions, positions, self.count), self.count + count
@@ -36,7 +36,7 @@ class Record:
     def append_where(
         self, is_new: Bool[Array, "B T"], tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
     ) -> "Record":
-        """Adds the tokens that are new, in their order; needs room for all T."""
+        """Appends the new tokens, in their order; needs room for all T."""
         front = jnp.argsort(~is_new, axis=1, stable=True)
         tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
         return self.append(tokens, positions, jnp.sum(is_new, axis=1))
@@ -45,14 +45,15 @@ class Record:
 def mask_logits(
     logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"], ids: TokenIds
 ) -> tuple[Float32[Array, "B T V"], Float32[Array, "B T V"]]:
-    """(logits of the real vocabulary, logits of what may be chosen): mask and pad count in softmax, but never win.
+    """(logits of the real vocabulary, logits of the tokens that may be chosen).
 
-    The authors' code can choose the mask token; here it cannot, nor padding.
+    The mask and padding tokens are never chosen, but keep their share in the softmax of the first. (The authors' code
+    can choose the mask token.)
 
     Args:
-      logits: as the model gives them.
+      logits: of the model.
       may_end: where EOS may be chosen.
-      ids: what the special tokens are.
+      ids: of the special tokens.
     """
     token = jnp.arange(logits.shape[-1])[None, None]
     real = jnp.where(token < ids.num_tokens, logits, -jnp.inf)
@@ -67,15 +68,15 @@ def sample(
     positions: Int32[Array, "B T"],
     settings: RowSettings,
 ) -> Int32[Array, "B T"]:
-    """Chooses a token at every place: the best, or where `draw` says so one of softmax(logits / temperature).
+    """The most probable token at every place, or where `draw` holds a sample of softmax(logits / temperature).
 
-    Drawing is Gumbel-max in float32, among the top_k tokens and of those among the nucleus of top_p (Holtzman et al.,
-    arXiv 1904.09751). At temperature 0 no noise is made and the best is chosen everywhere.
+    Samples come from the top_k tokens, and among these from the nucleus of top_p (Holtzman et al., arXiv 1904.09751),
+    by the Gumbel-max trick in float32. If all temperatures are 0, no noise is computed.
 
     Args:
-      logits: of what may be chosen.
-      draw: where to.
-      keys: of each token's row; a draw depends on this key and the token's position only.
+      logits: of the tokens that may be chosen.
+      draw: where to sample.
+      keys: of each token's row; a sample depends on this key and the token's position only.
       positions: of each token in its text.
       settings: temperature, top_k, top_p [B, T] of each token's row.
     """
@@ -93,10 +94,10 @@ def sample(
 
 
 def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
-    """The first of the highest logits.
+    """The index of the highest logit; of several, the first.
 
-    A maximum and a minimum, which XLA vectorizes on CPU, where its argmax takes longer than the output head: of 32
-    places and 512 tokens 0.12 ms, and so 0.03.
+    Computed by a maximum and a minimum, which XLA vectorizes on CPU. Its argmax there takes longer than the output
+    head: 0.12 ms for 32 places and 512 tokens, against 0.03 ms here.
     """
     V = logits.shape[-1]
     is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
@@ -106,33 +107,33 @@ def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
 
 
 def drawn_from(logits: Float32[Array, "B T V"], settings: RowSettings) -> Float32[Array, "B T V"]:
-    """Logits of the distribution that is drawn from: logits / temperature, -inf outside top_k and nucleus.
+    """Logits of the distribution that is sampled: logits / temperature, -inf outside top_k and the nucleus.
 
     Args:
-      logits: of what may be chosen.
+      logits: of the tokens that may be chosen.
       settings: temperature above 0, top_k, top_p [B, T] of each token's row.
     """
     scaled = logits / settings.temperature[:, :, None]
     k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
     scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
     nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), settings.top_p)
-    # The shares of all tokens need not sum to exactly 1.
+    # At top_p = 1 nothing is cut; the probabilities may sum to less than 1 by rounding.
     return jnp.where((settings.top_p < 1)[:, :, None], nucleus, scaled)
 
 
 def keep_top(
     logits: Float32[Array, "B T V"], weights: Float32[Array, "B T V"], target: Float32[ArrayLike, "B T"]
 ) -> Float32[Array, "B T V"]:
-    """Logits of the fewest highest tokens whose weights reach the target, -inf elsewhere; equal logits stay together.
+    """Keeps the fewest highest logits whose weights sum to the target, with ties; -inf elsewhere.
 
-    The lowest logit to keep is found by bisection over the 2^32 float32 values in their order: 32 sums over the
-    vocabulary, where a sort takes many more passes.
+    The lowest logit to keep is found by bisection over all float32 values in their order: 32 sums over the vocabulary,
+    fewer passes than a sort takes.
     """
     bits = jax.lax.bitcast_convert_type(logits, jnp.int32)
-    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as integers in the order of the floats
+    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
 
     def halve(_, bounds):
-        low, high = bounds  # the tokens at or above `low` reach the target, those at or above `high` do not
+        low, high = bounds  # the logits at or above `low` reach the target, those at or above `high` do not
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         reaches = jnp.sum(jnp.where(ordered >= middle[:, :, None], weights, 0.0), axis=-1) >= target
         return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle)

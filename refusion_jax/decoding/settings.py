@@ -1,7 +1,7 @@
-"""What a user can set about decoding, whatever the decoder, and the part of it that is traced row by row.
+"""Decode settings that all decoders have, and those of them that are traced arrays with a value for each row.
 
-A decoder declares its own settings by a subclass of `Settings`, and those of them that it reads inside `jit` by a
-subclass of `RowSettings`. Axis: B rows.
+A decoder declares its own settings in a subclass of `Settings`, and those that it reads inside `jit` in a subclass of
+`RowSettings`. Axis: B rows.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ _MOST_NEW_TOKENS = 128  # unless asked for
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How to decode, by any decoder.
+    """The decode settings of any decoder.
 
     Raises:
-      SettingError: where a value is impossible, naming it, the reason, and what would work.
+      SettingError: for an impossible value, naming it, the reason, and what would be possible.
     """
 
-    companions: ClassVar[tuple[str, ...]] = ()  # its settings that name further models, see companions.py
+    companions: ClassVar[tuple[str, ...]] = ()  # settings that name further models, see companions.py
 
     method: str = setting("", "Which decoder; by default the one the model was trained for", scope="compiled")
     max_new_tokens: int = setting(
@@ -69,7 +69,7 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Refuses values that do not fit together; for subclasses to fill in."""
+        """Refuses values that do not fit together; for subclasses to override."""
 
     def refuse(self, name: str, why: str) -> None:
         """Raises a SettingError about one setting."""
@@ -77,44 +77,44 @@ class Settings:
 
     @classmethod
     def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Settings from careful to fast, which `bench headline` measures; for decoders to fill in.
+        """Settings, from careful to fast, at which `bench headline` measures this decoder; for decoders to override.
 
         Args:
-          new_tokens: that an answer may have.
-          trained: the keys of the system that the model was trained for, as in its config.
+          new_tokens: the maximal length of an answer.
+          trained: config keys of the system that the model was trained with.
         """
         return [{}]
 
     def looking_ahead(self, tokens: int) -> Self:
-        """The same, where a forward may feed so many tokens to do ahead of time what comes next; 0: none.
+        """The same with a budget of so many speculative tokens a forward; 0: none.
 
-        For decoders that can look ahead to fill in.
+        For decoders that speculate to override.
         """
         del tokens
         return self
 
     @property
     def unit(self) -> int:
-        """Tokens that the decoder writes as one piece; max_new_tokens is rounded up to whole pieces."""
+        """max_new_tokens is rounded up to a multiple of this, such as the size of a slot or block."""
         return 1
 
     @property
     def multiple(self) -> int:
-        """max_new_tokens, where it is chosen for the user, is a multiple of this."""
+        """The default of max_new_tokens is a multiple of this."""
         return self.unit
 
     @property
     def new_tokens(self) -> int:
-        """max_new_tokens, rounded up to whole pieces."""
+        """max_new_tokens, rounded up to a multiple of `unit`."""
         return -(-self.max_new_tokens // self.unit) * self.unit
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With what is left to the model set as it says; for subclasses to fill in."""
+        """With settings that default to what the model says filled in; for subclasses to override."""
         del model
         return self
 
     def fill_in(self, room: int) -> Self:
-        """With max_new_tokens set, where it is 0: as many as fit into `room`, one multiple at least, 128 at most."""
+        """With the default of max_new_tokens filled in: what fits into `room`, at least one `multiple`, at most 128."""
         fitting = max(min(room, _MOST_NEW_TOKENS) // self.multiple, 1) * self.multiple
         return self if self.max_new_tokens else dataclasses.replace(self, max_new_tokens=fitting)
 
@@ -122,7 +122,7 @@ class Settings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """What is traced: settings of each row. Changing them does not recompile."""
+    """Settings of each row as traced arrays, so that changing them does not recompile."""
 
     temperature: Float32[ArrayLike, "*B"]
     top_k: Int32[ArrayLike, "*B"]
@@ -130,9 +130,9 @@ class RowSettings:
 
     @classmethod
     def of(cls, rows: Sequence[Settings]) -> Self:
-        """These settings of each row, as numpy arrays; of one with choices, which of them it is.
+        """These settings of each row as numpy arrays; a setting with choices as the index of its choice.
 
-        What is no setting is a property of the settings, of type int.
+        A field that is not a setting is read from a property of the settings, of type int.
         """
         dtypes = {float: np.float32, int: np.int32, bool: np.bool_}
         kinds = {field.name: field.type for field in dataclasses.fields(rows[0])}
@@ -149,19 +149,19 @@ class RowSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TokenIds:
-    """What ids mean; compiled in."""
+    """Ids of the special tokens, as compiled constants."""
 
     eos_id: int
     mask_id: int
     pad_id: int
-    num_tokens: int  # ids from here on are padding rows of the vocabulary
+    num_tokens: int  # ids from this one on are padding of the vocabulary
 
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig) -> Self:
-        """The settings' own ids, or else the model's.
+        """The ids in the settings where set, else those of the model.
 
         Raises:
-          SettingError: where neither settings nor model know the EOS or the mask id, or one is no id of the model's.
+          SettingError: where neither settings nor model have an EOS or a mask id, or it is outside the vocabulary.
         """
         ids = {}
         for name, own in (("eos_id", model.eos_token_id), ("mask_id", model.mask_token_id)):

@@ -1,23 +1,23 @@
-"""Stop strings: where an answer is cut, and when enough of it is written to know where."""
+"""Stop strings: where an answer is cut, and whether that place is certain before the answer is finished."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """Texts at the first of which an answer ends."""
+    """An answer ends before the first occurrence of any of these texts."""
 
     texts: tuple[str, ...] = ()
 
     def cut(self, text: str) -> tuple[str, bool]:
-        """(the text up to the first stop string in it, whether there is one)."""
+        """(the text before the first stop string in it, whether there is one)."""
         begin = self._begin(text)
         return (text, False) if begin is None else (text[:begin], True)
 
     def is_settled(self, text: str) -> bool:
-        """Whether the text is cut where any longer one that begins with it would be.
+        """Whether the text holds a stop string, and no continuation of it would be cut earlier.
 
-        A longer stop string might begin before one that is found, and end behind what is there.
+        It might be where a longer stop string can begin before the one that was found, and is not complete yet.
         """
         begin = self._begin(text)
         return begin is not None and begin - 1 + max(map(len, self.texts)) <= len(text)
