@@ -11,7 +11,7 @@ from conftest import PROMPTS, run, settings, sharp_model, tiny_config
 from refusion_jax import UserError
 from refusion_jax.decoding.recording import Answers, Feeds, Forwards, Prefills, Recorder, Recording, read_recording
 from refusion_jax.decoding.requests import prepare
-from refusion_jax.planning.feeds import BATCH_SIZES, Target, Way, forward_costs, price
+from refusion_jax.planning.feeds import BATCH_SIZES, Target, Workload, forward_costs, price
 from refusion_jax.planning.feeds_report import price_all
 from refusion_jax.runtime.chips import find_chip
 from refusion_jax.runtime.sharding import MESH_AXES
@@ -147,7 +147,7 @@ def target(**mesh) -> Target:
 
 
 def test_one_row_waits_for_the_weights_and_so_counts_its_forwards():
-    here = price(Way.recorded(dataclasses.replace(RECORDING, prefills=())), 1, target())
+    here = price(Workload.recorded(dataclasses.replace(RECORDING, prefills=())), 1, target())
     weights = 2 * (LAYERS + HEAD)  # bytes, of bfloat16
     cache = 8 * 2 * 2 * 8 * 2 * (20 + 16)  # layers, keys and values, heads, head size, bytes; read and written
     assert here.forward_seconds == pytest.approx((weights + cache) / CHIP.hbm_bandwidth, rel=1e-6)
@@ -156,7 +156,7 @@ def test_one_row_waits_for_the_weights_and_so_counts_its_forwards():
 
 
 def test_many_rows_wait_for_their_arithmetic():
-    way = Way.recorded(RECORDING)
+    way = Workload.recorded(RECORDING)
     here = price(way, 4096, target())
     attention = 8 * 4 * 4 * 8 * 16 * (20 + 16)  # layers, products and FLOPs of one, heads, head size, queries, keys
     flops = 2 * 16 * (LAYERS + HEAD) + attention
@@ -166,7 +166,7 @@ def test_many_rows_wait_for_their_arithmetic():
 
 
 def test_a_prompt_is_read_once_and_makes_no_logits():
-    alone, eight, many = (price(Way.recorded(RECORDING), rows, target()) for rows in (1, 8, 16))
+    alone, eight, many = (price(Workload.recorded(RECORDING), rows, target()) for rows in (1, 8, 16))
     weights = 2 * (LAYERS + HEAD) / CHIP.hbm_bandwidth  # seconds
     assert alone.prefill_share == pytest.approx(LAYERS / (LAYERS + 2 * (LAYERS + HEAD)), rel=0.01)
     seconds = [rows * 8 / one.tokens_per_second for rows, one in ((8, eight), (16, many))]
@@ -176,7 +176,7 @@ def test_a_prompt_is_read_once_and_makes_no_logits():
 
 def test_filler_is_fed_too():
     fuller = dataclasses.replace(RECORDING, forwards=(Forwards(width=32, tile=32, tiles=1, live_rows=1, times=8),))
-    ways = [Way.recorded(r) for r in (RECORDING, fuller)]
+    ways = [Workload.recorded(r) for r in (RECORDING, fuller)]
     speeds = [price(way, 4096, target()).forward_seconds for way in ways]
     assert speeds[1] == pytest.approx(2 * speeds[0], rel=0.01)
 
@@ -202,7 +202,7 @@ def test_speed_rises_with_the_batch_and_the_advantage_ends():
 
 
 def test_chips_that_share_the_heads_share_the_work_and_talk():
-    alone, shared = (price(Way.recorded(RECORDING), 64, target(tensor=n)) for n in (1, 2))
+    alone, shared = (price(Workload.recorded(RECORDING), 64, target(tensor=n)) for n in (1, 2))
     assert not alone.network_seconds
     of_arithmetic = [p.memory_seconds + p.arithmetic_seconds for p in (alone, shared)]
     assert of_arithmetic[1] == pytest.approx(of_arithmetic[0] / 2, rel=0.02)
@@ -211,7 +211,7 @@ def test_chips_that_share_the_heads_share_the_work_and_talk():
 
 
 def test_copies_split_the_rows_and_gathered_weights_cost_their_way():
-    way = Way.recorded(dataclasses.replace(RECORDING, prefills=()))
+    way = Workload.recorded(dataclasses.replace(RECORDING, prefills=()))
     meshes = (16, {}), (64, {"data": 4}), (64, {"fsdp": 4})
     one, four, gathered = (price(way, rows, target(**mesh)) for rows, mesh in meshes)
     assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second)
@@ -220,8 +220,8 @@ def test_copies_split_the_rows_and_gathered_weights_cost_their_way():
 
 
 def test_what_does_not_fit_is_said():
-    assert price(Way.recorded(RECORDING), 1, target()).fits
-    assert not price(Way.recorded(dataclasses.replace(RECORDING, cache_length=10**6)), 256, target()).fits
+    assert price(Workload.recorded(RECORDING), 1, target()).fits
+    assert not price(Workload.recorded(dataclasses.replace(RECORDING, cache_length=10**6)), 256, target()).fits
 
 
 def test_generate_records_and_a_recording_excludes_what_it_cannot_have(trained_run, tmp_path):

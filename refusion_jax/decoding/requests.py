@@ -147,7 +147,7 @@ def most_new_tokens(requests: Sequence[Request]) -> int:
 
 
 def text_capacity(requests: Sequence[Request]) -> int:
-    """Length of the longest text, rounded up so that few sizes are compiled, or the setting `cache_length` if larger."""
+    """Length of the longest text, rounded up so that few sizes are compiled; at least the setting `cache_length`."""
     text = max(request.length for request in requests)
     return max(requests[0].settings.cache_length, -(-text // ROUNDING) * ROUNDING)
 

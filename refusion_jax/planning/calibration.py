@@ -1,9 +1,10 @@
-"""How far published training steps are from our estimates: by generation, a factor and its spread.
+"""Calibrates step-time estimates by published training runs: a factor and its spread for each TPU generation.
 
-published_runs.json has runs of other people on real TPUs, with their sources. Of each we compile our own step of the
-same shape on the same chips, and count it (the counts are kept in the file, so that reading them takes no compiler).
-Where our policy computes more again than theirs, that time is added to theirs. A factor of one generation says nothing
-about another; it is judged by leaving each run out and predicting it from the others of its generation.
+published_runs.json lists training runs that others have published on real TPUs, with their sources. For each run we
+compile our own training step of the same shape for the same chips and count its costs; the counts are stored in the
+file, so that no compiler is needed to read it. Where our remat policy recomputes more than theirs, the time of that is
+added to the published time. Factors are per generation and do not carry over to another. Their quality is measured by
+leaving out each run in turn and predicting it from the others of its generation.
 """
 
 import dataclasses
@@ -32,23 +33,23 @@ class Run:
     rows_per_chip: float
     config: dict  # keys of a config that differ from its defaults
     published_seconds: float  # of one step
-    recomputed_seconds: float  # of the arithmetic that our program does again and theirs does not
+    recomputed_seconds: float  # of arithmetic that our program recomputes and theirs does not
     source: str
-    costs: Costs  # of our program, summed up: see `summed`
+    costs: Costs  # of our program, aggregated by `summed`
 
     @property
     def generation(self) -> str:
-        """Of the chips."""
+        """TPU generation, such as v5p."""
         return self.topology.split(":")[0]
 
     @property
     def seconds(self) -> float:
-        """What our program would have taken there."""
+        """The step time that our program would have had."""
         return self.published_seconds + self.recomputed_seconds
 
     @property
     def expected(self) -> float:
-        """What we expect of it before the factor of the chip, in seconds."""
+        """Our estimate in seconds, before the calibration factor."""
         return estimate(self.costs, find_chip(self.topology)).expected
 
 
@@ -65,7 +66,7 @@ def write_runs(runs: Sequence[Run]) -> str:
 
 
 def compiled_again(run: Run) -> Run:
-    """The run with our program compiled and counted anew."""
+    """The run with our program compiled and counted again."""
     config = default_config()
     config.update_from_flattened_dict(run.config)
     chip, devices = find_chip(run.topology), len(tpu_devices(run.topology, 1))
@@ -75,7 +76,7 @@ def compiled_again(run: Run) -> Run:
 
 
 def summed(costs: Costs, topology: str) -> Costs:
-    """The same with its operations put together by what bounds them on these chips: the roofline stays as it is."""
+    """The same costs with operations summed by what bounds them on these chips, which keeps the roofline."""
     chip, sums = find_chip(topology), {}
     for o in costs.operations:
         reached = chip.peak_flops * min(1.0, o.width / chip.matrix_unit)
@@ -90,10 +91,10 @@ def summed(costs: Costs, topology: str) -> Costs:
 
 
 def calibrate(runs: Sequence[Run]) -> dict[str, Calibration]:
-    """Of every generation with two runs or more: the factor, and how far the next run will be from it.
+    """The factor of every generation with at least two runs, and the spread to expect of a further run.
 
-    The spread is that of single runs around their generation's mean, taken over all generations together, since each
-    has few.
+    The spread is the deviation of single runs from the mean of their generation, pooled over all generations because
+    each has few runs.
     """
     logs = _logs(runs)
     logs = {generation: found for generation, found in logs.items() if len(found) > 1}
@@ -110,7 +111,7 @@ def calibrate(runs: Sequence[Run]) -> dict[str, Calibration]:
 
 
 def left_out_errors(runs: Sequence[Run]) -> dict[str, float]:
-    """By name: each run predicted from the others of its generation, over its own time, less 1."""
+    """Relative error of predicting each run from the others of its generation, by name of the run."""
     errors = {}
     for run in runs:
         others = _logs([r for r in runs if r is not run]).get(run.generation)
@@ -120,7 +121,7 @@ def left_out_errors(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _logs(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """By generation, logarithms of published over estimated."""
+    """Logarithms of published over estimated step times, by generation."""
     found: dict[str, list[float]] = {}
     for run in runs:
         found.setdefault(run.generation, []).append(math.log(run.seconds / run.expected))

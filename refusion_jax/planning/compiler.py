@@ -1,8 +1,8 @@
-"""Compiles programs for TPUs that are not here, with the compiler of libtpu, in a process of its own.
+"""Compiles programs for TPUs without having one, by the compiler in libtpu, in a child process.
 
-A compile has two parts. The first, a few seconds, ends with the buffer assignment: from then on the memory of the
-program is known to the byte. The second makes machine code and takes most of the time. The compiler writes down where
-it stands (`xla_dump_to`), so for a verdict on memory alone the process is ended between the two.
+A compilation has two phases. The first takes a few seconds and ends with the buffer assignment, from which the memory
+of the program is known to the byte. The second generates machine code and takes most of the time. If only the memory is
+wanted, the child is killed between the two, as soon as the files appear that the compiler dumps (`xla_dump_to`).
 """
 
 import contextlib
@@ -27,24 +27,24 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 
 _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
-_MOST_CHIPS, _MOST_SLICES = 1 << 14, 1 << 10  # of a slice, which is more than there are; of a run
+_MOST_CHIPS, _MOST_SLICES = 1 << 14, 1 << 10  # in a slice, which is more than any has; in a run
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"
 _OPTIMIZED = "after_optimizations.txt"
-_BEHIND = "after_optimizations_after_buffer_assignment.txt"  # written when both are complete
+_BEHIND = "after_optimizations_after_buffer_assignment.txt"  # written once the other two are complete
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program, all of it for one chip."""
+    """What the compiler reports about a program, for one chip."""
 
-    arguments: float  # bytes of what goes in; donated arguments are also the results
-    results: float  # bytes of results that have memory of their own
+    arguments: float  # bytes; donated arguments also hold results
+    results: float  # bytes of results that do not reuse arguments
     temporaries: float  # bytes at the peak
     host: float  # bytes of host memory (offloaded activations)
     module: hlo.Module
     seconds: float  # of tracing and compiling
     cpu_seconds: float
-    overrun: str  # the compiler's own words where the program does not fit, or ""
+    overrun: str  # the compiler's message where the program does not fit, or ""
 
     @property
     def peak(self) -> float:
@@ -53,7 +53,7 @@ class Compiled:
 
 
 def libtpu_version() -> str:
-    """Of the compiler.
+    """Version of the compiler.
 
     Raises:
       UserError: where it is not installed.
@@ -65,7 +65,7 @@ def libtpu_version() -> str:
 
 
 def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
-    """The chips of a topology, which need not be there; call `prepare_environment` before JAX is used.
+    """The devices of a topology, without the hardware. Call `prepare_environment` before JAX is used.
 
     Raises:
       UserError: where there is no such topology.
@@ -76,7 +76,7 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     if topology.startswith("v4:"):
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as on a TPU VM
     try:
-        with _quiet():  # libtpu says on stderr that there is no TPU here
+        with _quiet():  # libtpu warns on stderr that there is no TPU
             return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = re.sub(r"\s+", " ", str(error).removeprefix("INVALID_ARGUMENT: "))[:200]
@@ -84,7 +84,7 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
 
 
 def _check_size(topology: str, slices: int) -> None:
-    """Refuses what makes libtpu crash: sides of 0 chips (SIGFPE), and a thousand million slices (SIGSEGV).
+    """Refuses sizes that crash libtpu: sides of 0 chips (SIGFPE), or a billion slices (SIGSEGV).
 
     Raises:
       UserError: naming the flag.
@@ -113,9 +113,9 @@ def _quiet() -> Iterator[None]:
 
 
 def prepare_environment() -> None:
-    """Keeps JAX and libtpu from looking for a TPU here, and from writing warnings that there is none.
+    """Keeps JAX and libtpu from looking for a TPU, and from warning that there is none.
 
-    Flags for the CPU's compiler are taken out of XLA_FLAGS: libtpu ends the process at one that it does not know.
+    Flags of the CPU compiler are removed from XLA_FLAGS, since libtpu aborts on flags that it does not know.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -130,12 +130,12 @@ def compile_program(lower: Callable[..., jax.stages.Lowered], arguments: tuple, 
     """Compiles in a child process.
 
     Args:
-      lower: a function of a module, called in the child with the arguments; both are sent there.
-      arguments: for it.
+      lower: a module-level function, which the child calls with the arguments.
+      arguments: can be sent to another process.
       memory_only: stop as soon as the memory is known.
 
     Raises:
-      UserError: where the program cannot be built; the child's own message.
+      UserError: where the program cannot be built, with the message of the child.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
@@ -171,13 +171,13 @@ def _read(path: Path) -> str:
 
 
 def _module_name(directory: Path) -> str | None:
-    """Beginning of the names of the files on our program, among those on its parts."""
+    """The name that the dumped files of our program begin with, or None before there are any."""
     modules = sorted(path.name for path in directory.glob(f"*.jit_*.{_OPTIMIZED}"))
     return modules[-1].removesuffix(f".{_OPTIMIZED}") if modules else None
 
 
 def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory: str) -> None:
-    """Compiles, and leaves behind what the compiler dumps and report.json."""
+    """Compiles, and writes the compiler's dump and report.json to the directory."""
     path = Path(directory)
     stderr = os.open(path / "stderr.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(stderr, 2)
@@ -194,9 +194,9 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
 
 
 def assigned_bytes(text: str) -> dict[str, float]:
-    """Sums the compiler's buffer assignment: bytes of arguments, results, temporaries, and of those on the host.
+    """Sums the buffer assignment: bytes of arguments, results and temporaries in HBM, and of host memory.
 
-    Memory spaces have colours there: 0, which is not printed, is HBM, 5 is the host's.
+    The text numbers memory spaces by colours: HBM is 0, which is not printed, and the host is 5.
     """
     sums = {"arguments": 0.0, "results": 0.0, "temporaries": 0.0, "host": 0.0}
     for size, kind in re.findall(r"^allocation \d+: size (\d+),(.*)$", text, re.MULTILINE):

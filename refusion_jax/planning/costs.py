@@ -1,10 +1,10 @@
-"""What one chip does in one step of a compiled program: FLOPs, memory traffic and collectives, counted.
+"""Counts what one chip does in one step of a compiled program: FLOPs, memory traffic and collectives.
 
-Loops count as often as they run, which XLA's own cost analysis leaves out; of a conditional the dearer side counts.
-Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the result multiply
-to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque to XLA and are
-counted from their operands and the tile sizes they name: every whole tile that the diagonal crosses or that lies below,
-as if every row were one document.
+The body of a loop counts as often as it runs, unlike in XLA's own cost analysis; of a conditional the more expensive
+branch counts. Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the
+result multiply to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque
+to XLA. They are counted from their operands and tile sizes, as if every row were one document: all tiles on or below
+the diagonal.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import numpy as np
 from refusion_jax.planning import hlo
 from refusion_jax.planning.hlo import Computation, Instruction, Module
 
-GATHER_BY_SUM = "all-reduce for a gather"  # every chip adds zeros but for its own part: twice a gather's traffic
+GATHER_BY_SUM = "all-reduce for a gather"  # a sum of arrays that are zero outside each chip's part: twice the traffic
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
@@ -30,42 +30,42 @@ _KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A kind of communication, summed over the step."""
+    """One kind of collective, summed over the step."""
 
     kind: str  # all-gather ..., or GATHER_BY_SUM
     over: str  # "ici", within a slice, or "dcn", between slices
-    count: float  # how often a step does it
-    overlapped: bool  # runs beside arithmetic; otherwise the chip waits for it
-    bytes: float  # that a chip receives, by the ring algorithm
-    fused: bool = False  # goes on in steps between those of one arithmetic operation
+    count: float  # a step
+    overlapped: bool  # runs beside arithmetic, so that the chip need not wait for it
+    bytes: float  # received by one chip, with the ring algorithm
+    fused: bool = False  # interleaved with the steps of one arithmetic operation
 
     @property
     def is_large(self) -> bool:
-        """Whether each takes longer than to begin it: 1 MB are 5 us on the slowest network, v5e's."""
+        """Whether transfer outweighs latency: 1 MB takes 5 us on the slowest network, that of v5e."""
         return self.bytes >= 1e6 * self.count
 
 
 class Operation(NamedTuple):
-    """One thing that a chip does, of those it does one after the other."""
+    """One of the operations that a chip runs one after the other."""
 
     times: float
     flops: float
     bytes: float
-    width: float = math.inf  # the smallest axis that the matrix unit gets, where that may be less than its side
+    width: float = math.inf  # of the smallest axis of a product, where it may not fill the matrix unit
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of one chip and one step."""
+    """What one chip does in one step."""
 
     flops: float = 0.0
     bytes: float = 0.0  # read from and written to HBM
     operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    open_loops: int = 0  # loops whose count depends on the data; they are counted as one turn
+    open_loops: int = 0  # loops whose number of iterations depends on the data; counted as one iteration
 
     def times(self, n: float) -> "Costs":
-        """The same, n times over."""
+        """The costs of n repetitions."""
         return Costs(
             self.flops * n,
             self.bytes * n,
@@ -75,13 +75,13 @@ class Costs:
         )
 
     def overlapped(self, fused: bool = False) -> "Costs":
-        """The same, with its collectives beside other work, or fused with it."""
+        """The same with all collectives overlapped with other work, or fused with it."""
         changed = (dataclasses.replace(c, overlapped=True, fused=fused) for c in self.collectives)
         return dataclasses.replace(self, collectives=tuple(changed))
 
 
 def add(parts: list[Costs]) -> Costs:
-    """The sum; collectives are summed by kind, the large ones apart from the small ones."""
+    """The sum. Collectives are summed by kind, large and small ones separately."""
     totals: dict[tuple, Collective] = {}
     for c in (c for part in parts for c in part.collectives):
         key = c.kind, c.over, c.overlapped, c.fused, c.is_large
@@ -101,7 +101,7 @@ def count(module: Module, chips_per_slice: int) -> Costs:
 
     Args:
       module: the optimized program of one chip.
-      chips_per_slice: chips are numbered slice by slice; what crosses such a bound goes over the data-centre network.
+      chips_per_slice: chips are numbered slice by slice; traffic between slices goes over the data-center network.
     """
     return _Counter(module, chips_per_slice).of(module.entry)
 
@@ -128,7 +128,7 @@ class _Counter:
             return once.times(trips)
         if i.opcode == "conditional":
             return max((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
-        if i.opcode == "recv" and "megascale" in i.attributes:  # what is left of a collective between slices
+        if i.opcode == "recv" and "megascale" in i.attributes:  # the receiving end of a collective between slices
             return Costs(collectives=(Collective("receive", "dcn", 1, True, i.shapes[0].bytes),))
         if i.opcode == "call" or (i.opcode == "custom-call" and i.called):  # the latter runs on the SparseCores
             return add([self.of(name) for name in i.called])
@@ -154,11 +154,11 @@ class _Counter:
         return Costs(flops, size, (Operation(1, flops, size, width),))
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
-        """One operation: what is fused stays in registers, but what it reads and writes goes through memory."""
+        """A fusion is one operation: only what it reads and writes goes through memory."""
         inside = self._module.computations[i.attribute("calls")]
         nested = [self._fused(inside, j) for j in inside.instructions.values()]
         if inside.name.startswith("async_collective_fusion") or i.name.startswith("async-collective-done"):
-            # Steps of a collective that goes on beside the arithmetic; it is counted where it starts.
+            # Steps of a collective that runs beside arithmetic; it is counted where it starts.
             nested = [dataclasses.replace(part, collectives=()) for part in nested]
         elif i.name.startswith("async-collective-start"):
             nested = [part.overlapped(fused=True) for part in nested]
@@ -180,7 +180,7 @@ class _Counter:
         return Costs(_flops(inside, j))
 
     def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
-        """Bytes of an operand that a fusion reads from HBM: where it only takes slices, those."""
+        """Bytes of an operand that a fusion reads from HBM; only the slices, where it takes slices."""
         if number not in inside.parameters:
             return 0.0
         full = sum(s.bytes for s in operand.shapes if s.in_hbm)
@@ -195,7 +195,7 @@ class _Counter:
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
                 continue  # updated in place
             elif collective_kind(user) or (user.is_root and user.opcode == "tuple"):
-                continue  # handed on
+                continue  # passed on
             elif user.opcode == "bitcast" and not user.is_root:
                 taken += self._taken(inside, user.name)
             elif user.opcode == "fusion":
@@ -215,12 +215,12 @@ class _Counter:
         for name, shape in zip(root.operands, i.shapes, strict=False):
             value = inside.instructions[name]
             if value.opcode == "parameter" or collective_kind(value):
-                continue  # handed on
+                continue  # passed on
             total += self._stored(inside, value) if shape.in_hbm else 0.0
         return total
 
     def _stored(self, inside: Computation, value: Instruction) -> float:
-        """Bytes of a value when it is written; of an update in place, the update."""
+        """Bytes that writing a value takes; for an update in place, those of the update."""
         if value.opcode == "dynamic-update-slice":
             return inside.instructions[value.operands[1]].shapes[0].bytes
         if value.opcode == "bitcast":
@@ -231,7 +231,7 @@ class _Counter:
         return sum(s.bytes for s in value.shapes)
 
     def _collective(self, kind: str, computation: Computation, i: Instruction) -> Collective:
-        size = sum(s.bytes for s in _operand_shapes(computation, i))  # what a chip puts in
+        size = sum(s.bytes for s in _operand_shapes(computation, i))  # the input of a chip
         if kind == "all-reduce" and any(self._is_part_among_zeros(computation, name) for name in i.operands):
             kind = GATHER_BY_SUM
         group = first_group(i.attributes)
@@ -247,7 +247,7 @@ class _Counter:
         return Collective(kind, "dcn" if crosses else "ici", 1, i.opcode.endswith("-start"), received if n > 1 else 0.0)
 
     def _is_part_among_zeros(self, computation: Computation, name: str) -> bool:
-        """Whether a value is one slice put into an array that is otherwise the same on all chips."""
+        """Whether a value is one slice written into an array that is otherwise the same on all chips."""
         value = computation.instructions.get(name)
         while value is not None and value.opcode in ("bitcast", "copy"):
             value = computation.instructions.get(value.operands[0])
@@ -258,13 +258,13 @@ class _Counter:
 
 
 def collective_kind(i: Instruction) -> str | None:
-    """all-gather, all-reduce ..., or None; of an asynchronous pair, its start counts."""
+    """The kind of a collective (all-gather, ...), or None; of an asynchronous pair only the start has one."""
     kind = i.opcode.removesuffix("-start")
     return kind if kind in _COLLECTIVES else None
 
 
 def first_group(attributes: str) -> list[int]:
-    """Numbers of chips that communicate with each other: the first group, or the first pair, of a collective."""
+    """The first group, or the first pair, of chips that a collective connects."""
     if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes):
         return [int(found[1]), int(found[2])]
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
@@ -312,23 +312,23 @@ def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
     query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
     tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+)\\": (\d+)', head)}
     suffix = name.removeprefix("splash_mha").removesuffix("_fwd")
-    rows = re.search(r"\brows_(\d+)\b", head)  # that the kernel takes behind each other: model/splash.py says so
+    rows = re.search(r"\brows_(\d+)\b", head)  # concatenated by model/splash.py, which puts their number into the name
     length = key[-2] // (int(rows[1]) if rows else 1)
     keys = keys_seen(length, tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1))
     products = _KERNEL_PRODUCTS[name]
     if name == "splash_mha_dkv" and 'use_fused_bwd_kernel\\": true' in head:
-        products += 1  # the queries' gradient comes with the others, without making the scores again
+        products += 1  # it computes the gradient of the queries, too, from the same scores
     return _Kernel(products * 2 * math.prod(query) * keys, query[-1])
 
 
 def keys_seen(length: int, queries: int, keys: int) -> float:
-    """Keys that a causal kernel works on for a query, on average, with tiles of `queries` x `keys`."""
+    """Mean number of keys that a causal kernel processes for a query, with tiles of `queries` x `keys`."""
     rows = range(queries, length + 1, queries)
     return sum(min(-(-end // keys) * keys, length) for end in rows) / len(rows)
 
 
 def _batch(attributes: str) -> int:
-    """Product of batch axes of a product, which the compiler writes as dilated windows: each is counted once."""
+    """Size of the batch axes of a matrix product, which the compiler writes as dilated windows."""
     found = re.search(r"window=\{size=([\dx]+)[^}]*lhs_dilate=([\dx]+)", attributes)
     if not found:
         return 1

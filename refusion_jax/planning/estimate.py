@@ -1,13 +1,13 @@
-"""From counts to time: a roofline against the documented peaks of the chip, and what published runs say of it.
+"""Estimates the time of a step from its counted costs: a roofline at the chip's documented peaks, then calibration.
 
-A chip does one operation after the other; each takes the time of its FLOPs or of its memory traffic, whichever is
-longer. The matrix unit of newer chips is wider than an attention head, so that the kernels reach a part of the peak.
-Collectives that the compiler runs beside arithmetic are hidden unless all of them together take longer than everything
-else; for the others the chip waits. That is the roofline.
+The roofline. A chip runs one operation after the other; each takes the time of its FLOPs or of its memory traffic,
+whichever is longer. On newer chips the matrix unit is wider than an attention head, so that attention kernels reach
+only part of the peak. Collectives that the compiler overlaps with arithmetic are hidden unless they take longer than
+all the rest; for the others the chip waits.
 
-Real steps are slower, since no operation reaches a peak, and by generation very evenly so. Where published runs give
-that factor (`Chip.calibration`), it makes the estimate of the roofline, after one correction: collectives that merely
-run beside arithmetic, instead of being fused with it, are taken to show in part.
+The calibration. Real steps are slower than the roofline, by much the same factor within a generation. Where published
+runs give that factor (`Chip.calibration`), the estimate is the factor times the roofline, after one correction:
+collectives that run beside arithmetic without being fused with it are taken to be only partly hidden.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import math
 from refusion_jax.planning.costs import Costs, Operation
 from refusion_jax.runtime.chips import Chip
 
-# Published runs are predicted the better, leaving each out, the more of these collectives is taken to show, and of
-# those fused with arithmetic (v5e) the less: none, half and all of it give 3.7, 3.3 and 3.0 % on average. Half, since
-# other compilers made the programs that ran, with less beside their arithmetic than ours.
+# The part of overlapped but unfused collectives that is not hidden. With none, half and all of it, the mean error of
+# predicting each published run from the others is 3.7, 3.3 and 3.0 %. Half is chosen because the published runs used
+# other compilers, which overlap less than ours.
 _BESIDE_SHOWS = 0.5
 
 
@@ -29,18 +29,18 @@ class Estimate:
     compute: float  # all FLOPs at the peak
     hbm: float  # all memory traffic at the peak
     operations: float  # one operation after the other, each at its roofline
-    memory_bound: float  # of these: operations whose memory traffic takes longer than their arithmetic
+    memory_bound: float  # of these, operations whose memory traffic takes longer than their arithmetic
     ici: float  # all collectives within a slice
-    dcn: float | None  # all collectives between slices; None where the chip's part of that network is not documented
-    waiting: float  # the part of the collectives that nothing hides
-    roofline: float  # all of it, at the peaks
-    expected: float  # the same with the part of overlapped collectives that shows, before the factor of the chip
-    step: float  # the estimate: calibrated where the chip is, the roofline otherwise
-    fastest: float | None  # 95 % of runs lie between these two, and none below the roofline; None without calibration
+    dcn: float | None  # all collectives between slices; None where the bandwidth of that network is not documented
+    waiting: float  # collectives that are not overlapped
+    roofline: float  # of the whole step
+    expected: float  # the roofline with the part of overlapped collectives that is not hidden; not calibrated
+    step: float  # the estimate: calibrated if possible, else the roofline
+    fastest: float | None  # 95 % of runs lie between these two, never below the roofline; None without calibration
     slowest: float | None
 
     def mfu(self, model_flops: float, chip: Chip) -> float:
-        """Model FLOPs of a chip and step over what it could do in that time."""
+        """Model FLOPs utilization: model FLOPs of a chip in a step, over what it could do in that time."""
         return model_flops / (self.step * chip.peak_flops)
 
 
@@ -78,6 +78,6 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
 
 
 def _parts(operation: Operation, chip: Chip) -> tuple[float, float]:
-    """Of one operation: (seconds for its arithmetic, for its memory traffic); it takes the longer of the two."""
+    """Seconds that one operation takes for (its arithmetic, its memory traffic)."""
     reached = chip.peak_flops * min(1.0, operation.width / chip.matrix_unit)
     return operation.flops / reached, operation.bytes / chip.hbm_bandwidth

@@ -1,23 +1,22 @@
-"""What recorded feeds would take on TPUs: an estimate by arithmetic alone, in which nothing is compiled.
+"""Estimates by arithmetic, without compiling, how fast a recorded decoding run would be on TPUs.
 
-A recording (`generate --record_feeds`, decoding/recording.py) of one row at a time says how many tokens each forward of
-an answer fed, and how many entries of the cache they saw. A batch of N is taken to feed N such rows side by side, each
-as recorded: rows are free of each other in the queue, and one that is done is filled again, so that a forward feeds N
-times what a row's forward feeds on average. It takes as many places more as the recording has filler, since the
-compiled shapes are as seldom full. What this leaves out: that forwards of the same N differ in what they feed, that a
-decoder which looks ahead would look less far as the batch grows (so record it both ways, and take the faster), and that
-rows finish together at the end of a queue.
+A recording (`generate --record_feeds`, decoding/recording.py) of one row at a time tells how many tokens each forward
+of an answer fed, and how many cache entries they attended to. A batch of N rows is modelled as N such rows side by
+side: rows of the queue are independent and finished ones are refilled, so a forward feeds N times the mean of a row.
+The share of padding in the compiled shapes is taken from the recording. Not modelled: that forwards of one batch differ
+in what they feed, that a decoder which speculates would speculate less in larger batches (so record it with and
+without, and take the faster), and that rows run empty at the end of a queue.
 
-One forward, of T places on one of K chips that share the heads, reads its part of the weights and of the cache what
-counts, once; activations stay on the chip, as they do in the compiled program while there are few. Each product takes
-the time of its FLOPs or of its bytes at the chip's documented peaks, whichever is longer. Then the chips sum up, by two
-all-reduces a layer and one of the embedding. tests/test_tpu.py holds these counts to those of the compiled program.
-Prompts are prefilled as the queue does it, an eighth of the batch at once. Compared is one token a forward of the same
+A forward of T places, on one of K chips that share the heads, reads its shard of the weights and of the used cache
+entries once; activations stay on the chip, as they do in the compiled program while there are few. Each product takes
+the time of its FLOPs or of its bytes at the chip's documented peaks, whichever is longer. Two all-reduces a layer and
+one for the embedding follow. tests/test_tpu.py compares these counts with those of the compiled program. Prompts are
+prefilled as the queue does it, an eighth of the batch at once. The baseline is one token a forward for the same
 answers: one place a row.
 
-Real chips are slower than this roofline, by how much nobody has measured for decoding: it is not calibrated. What it
-leaves out (the latency of collectives and operations) weighs most where forwards are shortest, at small batches, and
-there it is the same for every way to decode, a forward.
+Real chips are slower than this roofline. By how much has not been measured for decoding, so it is not calibrated. The
+latencies that it leaves out, of collectives and operations, matter most for short forwards, that is for small batches,
+and there they are the same for every forward of any decoder.
 
 Axes: D hidden size, N query heads, G key/value heads, H head size, F mlp size, V vocabulary, L layers.
 """
@@ -42,21 +41,21 @@ BATCH_SIZES = tuple(2**i for i in range(9))
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What one forward works on, on the chips that share a row; numbers may be means."""
+    """The work of one forward, on the chips that share a row; numbers may be means."""
 
     tokens: float  # places that are computed
     cached: float  # entries of the cache that are read
-    pairs: float  # of a token and a key that it sees
-    has_head: bool = True  # logits are made
+    pairs: float  # of a token and a key that it attends to
+    has_head: bool = True  # whether logits are computed
 
     def times(self, rows: float) -> Self:
-        """Of so many rows."""
+        """The work for this many rows."""
         return dataclasses.replace(self, tokens=self.tokens * rows, cached=self.cached * rows, pairs=self.pairs * rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The model, and what it runs on."""
+    """The model and the hardware it runs on."""
 
     model: ModelConfig
     dtype: str  # of weights, cache and computation
@@ -75,18 +74,18 @@ class Target:
 
     @property
     def shards(self) -> int:
-        """Of the rows."""
+        """Shards of the batch."""
         return self.mesh["replica"] * self.mesh["data"] * self.mesh["fsdp"]
 
     def weight_bytes(self, with_embedding: bool = False) -> float:
-        """Of a chip: those that a forward reads, or all of them; split by fsdp, too, they are gathered first."""
+        """Bytes of weights a chip that a forward reads, or of all with the embedding; with fsdp, after the gather."""
         c = self.model
         layer = sum(inputs * outputs for inputs, outputs in _products(c))
         tables = 2 if with_embedding and not c.tie_word_embeddings else 1
         return self.itemsize * (c.num_hidden_layers * layer + tables * c.vocab_size * c.hidden_size) / self.tensor
 
     def cache_bytes(self, entries: float) -> float:
-        """Of a chip, for so many entries of all its rows together."""
+        """Bytes a chip of this many cache entries, over all its rows."""
         return entries * bytes_per_token(self.model, self.dtype) / self.tensor
 
 
@@ -98,7 +97,7 @@ def _products(c: ModelConfig) -> list[tuple[int, int]]:
 
 
 def forward_costs(load: Load, target: Target) -> Costs:
-    """One forward, on one chip."""
+    """The costs of one forward on one chip."""
     c, size, K, T = target.model, target.itemsize, target.tensor, load.tokens
     L, D = c.num_hidden_layers, c.hidden_size
     operations = []
@@ -125,18 +124,18 @@ def forward_costs(load: Load, target: Target) -> Costs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """A way to decode some answers: what its forwards feed."""
+class Workload:
+    """What the forwards of a decoder feed to decode some answers."""
 
-    load: Load  # of a row in a forward, on average
-    forwards: float  # of an answer
-    tokens: float  # of an answer
-    prefill: Load | None  # of a row
-    capacity: int  # entries of the cache that a row has room for
+    load: Load  # mean of one row in one forward
+    forwards: float  # mean of an answer
+    tokens: float  # mean of an answer
+    prefill: Load | None  # mean of one row
+    capacity: int  # cache entries of a row
 
     @classmethod
     def recorded(cls, recording: Recording) -> Self:
-        """As a run was recorded."""
+        """The workload of a recorded run."""
         answers, times = _answers(recording), recording.row_forwards
         tokens = sum(one.tokens * one.times for one in recording.feeds) / times
         pairs = sum(one.tokens * (one.cached + one.tokens) * one.times for one in recording.feeds) / times
@@ -152,9 +151,9 @@ class Way:
 
     @classmethod
     def one_token_a_forward(cls, recording: Recording) -> Self:
-        """The same answers, from left to right."""
+        """The workload of decoding the same answers left to right, one token a forward."""
         answers, tokens = _answers(recording), recording.tokens
-        # The k-th token is read from the one before it, which sees the others that were given or decoded so far.
+        # The k-th token is predicted at the one before it, which attends to all that were given or decoded earlier.
         seen = sum(a.times * a.tokens * (a.given - 1 + (a.tokens - 1) / 2) for a in recording.answers) / tokens
         return cls(
             load=Load(1, seen, seen + 1),
@@ -170,7 +169,7 @@ def _answers(recording: Recording) -> int:
 
 
 def _prefill(recording: Recording) -> Load:
-    """What is given to a row, on average: each token sees those before it; nobody reads its logits."""
+    """The mean prefill of a row: causal, and without logits."""
     answers = _answers(recording)
     given = sum(one.given * one.times for one in recording.answers) / answers
     pairs = sum(one.given * (one.given + 1) / 2 * one.times for one in recording.answers) / answers
@@ -179,41 +178,41 @@ def _prefill(recording: Recording) -> Load:
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """Of a way at one batch size."""
+    """What a workload takes at one batch size."""
 
     tokens_per_second: float  # of the whole batch, prefills included
     forward_seconds: float
-    memory_seconds: float  # of these: operations that wait for memory
-    arithmetic_seconds: float  # operations that wait for arithmetic
-    network_seconds: float  # what nothing hides of the collectives
+    memory_seconds: float  # of these, operations that are bound by memory
+    arithmetic_seconds: float  # operations that are bound by arithmetic
+    network_seconds: float  # collectives that are not overlapped
     prefill_share: float  # of all time
-    fits: bool  # weights and cache, into the memory of a chip
+    fits: bool  # whether weights and cache fit into the memory of a chip
 
     @property
     def bound(self) -> str:
-        """What most of a forward's time goes to."""
+        """What takes most of a forward's time."""
         parts = {name: getattr(self, f"{name}_seconds") for name in ("memory", "arithmetic", "network")}
         return max(parts, key=parts.get)
 
 
-def price(way: Way, rows: int, target: Target) -> Price:
-    """What a way takes with so many rows at once.
+def price(work: Workload, rows: int, target: Target) -> Price:
+    """Estimates a workload at one batch size.
 
     Args:
-      way: from a recording.
+      work: from a recording.
       rows: of the batch, over all chips.
       target: model and chips.
     """
     own, refill = math.ceil(rows / target.shards), math.ceil(rows / REFILL)
-    forward = estimate(forward_costs(way.load.times(own), target), target.chip)
+    forward = estimate(forward_costs(work.load.times(own), target), target.chip)
     prefill = 0.0
-    if way.prefill:
-        admitted = way.prefill.times(math.ceil(refill / target.shards))
+    if work.prefill:
+        admitted = work.prefill.times(math.ceil(refill / target.shards))
         prefill = estimate(forward_costs(admitted, target), target.chip).roofline / refill
-    decoding = way.forwards * forward.roofline / rows
-    needed = target.weight_bytes(with_embedding=True) / target.mesh["fsdp"] + target.cache_bytes(own * way.capacity)
+    decoding = work.forwards * forward.roofline / rows
+    needed = target.weight_bytes(with_embedding=True) / target.mesh["fsdp"] + target.cache_bytes(own * work.capacity)
     return Price(
-        tokens_per_second=way.tokens / (decoding + prefill),
+        tokens_per_second=work.tokens / (decoding + prefill),
         forward_seconds=forward.roofline,
         memory_seconds=forward.memory_bound,
         arithmetic_seconds=forward.operations - forward.memory_bound,

@@ -1,4 +1,4 @@
-"""A plan of recorded feeds: tokens a second by batch size, beside one token a forward, as records and as a table."""
+"""Plans a recorded decoding run: tokens per second by batch size, against one token a forward."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from refusion_jax.config import check_mesh
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding.recording import Recording
 from refusion_jax.planning.compiler import tpu_devices
-from refusion_jax.planning.feeds import BATCH_SIZES, Price, Target, Way, price
+from refusion_jax.planning.feeds import BATCH_SIZES, Price, Target, Workload, price
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.chips import find_chip
 from refusion_jax.runtime.errors import SettingError, UserError
@@ -18,16 +18,16 @@ from refusion_jax.runtime.errors import SettingError, UserError
 def plan_feeds(
     config: ml_collections.ConfigDict, topology: str, slices: int, recordings: dict[str, Recording]
 ) -> list[dict]:
-    """A record for each recording and batch size; all times are estimates, not calibrated.
+    """A record for each recording and batch size. All times are estimates without calibration.
 
     Args:
-      config: of the model to price for: its `model`, `mesh` and `dtype` count.
-      topology: to price on.
-      slices: of it.
-      recordings: by the name of their file.
+      config: its `model`, `mesh` and `dtype` are used.
+      topology: of the chips.
+      slices: number of slices.
+      recordings: by file name.
 
     Raises:
-      UserError: where a recording is not of one row at a time, or the model cannot be split so.
+      UserError: where a recording is not of one row at a time, or the mesh does not fit the model.
     """
     for name, recording in recordings.items():
         if recording.rows != 1:
@@ -48,8 +48,8 @@ def plan_feeds(
 
 
 def price_all(recording: Recording, target: Target) -> list[dict]:
-    """What a recording takes at every batch size, and the same answers one token a forward."""
-    own, single = Way.recorded(recording), Way.one_token_a_forward(recording)
+    """Estimates of a recording and of one token a forward, for every batch size."""
+    own, single = Workload.recorded(recording), Workload.one_token_a_forward(recording)
     records = []
     for rows in BATCH_SIZES:
         here, there = price(own, rows, target), price(single, rows, target)
@@ -82,13 +82,13 @@ def _parts(price: Price, name: str) -> dict:
 
 
 def feeds_table(records: Sequence[dict]) -> Table:
-    """For people: the records of one recording."""
+    """The records of one recording as a table."""
     first = records[0]
     split = ", ".join(f"{axis}={size}" for axis, size in first["mesh"].items() if size > 1)
-    way = f"{first['decoder']} {first['settings']}".strip()
+    decoder = f"{first['decoder']} {first['settings']}".strip()
     table = Table(
         *("batch", "tokens/s", "one/forward", "ratio", "ms/forward", "memory", "arithmetic", "network"),
-        title=f"{first['feeds']}: {way}, {first['tokens_per_forward']:.2f} tokens a forward, beside one a forward\n"
+        title=f"{first['feeds']}: {decoder}, {first['tokens_per_forward']:.2f} tokens a forward, beside one a forward\n"
         f"Estimate, not calibrated, for {first['topology']}: {first['chips']} chips{f' ({split})' if split else ''}",
         title_justify="left",
     )

@@ -1,4 +1,4 @@
-"""Reads the compiler's text of an optimized program (HLO): computations, instructions, shapes and loop counts."""
+"""Parses optimized HLO text: computations, instructions, shapes and loop counts."""
 
 import dataclasses
 import math
@@ -12,11 +12,11 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array of the program."""
+    """The type of an array."""
 
     dtype: str
     dims: tuple[int, ...]
-    in_hbm: bool  # not in a memory of the chip's own
+    in_hbm: bool  # otherwise in on-chip memory
 
     @property
     def elements(self) -> int:
@@ -37,24 +37,24 @@ class Instruction:
     name: str
     opcode: str
     shapes: tuple[Shape, ...]  # of its result, flattened
-    operands: tuple[str, ...]  # names; of a constant or parameter, the text in its parentheses
+    operands: tuple[str, ...]  # names; for constants and parameters, the text in the parentheses
     attributes: str  # everything behind the operands
     is_root: bool
 
     def attribute(self, key: str) -> str | None:
-        """The computation that an attribute such as body=%name names."""
+        """The name in an attribute such as body=%name."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
         return found and found[1]
 
     @property
     def called(self) -> list[str]:
-        """Computations it runs, but for the body and condition of a loop and the sides of a conditional."""
+        """Computations that it runs, except the body and condition of a loop and the branches of a conditional."""
         names = [self.attribute("calls")] if self.attribute("calls") else []
         return names + _names(self.attributes, "called_computations")
 
     @property
     def branches(self) -> list[str]:
-        """The sides of a conditional."""
+        """The branches of a conditional."""
         sides = [self.attribute(key) for key in ("true_computation", "false_computation")]
         return _names(self.attributes, "branch_computations") + [side for side in sides if side]
 
@@ -66,29 +66,29 @@ def _names(attributes: str, key: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A function of the program: its instructions by name, in order."""
+    """A computation: its instructions by name, in order."""
 
     name: str
     instructions: dict[str, Instruction]
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose result it returns."""
         return next(i for i in self.instructions.values() if i.is_root)
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """By number."""
+        """The parameters by number."""
         return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
 
     def users(self, name: str) -> list[Instruction]:
-        """Instructions that read another."""
+        """Instructions that read the result of this one."""
         return [i for i in self.instructions.values() if name in i.operands]
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program."""
+    """A whole program."""
 
     computations: dict[str, Computation]
     entry: str
@@ -101,7 +101,7 @@ def parse(text: str) -> Module:
       ValueError: where the text holds no program.
     """
     computations, entry, name, found = {}, None, None, {}
-    text = re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text)  # the one attribute with line breaks
+    text = re.sub(r"(kernel_metadata=\{)\n(.*)\n\}", r"\1\2}", text)  # the only attribute with line breaks
     for line in text.splitlines():
         if header := _HEADER.match(line):
             name, found = header[2], {}
@@ -148,8 +148,7 @@ def shapes(text: str) -> tuple[Shape, ...]:
 def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
     """How often the body of a while loop runs, or None where that depends on the data.
 
-    Read from the comparison of a counter with a constant, the counter's first value and its step: what loops over
-    arrays compile to.
+    Loops over arrays compile to a counter that is compared with a constant; its first value and its step are read.
     """
     condition = module.computations[loop.attribute("condition")]
     compare = condition.root
@@ -166,7 +165,7 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
 
 
 def _constant(computation: Computation, values: Instruction, index: int) -> int:
-    """The first value of a loop's counter; 0 where it is not written as a constant, which is where loops begin."""
+    """The first value of a loop counter; 0, where most loops begin, if it is not a literal constant."""
     if values.opcode != "tuple":
         return 0
     value = computation.instructions[values.operands[index]]
@@ -176,7 +175,7 @@ def _constant(computation: Computation, values: Instruction, index: int) -> int:
 
 
 def _step(body: Computation, index: int) -> int:
-    """By how much the loop's body moves its counter; 1 where that is not written as an addition."""
+    """The increment of a loop counter; 1 if it is not written as an addition of a constant."""
     root = body.root
     value = body.instructions[root.operands[index]] if root.opcode == "tuple" else root
     if value.opcode != "add":

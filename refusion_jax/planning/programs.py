@@ -1,9 +1,10 @@
-"""The programs that can be planned, lowered for chips that are not here.
+"""Lowers the programs that `plan` compiles: the training step and the decoding of a batch.
 
-Configs travel as JSON: these functions are called in the compiler's own process.
+Configs are passed as JSON, because these functions are called in a child process.
 """
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from refusion_jax.training.program import abstract_rows, train_program
 
 
 def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
-    """The training step of a config for a topology, as `train` runs it.
+    """The training step as `train` runs it with this config.
 
     Raises:
       UserError: where the config cannot run there.
@@ -39,9 +40,9 @@ def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
 
 
 def lower_decode(config: str, topology: str, slices: int, settings: Settings) -> jax.stages.Lowered:
-    """Decoding a batch with the model of a config: the prompts fill what the cache leaves beside the new tokens.
+    """The decoding of a batch with the model of a config, with prompts that fill the cache up to the new tokens.
 
-    Weights are kept in the dtype of computation, and split as in training; rows are split over the batch axes.
+    Weights have the dtype of computation and are sharded as in training; rows are split over the batch axes.
 
     Raises:
       UserError: where the config cannot run there.
@@ -80,12 +81,5 @@ def state_bytes(config: ml_collections.ConfigDict, mesh: Mesh) -> float:
     """Bytes a chip of weights, optimizer state and counters."""
     target = train_program(config, model_config(config), mesh).target
     return float(
-        sum(jnp.dtype(x.dtype).itemsize * _elements(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target))
+        sum(jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target))
     )
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

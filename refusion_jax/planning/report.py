@@ -1,4 +1,4 @@
-"""A plan: what the compiler says of one config on one topology, as a record and as a table."""
+"""Plans one config on one topology: what the compiler reports and what we estimate, as a record and as a table."""
 
 import json
 import math
@@ -24,9 +24,10 @@ GIB = 2.0**30
 
 
 def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, memory_only: bool) -> dict:
-    """Compiles the training step of a config and says what it takes, on one chip unless the key says otherwise.
+    """Compiles the training step of a config and reports its memory, costs and estimated time.
 
-    On TPU7x, whose chips are two JAX devices each, on one of these; `chips` and `rows_per_chip` are of whole chips.
+    Values are per JAX device unless the key says otherwise. On TPU7x a chip is two devices; `chips` and `rows_per_chip`
+    refer to whole chips.
 
     Raises:
       UserError: where the config cannot run on the topology.
@@ -62,16 +63,16 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
 
 
 def plan_dump(path: Path, topology: str, slices: int) -> dict:
-    """Says of a program that any framework compiled for TPUs what `plan_train` says of ours.
+    """Reports on a program that any framework has compiled for TPUs, as `plan_train` does on ours.
 
     Args:
-      path: its optimized HLO, NAME.after_optimizations.txt as `xla_dump_to` leaves it, with the buffer assignment
-        beside it: a program of one training step.
+      path: optimized HLO of one training step, NAME.after_optimizations.txt as dumped by `xla_dump_to`, with the
+        buffer assignment in the same directory.
       topology: that it was compiled for.
-      slices: of it.
+      slices: number of slices.
 
     Raises:
-      UserError: where the files are not there, or are no program.
+      UserError: where the files are missing or hold no program.
     """
     beside = path.with_name(path.name.removesuffix(".txt") + "-buffer-assignment.txt")
     for file in (path, beside):
@@ -103,7 +104,7 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
 def plan_decode(
     config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings, memory_only: bool
 ) -> dict:
-    """Compiles the decoder; costs are those of the prefill and one forward of the loop, whose length the data decides.
+    """Compiles decoding. Costs are of the prefill and one forward, as the number of forwards depends on the data.
 
     Raises:
       UserError: where the config cannot run on the topology.
@@ -209,7 +210,7 @@ def _compiler(compiled: Compiled, memory_only: bool) -> dict:
 
 
 def to_json(record: dict) -> str:
-    """One line; sizes and times to six digits."""
+    """One line of JSON, with floats rounded to six digits."""
 
     def rounded(value):
         if isinstance(value, float):
@@ -222,7 +223,7 @@ def to_json(record: dict) -> str:
 
 
 def to_table(r: dict) -> Table:
-    """For people."""
+    """A plan as a table."""
     split = ", ".join(f"{axis}={size}" for axis, size in r.get("mesh", {}).items() if size > 1)
     slices = f"{r['slices']} slices of " if r["slices"] > 1 else ""
     title = f"{r['what']} on {slices}{r['topology']}: {r['chips']} chips{f' ({split})' if split else ''}"
@@ -292,7 +293,7 @@ def _beside(collective: dict) -> str:
 
 
 def _range(r: dict) -> str:
-    """ "2.9 to 3.3 s"."""
+    """The estimated step time, such as "2.9 to 3.3 s"."""
     if r["step_seconds_range"] is None:
         return f"{r['step_seconds']:.3g} s or more"
     fastest, slowest = r["step_seconds_range"]

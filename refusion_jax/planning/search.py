@@ -1,7 +1,7 @@
-"""Finds what fits, and what of it is fastest: remat policy x rows a forward x mesh, at the same global batch.
+"""Searches for the fastest settings that fit: remat policy x rows a forward x mesh, at the same global batch.
 
-Rows a forward are changed by accumulation, which leaves the result of training as it is. Every candidate is compiled
-up to its buffer assignment, a few seconds each. `chips` are JAX devices here, of which a chip of TPU7x has two.
+Rows a forward are changed by gradient accumulation, which does not change the result of training. Every candidate is
+compiled up to its buffer assignment, which takes a few seconds. `chips` counts JAX devices here, two a chip on TPU7x.
 """
 
 import copy
@@ -16,7 +16,7 @@ from refusion_jax.model.remat import REMAT_POLICIES
 from refusion_jax.planning.report import plan_decode, plan_train
 from refusion_jax.runtime.errors import UserError
 
-*_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that take the least memory
+*_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that need the least memory
 
 
 def search(
@@ -30,15 +30,15 @@ def search(
     """Plans every candidate.
 
     Args:
-      config: of the run; its batch size stays.
+      config: of the run; its batch size is kept.
       topology: to plan for.
-      slices: of it.
+      slices: number of slices.
       chips: in all slices.
-      tell: called with each record as it is known; of candidates that cannot be built there is none.
-      policies: of remat, to try.
+      tell: called with each record as it is known; candidates that cannot be built have none.
+      policies: remat policies to try.
 
     Returns:
-      Records of those that fit, the fastest first; each has "flags", which make it.
+      Records of the candidates that fit, fastest first; each has "flags", which select it.
     """
     found = []
     for mesh in _meshes(config, chips):
@@ -52,13 +52,13 @@ def search(
                 record["flags"] = as_flags(flags)
                 tell(record)
                 if not record["fits"]:
-                    break  # more rows a forward take more memory
+                    break  # more rows a forward would need more memory
                 found.append(record)
     return sorted(found, key=lambda record: record["step_seconds"])
 
 
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> str:
-    """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does."""
+    """The smallest change of settings that makes a step fit, as flags; "" if nothing that was tried does."""
     least = max(_accumulations(config, chips))
     tries: list[dict] = [{"remat": _SMALL}] if config.remat not in (_SMALL, _SMALLEST) else []
     tries += [{"remat": _SMALL, "accumulation": n} for n in sorted(_accumulations(config, chips))]
@@ -76,7 +76,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
 
 
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
-    """The largest batch, halved as often as needed, that fits and can be split; "" where there is none."""
+    """The largest batch that fits, by halving, as a flag; "" if there is none."""
     rows = settings.batch_size
     while rows % 2 == 0:
         rows //= 2
@@ -97,7 +97,7 @@ def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections
 
 
 def as_flags(flags: dict) -> str:
-    """As they are given on a command line."""
+    """As on a command line."""
     return " ".join(f"--config.{key}={value}" for key, value in flags.items())
 
 
@@ -108,13 +108,13 @@ def _get(config: ml_collections.ConfigDict, key: str):
 
 
 def _accumulations(config: ml_collections.ConfigDict, chips: int) -> list[int]:
-    """From the fewest rows a forward (one for each chip, where they suffice) to the whole batch at once."""
+    """Accumulations to try, from the fewest rows a forward (one a chip, if there are enough) to the whole batch."""
     most = max(config.batch_size // chips, 1)
     return [most // n for n in range(1, most + 1) if most % n == 0 and math.log2(n).is_integer()]
 
 
 def _meshes(config: ml_collections.ConfigDict, chips: int) -> Iterator[dict]:
-    """The config's own mesh, all chips on fsdp, and some on data or tensor."""
+    """The mesh of the config, one with all chips on fsdp, and some with part of them on data or tensor."""
     shape = {f"mesh.{axis}": size for axis, size in config.mesh.items()}
     whole = shape | {"mesh.data": 1, "mesh.fsdp": -1, "mesh.tensor": 1, "mesh.sequence": 1}
     seen = []
