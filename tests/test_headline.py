@@ -1,4 +1,4 @@
-"""`bench headline`: dials that every decoder takes, pieces that are kept, and a page that follows from its figures."""
+"""`bench headline`: operating points that decoders accept, pieces that are kept, a page that follows from figures."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from refusion_jax import UserError
 from refusion_jax.benchmarks.headline import prices, report
 from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import BUDGETS, dial, held_out, studies, trial_runs
+from refusion_jax.benchmarks.headline.plan import BUDGETS, held_out, operating_points, studies, trial_runs
 from refusion_jax.data import families
 from refusion_jax.decoding.recording import Feeds, Forwards
 from refusion_jax.systems.interface import Claim
@@ -28,14 +28,14 @@ CONFIGS = load(ROOT / "configs" / "headline.py")
 @pytest.mark.parametrize("system", trainable())
 def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
     size, config = BUDGETS[budget], CONFIGS(budget)
-    points = dial(system, size, config)
+    points = operating_points(system, size, config)
     alone = {name for name in decoders_for(system) if not find_decoder(name).settings.companions}
     assert {point.decoder for point in points} == alone
     points += [point for own in studies(system, size, config).values() for point in own]
     for point in points:
         settings = point.settings(size.new_tokens, 16)
         assert settings.new_tokens == size.new_tokens  # no decoder writes more than the others
-    labels = [(point.decoder, point.label) for point in dial(system, size, config)]
+    labels = [(point.decoder, point.label) for point in operating_points(system, size, config)]
     assert len(set(labels)) == len(labels)
 
 

@@ -1,9 +1,9 @@
-"""Speed of `prepare` and the loader, and what packing saves; one JSON object a line, then a table.
+"""Measures the speed of `prepare` and of the loader, and what packing saves; prints JSON lines, then a table.
 
   python -m refusion_jax.bench data
 
-Tokenizing alone and `prepare` with one worker read the same text in the same run; so do the loader and the training
-step of the quickstart's model.
+`prepare` with one worker is compared with the tokenizer alone on the same text, and the loader with the training step
+of the quickstart's model, each in the same run.
 """
 
 import functools
@@ -40,7 +40,7 @@ from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axe
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import init_state, make_train_step
 
-# Tokens a document: like GSM8K's questions with worked answers, and a long tail as of the web.
+# Tokens a document: like GSM8K's questions with worked answers, or with a long tail like web pages.
 LENGTHS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "GSM8K-like": lambda rng, n: np.clip(rng.lognormal(5.1, 0.4, n), 40, 600).astype(int),
     "long tail": lambda rng, n: np.clip(20 * (1 + rng.pareto(0.8, n)), 1, 4096).astype(int),
@@ -48,7 +48,7 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 def measure_fill(documents: int, row_length: int) -> list[dict]:
-    """Share of positions that hold a real token: packed, padded to the row, and padded to the longest of 32."""
+    """Share of positions with a real token: packed, padded to the row, and padded to the longest of 32."""
     found = []
     for kind, draw in LENGTHS.items():
         lengths = np.minimum(draw(np.random.default_rng(0), documents // 32 * 32), row_length)
@@ -66,7 +66,7 @@ def measure_fill(documents: int, row_length: int) -> list[dict]:
 
 
 def write_text(path: Path, mebibytes: int) -> None:
-    """JSONL of pieces of the standard library's source, in random order: queries with responses."""
+    """Writes JSONL of queries and responses, cut at random from the source of the standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     words = " ".join(file.read_text() for file in files).split(" ")
     rng = np.random.default_rng(0)
@@ -81,7 +81,7 @@ def write_text(path: Path, mebibytes: int) -> None:
 
 
 def train_tokenizers(directory: Path, texts: list[str]) -> dict[str, Path]:
-    """A sentencepiece model and a byte-level BPE tokenizer of Hugging Face's library, of 16,000 pieces each."""
+    """Trains a sentencepiece model and a byte-level BPE of Hugging Face's library, with 16,000 pieces each."""
     (directory / "tokenizer.model").write_bytes(SentencePieceTokenizer.train(texts, 16_000).model)
     fast = tokenizers.Tokenizer(tokenizers.models.BPE())
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,7 +93,7 @@ def train_tokenizers(directory: Path, texts: list[str]) -> dict[str, Path]:
 
 
 def measure_prepare(directory: Path, lines: list[dict], library: str, file: Path, repeats: int) -> dict:
-    """Tokens a second of one core: the tokenizer alone, and the whole of `prepare`, in turns; the best of each."""
+    """Tokens a second on one core, by the tokenizer alone and by `prepare`, in turns; the best of each."""
     tokenizer = load_tokenizer_file(file, MASK_PIECE)
     if isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.threads = 1
@@ -128,7 +128,7 @@ def measure_prepare(directory: Path, lines: list[dict], library: str, file: Path
 
 
 def measure_loader(path: Path, batch_size: int, steps: int, verify: bool) -> dict:
-    """Rows and tokens a second from a prepared directory, in shuffled order, read ahead by threads."""
+    """Rows and tokens a second from a prepared directory, shuffled, with threads that read ahead."""
     rows = PreparedRows(str(path), verify)
     batches = host_batches(rows, range(batch_size), batch_size=batch_size, seed=0, first_step=0, last_step=steps)
     next(batches)

@@ -1,20 +1,20 @@
-"""Decoders, and settings of one decoder, side by side in one process on the same weights.
+"""Compares decoders and their settings, side by side in one process on the same weights.
 
   python -m refusion_jax.bench decode --batch_sizes=1,8,32
   python -m refusion_jax.bench decode --checkpoint=runs/quickstart --decode.max_new_tokens=32 --decode.slot_size=4
   python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
-Each --way is the name of a decoder, and settings of its own behind it: --way='sequential slot_size=4'; by default every
-decoder of the default system. Settings for all of them are flags, as those of generate. Without a checkpoint
-weights are random, in the shape that --size names. Of each way: tokens a second, forwards, tokens a forward,
-milliseconds a forward; `bytes` of weights and cache, as each way keeps them (weights=int8 cache=int8), and
-`of_bandwidth`, the share of the memory bandwidth that reading them once takes, bandwidth being that of a copy measured
-here. Compilation is not counted, but told.
+Each --way is the name of a decoder followed by its own settings, such as --way='sequential slot_size=4'; by default
+every decoder of the default system. Settings of all of them are flags, as for generate. Without a checkpoint the
+weights are random, in the shape that --size names. For each way it prints tokens a second, forwards, tokens a forward
+and milliseconds a forward; `bytes` of weights and cache in their dtypes (weights=int8 cache=int8); and `of_bandwidth`,
+the share of the memory bandwidth, as measured by a copy, that reading these bytes once a forward takes. Compilation
+time is printed separately.
 
-Of one batch, run to its end: `real_places` is the share of the places of all forwards that held a token,
-`mflops_per_token` the arithmetic of all places over the tokens that were committed, and `not_model` the share of the
-loop's time that is not the model (building the feed, choosing shapes and tokens, writing the cache): what the loop does
-not take longer when the model is computed twice in it.
+Three figures come from one batch that is decoded to its end: `real_places` is the share of all places of all forwards
+that held a token, `mflops_per_token` the arithmetic of all places over the committed tokens, and `not_model` the share
+of time outside the model (building inputs, choosing shapes and tokens, writing the cache). The last one is found by
+computing the model twice in each step: it is the part of the time that does not double.
 """
 
 import functools
@@ -97,7 +97,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
-    """The ways to decode, in turns, at one batch size."""
+    """Measures all ways to decode, in turns, at one batch size."""
     shared = {name: own[f"decode.{name}"].value for name in all_settings() if own[f"decode.{name}"].value is not None}
     shared = {"max_new_tokens": 128} | shared | {"batch_size": batch_size}
     ways = {way: read_way(way, shared) for way in own.way or default_system().decoders}
@@ -124,7 +124,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[way]
         rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[way]))
         forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.commit_order) for a in answers[way])
-        # Rows share forwards, and a batch runs as many as its busiest rows; the queue keeps the others as busy.
+        # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
         moved = kept.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, kept.cache_dtype)
         records.append(
@@ -150,10 +150,10 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
 
 
 def read_way(way: str, shared: dict[str, Any]) -> Settings:
-    """The settings of one --way: the shared ones, and its own instead of them.
+    """The settings of one --way, its own overriding the shared ones.
 
     Raises:
-      UserError: where it is not a decoder and NAME=VALUE pairs.
+      UserError: where it is not a decoder followed by NAME=VALUE pairs.
     """
     if not way.split():
         raise UserError("--way=: unknown; name a decoder, and behind it settings of its own")
@@ -165,13 +165,13 @@ def read_way(way: str, shared: dict[str, Any]) -> Settings:
 def shape_of(size: str) -> ModelConfig:
     """The shape that one of SIZES names."""
     D, L, N, K, H, F, V, tied = SIZES[size]
-    # An EOS would end answers at random: no answer of random weights has one, so all have the same length.
+    # Random weights must not end answers early: EOS is the padding id, which is never chosen.
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 0, "mask_token_id": 4}
     return ModelConfig(V, D, L, N, K, H, F, 1e6, 1e-6, tied, 40960, V, **special)
 
 
 def random_model(size: str, dtype: str) -> Transformer:
-    """Random weights of a named shape, made where they are used."""
+    """A model of a named shape with random weights, made on the device."""
     config = shape_of(size)
 
     @jax.jit
@@ -184,7 +184,7 @@ def random_model(size: str, dtype: str) -> Transformer:
 
 
 def batch_costs(model: Transformer, requests: list[Request], rows: int, repeats: int) -> dict:
-    """real_places, mflops_per_token and not_model of one batch that is decoded to its end."""
+    """real_places, mflops_per_token and not_model of one batch, decoded to its end."""
     c, decoder = model.config, decoder_for(requests, model.config)
     graphdef, params = nnx.split(model)
     requests += requests[:1] * (rows - len(requests))
@@ -231,7 +231,7 @@ def batch_costs(model: Transformer, requests: list[Request], rows: int, repeats:
 
 
 class Twice:
-    """A model that computes everything twice, and gives what it gives."""
+    """A model that computes everything twice, with the same results."""
 
     def __init__(self, model: Transformer):
         self._model = model
@@ -256,7 +256,7 @@ class Twice:
 
 
 def copy_bandwidth(size: int = 2**28) -> float:
-    """Bytes a second of reading and writing, measured by copying an array larger than any cache."""
+    """Memory bandwidth in bytes a second, reading and writing, by copying an array larger than any cache."""
     x = jnp.zeros((size // 4,), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     jax.block_until_ready(copy(x))

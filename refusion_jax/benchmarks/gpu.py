@@ -1,16 +1,16 @@
-"""All that wants a GPU, in one run of a bounded time: is it right there, and how fast.
+"""Checks correctness and measures speed on a GPU, in one run of bounded time.
 
   python -m refusion_jax.bench gpu --minutes=35 --checkpoint=tests/golden/model --output=gpu_results
   python -m refusion_jax.bench gpu --rehearse --minutes=20 --output=rehearsal
 
-In this order: logits, attention over packed rows (forward and gradient) and greedy answers against the CPU's; then
-model-FLOPs utilization (MFU) of training at 0.6B and 1.7B; then every decoder of the default system, and the first one
-with weights and cache in int8, at 1.7B and 8B, batch 1 to 128. Writes OUTPUT/results.json, again after every part, and
-OUTPUT/section.md, the section of BENCHMARKS.md. A part that is not expected to fit in what is left of --minutes is
-skipped, and a part that fails is told: the others go on.
+First, logits, attention over packed rows (forward and gradient) and greedy answers are compared with the CPU's; then
+model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; then every decoder of the default system, and
+the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128. Writes OUTPUT/results.json after
+every part, and OUTPUT/section.md, a section for BENCHMARKS.md. A part that is not expected to fit into the rest of
+--minutes is skipped; a part that fails is reported, and the others go on.
 
---rehearse does the same on whatever device there is with tiny shapes, the attention kernel emulated; its figures mean
-nothing, and its results say so.
+--rehearse does the same with tiny shapes on any device, with the attention kernel emulated. Its figures mean nothing,
+and its results say so.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from refusion_jax.training.pretrained import load_model
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One measurement: what it is called, the minutes that it is expected to take, and what gives its records."""
+    """One measurement: its name, the minutes it is expected to take, and the function that makes its records."""
 
     name: str
     minutes: float
@@ -79,7 +79,7 @@ def main(own: flags.FlagValues) -> None:
         else:
             try:
                 found = part.run()
-            # A machine with a GPU is at hand for minutes: whatever one part stumbles over, the others are measured.
+            # Machines with a GPU are borrowed for minutes: when one part fails, the others are still measured.
             except Exception as error:  # noqa: BLE001
                 found = [{"failed": f"{type(error).__name__}: {str(error)[:500]}"}]
         for record in found:
@@ -90,7 +90,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def parts(checkpoint: str, rehearse: bool) -> list[Part]:
-    """What is measured, the cheapest and most telling first."""
+    """All measurements, the cheapest and most important first."""
     few = [Part("logits", 1, logits), Part("attention", 1, lambda: packed(rehearse))]
     if checkpoint:
         few.append(Part("answers", 2, lambda: answers(checkpoint, 4 if rehearse else 64)))
@@ -104,7 +104,7 @@ def parts(checkpoint: str, rehearse: bool) -> list[Part]:
 
 
 def logits() -> list[dict]:
-    """The same random model and rows on this device and on the CPU, in float32 at the highest precision."""
+    """Logits of a random model on this device against the CPU, in float32 at the highest precision."""
     found = []
     for device in (jax.devices()[0], jax.devices("cpu")[0]):
         with jax.default_device(device), jax.default_matmul_precision("highest"):
@@ -157,7 +157,7 @@ def answers(checkpoint: str, count: int) -> list[dict]:
 
 
 def trained(size: str) -> dict:
-    """Milliseconds of a training step on full rows, and the share of the documented peak that its model FLOPs are."""
+    """Milliseconds of a training step on full rows, and its MFU against the documented peak."""
     D, L, N, K, H, F, V, tied = decoding.SIZES[size]
     is_tiny = size == "tiny"
     config = default_config()
@@ -192,16 +192,16 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
 
 
 def causal(segments: jax.Array) -> Visibility:
-    """Packed rows in which every token sees its own document up to itself."""
+    """Causal attention within each document of packed rows."""
     return Visibility.of(CAUSAL, segments)
 
 
 def section(head: dict, records: list[dict]) -> str:
-    """The section of BENCHMARKS.md that results make: a table of checks, of training and of decoding, and what is not.
+    """A section for BENCHMARKS.md: tables of the checks, of training, of decoding, and of what was not measured.
 
     Args:
-      head: what holds for all: the device, JAX's version, whether it is a rehearsal.
-      records: of all parts; of what failed or was skipped, why.
+      head: the device, JAX's version, and whether it is a rehearsal.
+      records: of all parts, including those that failed or were skipped.
     """
     lines = [f"## On a GPU: {head['device']}, jax {head['jax']}", ""]
     if head["rehearsal"]:
@@ -241,6 +241,6 @@ def section(head: dict, records: list[dict]) -> str:
 
 
 def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """The lines of a Markdown table and one behind it; none where it has no rows."""
+    """The lines of a Markdown table and an empty one; none for a table without rows."""
     lines = [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)]
     return [*lines, ""] if rows else []

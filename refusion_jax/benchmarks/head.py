@@ -1,11 +1,12 @@
-"""How often the approximate output head finds the best row, and what it costs: --decode.head_rows before it is used.
+"""Measures recall and time of the approximate output head, to choose --decode.head_rows.
 
   python -m refusion_jax.bench head --checkpoint=runs/quickstart
   python -m refusion_jax.bench head --vocabulary=151936 --hidden_size=1024 --tokens=1,8,64
 
-With a checkpoint: over the tokens that one batch of its own training data predicts, for each number of rows, `recall`
-is the share whose most probable token is found, and `mass` the mean probability of all that is found. Without one: the
-time of the head alone, exact and approximate in turns, on random weights; the bytes of it that a forward reads, too.
+With a checkpoint, the model predicts the tokens of one batch of its own training data. For each number of rows,
+`recall` is the share of tokens whose most probable prediction is among the rows, and `mass` the mean probability of all
+rows chosen. Without a checkpoint, the head alone is timed on random weights, exact and approximate in turns, with the
+bytes that a forward reads.
 """
 
 import json
@@ -51,7 +52,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def recall(model: Transformer, batch: Batch, rows: list[int]) -> list[dict]:
-    """What is found of what a batch's labelled tokens predict."""
+    """Recall and mass at the labelled tokens of a batch, for each number of rows."""
     hidden = model.hidden(batch.inputs, batch.positions, batch.visibility)
     x = hidden[np.asarray(is_labelled(batch))][None]  # [1, N, D]
     exact = model.logits(x)
@@ -73,7 +74,7 @@ def recall(model: Transformer, batch: Batch, rows: list[int]) -> list[dict]:
 
 
 def timed(vocabulary: int, hidden_size: int, tokens: list[int], rows: list[int], repeats: int) -> list[dict]:
-    """Milliseconds of a random head, and the bytes that it reads."""
+    """Milliseconds of a head of random weights, and the bytes that it reads."""
     head = jax.random.normal(jax.random.key(0), (vocabulary, hidden_size))
     rounded = jax.jit(rounded_head)(head)
     exact = jax.jit(lambda x: x @ head.T)

@@ -1,14 +1,14 @@
-"""Ways of infilling side by side: how many held-out problems come out right, and in how many forwards.
+"""Compares algorithms of infilling: exact match on held-out problems, and tokens a forward.
 
   python -m refusion_jax.bench infill --checkpoint=runs/quickstart
   python -m refusion_jax.bench infill --checkpoint=runs/quickstart/checkpoints/900 --slot_sizes=8 \
       --way='refusion infill=exact slot_threshold=0.5' --way='refusion token_threshold=0.5'
 
-The checkpoint is a run of ours on the built-in problems (configs/quickstart.py), or one step of it. Each --way is the
-name of a decoder, and settings of its own behind it; by default one token a forward, the authors' infilling and exact
-infilling, these with several thresholds. An answer is right if the whole worked answer is. All ways that differ in
-traced settings alone are one queue, so that one compilation serves them; `tokens_per_forward` counts the forwards that
-each answer took part in.
+The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it. Each --way is the name of a
+decoder followed by its own settings; the default is one token a forward, and the authors' infilling and exact infilling
+with several thresholds. An answer counts as right if the whole worked answer is right. Ways that differ in traced
+settings only share a queue and its compiled programs. `tokens_per_forward` counts the forwards that each answer took
+part in.
 """
 
 import collections

@@ -1,11 +1,11 @@
-"""What weights and cache in int8 change: bytes, logits, held-out loss and answers, on the built-in problems.
+"""Measures what int8 weights and cache change: bytes, logits, held-out loss and answers, on the built-in problems.
 
   python -m refusion_jax.bench int8 --checkpoint=runs/quickstart
 
-Of each way to keep weights and cache (--decode.weights, --decode.cache): the bytes of the arrays; of held-out problems,
-corrupted with the same noise for all, how far the logits of labelled tokens are off (root of the mean square, as a
-share of the logits' own deviation), the loss, and the perplexity that it means; the share of problems that are answered
-rightly; and of the answers, and their tokens place by place, those that are the same as without rounding.
+For each combination of --decode.weights and --decode.cache it prints the bytes of the arrays; on held-out problems,
+corrupted with the same noise for all, the error of the logits at labelled tokens (root mean square, relative to the
+standard deviation of the logits), the loss and its perplexity; the share of problems answered rightly; and the shares
+of answers, and of their tokens by position, that are the same as without rounding.
 """
 
 import json
@@ -61,7 +61,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def measure(checkpoint: str, dtype: str, count: int, batch_size: int) -> Iterator[dict]:
-    """One record a way; the first is without rounding."""
+    """Yields one record for each combination, the first without rounding."""
     model, tokenizer = load_model(checkpoint, dtype), load_tokenizer(checkpoint)
     config = read_config(find_step(epath.Path(checkpoint))[0])
     problems = list(tasks.problems("test", count, seed=0))
@@ -97,7 +97,7 @@ def measure(checkpoint: str, dtype: str, count: int, batch_size: int) -> Iterato
 
 
 def likelihood(model: Transformer, batch: Batch) -> tuple[jax.Array, float]:
-    """(logits of labelled tokens, the mean of the loss's terms in nats), each token seen as the cache would keep it."""
+    """(logits of labelled tokens, mean of the loss terms in nats), with keys and values rounded as in the cache."""
 
     @jax.jit
     def run(model, batch):

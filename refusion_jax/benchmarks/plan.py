@@ -1,13 +1,13 @@
-"""What `plan` says of training runs whose step times others have published, and how well it predicts them.
+"""Compares the estimates of `plan` with step times of training runs that others have published.
 
   python -m refusion_jax.bench plan
   python -m refusion_jax.bench plan --compile --output=published_runs.json
 
-Of each run: its step (with what our policy computes again and theirs does not), what we expect of the same shape on the
-same chips before any factor, the ratio of the two, and the error of predicting it from the other runs of its
-generation. The factor and the spread of each generation follow; they are those in refusion_jax/runtime/chips.py, by
-which `plan` calibrates. Counts of our programs are stored; --compile makes them anew with the TPU compiler that is
-installed, in some minutes.
+For each run it prints the published step time (plus the time of what our remat policy recomputes and theirs does not),
+our estimate for the same shape and chips before calibration, their ratio, and the error of predicting the run from the
+others of its generation. The factor and spread of each generation follow; refusion_jax/runtime/chips.py holds them for
+`plan`. The counts of our programs are stored; --compile makes them again with the installed TPU compiler, which takes
+some minutes.
 """
 
 import dataclasses

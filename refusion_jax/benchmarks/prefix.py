@@ -1,11 +1,12 @@
-"""What is spared where all prompts of a call begin alike: --prefix_length tokens of them, a system prompt or examples.
+"""Measures what sharing a prefix saves: prompts that all begin with the same --prefix_length tokens.
 
   python -m refusion_jax.bench prefix --size=small --prefix_length=512
 
-Two queues of the same lengths on the same random weights, in turns: prompts that all begin with the same tokens, whose
-keys and values are computed for the first rows and copied for the others, and prompts of which each begins with a token
-of its own. Of both: seconds until every prompt has its first piece of an answer (as few new tokens as the decoder
-writes), the given tokens that went through the model, padding of chunks counted, their GFLOP, and the cache's bytes.
+Two queues with prompts of the same lengths are decoded in turns, on the same random weights: one whose prompts share a
+prefix, such as a system prompt, whose keys and values are computed for the first rows and copied for the others; and
+one whose prompts differ from the first token on. For both it prints the seconds until every prompt has its first new
+tokens (as few as the decoder writes at once), the prompt tokens that were fed to the model with the padding of chunks,
+their GFLOP, and the bytes of the cache.
 """
 
 import json
@@ -62,7 +63,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def costs(model: Transformer, requests: list[Request], batch_size: int) -> dict:
-    """What the prefill of a queue feeds, if every admission is a full one, and the bytes of the cache."""
+    """Tokens that the prefills of a queue feed, if every admission is full, and the bytes of its cache."""
     c, decoder = model.config, decoder_for(requests, model.config)
     rows = batch_rows(len(requests), batch_size, mesh_of(model))
     at_once, longest = admitted(rows, mesh_of(model)), max(len(request.given[0]) for request in requests)

@@ -1,14 +1,14 @@
-"""What a checkpoint costs beside training, how much memory it takes, and whether a flipped bit is noticed.
+"""Measures the CPU time and memory of saving a checkpoint, and whether flipped bits are noticed.
 
   python -m refusion_jax.bench save
   python -m refusion_jax.bench save --steps=50 --blocks=9 --flips=100 --hidden_size=128
 
-Blocks of --steps steps take turns: without a save, with one (asynchronous) behind the first step, and with one that has
-checksums; a block ends when its save is whole on the disk. Cost is the processor time that a save adds to its block, of
-all threads, over that of the block beside it: the median. On an accelerator the host has nothing else to do meanwhile.
-Memory is by how much a save raises what the process holds at most, over the size of the state, for a model of
---memory_hidden_size. Each of --flips random bits, of any file of the newest of two checkpoints, must have it passed
-over with "checksum" for a reason.
+Time: blocks of --steps training steps take turns without a save, with an asynchronous save after the first step, and
+with a save that has checksums; a block ends when its save is on disk. The cost is the CPU time of all threads that a
+save adds to a block, relative to the neighbouring block without one, as the median. (With an accelerator the host would
+otherwise be idle.) Memory: how much a save raises the peak memory of the process, relative to the size of the state,
+for a model of --memory_hidden_size. Flipped bits: after each of --flips random bit flips, in any file of the newest of
+two checkpoints, that checkpoint must be skipped because of a checksum.
 """
 
 import json
@@ -92,7 +92,7 @@ def _bytes(state: TrainState) -> int:
 
 
 def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
-    """How much more processor time blocks of steps take with a save in them."""
+    """Relative CPU time that a save adds to a block of steps."""
     program, mesh, state = _fresh(width)
     ones = jnp.ones((32, 64), jnp.int32)
     rows = jax.device_put(Rows(ones, ones, ones.astype(bool)), sharding.sharding(mesh, "batch", "length"))
@@ -122,7 +122,7 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
                     own.wait()
                 else:
                     block(steps, lambda step, state: None)
-                if number:  # the first turn compiles
+                if number:  # the first round compiles
                     times.append(time.process_time() - began)
     none = statistics.median(seconds["none"])
     more = {
@@ -140,24 +140,24 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
 
 
 def memory(width: int) -> dict[str, float | str]:
-    """What a save holds at most, beside the state."""
+    """Peak memory of a save, relative to the state."""
     _, _, state = _fresh(width)
     with tempfile.TemporaryDirectory() as directory, Checkpoints(epath.Path(directory), keep=1) as checkpoints:
         before = _held("VmRSS")
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         checkpoints.save(1, state, _DATA, last=True)
         after = _held("VmHWM")
     return {"what": "memory", "state_mib": _bytes(state) / 2**20, "over_state": (after - before) / _bytes(state)}
 
 
 def _held(name: str) -> int:
-    """Bytes, by Linux's account of this process."""
+    """A memory figure of this process in bytes, from /proc."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def flipped(width: int, flips: int) -> dict[str, float | str]:
-    """How many of so many flipped bits are noticed, and the checkpoint before is taken."""
+    """How many of the flipped bits are noticed, so that the older checkpoint is restored."""
     program, mesh, state = _fresh(width)
     chance, noticed = random.Random(0), 0
     before = logging.get_verbosity()
@@ -166,7 +166,7 @@ def flipped(width: int, flips: int) -> dict[str, float | str]:
             checkpoints.save(step, _at_step(state, step), _DATA, last=True)
         newest = pathlib.Path(directory) / "checkpoints" / "2"
         files = [p for p in sorted(newest.rglob("*")) if p.is_file() and p.stat().st_size]
-        logging.set_verbosity(logging.ERROR)  # each is said to be passed over
+        logging.set_verbosity(logging.ERROR)  # each skipped checkpoint is logged as a warning
         try:
             for _ in range(flips):
                 path = chance.choice(files)
@@ -184,5 +184,5 @@ def flipped(width: int, flips: int) -> dict[str, float | str]:
 
 
 def _at_step(state: TrainState, step: int) -> TrainState:
-    """The state as if it had come to a step."""
+    """The state with its step number changed."""
     return TrainState(**vars(state) | {"step": jnp.full_like(state.step, step)})

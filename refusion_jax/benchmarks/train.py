@@ -1,11 +1,10 @@
-"""Training speed, side by side in one run: our step against PyTorch's, and packed rows against padded ones.
+"""Compares training speed in one run: our step with PyTorch's, and packed rows with padded ones.
 
   python -m refusion_jax.bench train
 
-The PyTorch step is a plain transformers Qwen3 of the same shape with the same loss, batch and dtype: its logits, their
-cross-entropy weighted as ours, gradient clipping and AdamW. Rows come from a distribution of document lengths: of
---lengths, a file with one length a line or JSONL with {"query", "response"} (counted in bytes / 4), or a long-tailed
-one that is built in.
+The PyTorch step is a plain Qwen3 of transformers with the same shape, loss, batch and dtype: weighted cross-entropy,
+gradient clipping and AdamW. Document lengths are drawn from a built-in long-tailed distribution or from the file
+--lengths, which holds one length a line or JSONL with {"query", "response"} (counted in bytes / 4).
 """
 
 import json
@@ -72,13 +71,13 @@ def main(own: flags.FlagValues) -> None:
 
 
 def in_turns(programs: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
-    """Seconds of each step; programs take turns, so that what else the machine does falls on all of them."""
+    """Seconds of each step; programs take turns, so that other load on the machine affects all of them alike."""
     for run in programs.values():
         run()  # compiles
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(steps):
         for name, run in programs.items():
-            time.sleep(0.5)  # PyTorch's threads go on spinning for 0.2 s, on whoever comes next
+            time.sleep(0.5)  # PyTorch's threads keep spinning for 0.2 s, which would slow down the next program
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
@@ -106,7 +105,7 @@ def read_lengths(path: str) -> np.ndarray:
 
 
 def make_rows(lengths: np.ndarray, batch_size: int, row_length: int, pack: bool) -> Rows:
-    """Random tokens in documents of these lengths, a third of each its prompt; cut to a row at most."""
+    """Rows of random tokens in documents of these lengths, at most a row; a third of each is its prompt."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 4000, (batch_size, row_length)).astype(np.int32)
     segments, response = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
@@ -125,7 +124,7 @@ def make_rows(lengths: np.ndarray, batch_size: int, row_length: int, pack: bool)
 
 
 def ours(config, rows: Rows) -> Callable[[], None]:
-    """One of our steps, on all devices."""
+    """Runs one of our steps, on all devices."""
     mesh = sharding.make_mesh(config.mesh)
     program = train_program(config, model_config(config), mesh)
     with jax.set_mesh(mesh):
@@ -142,7 +141,7 @@ def ours(config, rows: Rows) -> Callable[[], None]:
 
 
 def theirs(config, rows: Rows) -> Callable[[], None]:
-    """One step of PyTorch; the corruption is ours, made in advance, and its attention mask is given."""
+    """Runs one step of PyTorch, on a batch that our objective has corrupted in advance, with its attention mask."""
     try:
         import torch
         import transformers

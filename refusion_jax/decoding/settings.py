@@ -76,7 +76,7 @@ class Settings:
         raise SettingError("decode", name, getattr(self, name), why)
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Settings, from careful to fast, at which `bench headline` measures this decoder; for decoders to override.
 
         Args:

@@ -1,4 +1,4 @@
-"""How good a model is: tasks of lm-evaluation-harness, likelihood, and a sandbox for what a model has programmed."""
+"""Evaluation: tasks of lm-evaluation-harness, likelihood, and a sandbox for generated code."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from refusion_jax.runtime.errors import UserError
 
 @contextlib.contextmanager
 def needs_harness() -> Iterator[None]:
-    """In which modules that need lm_eval may be imported; it is an extra.
+    """A context for imports of modules that need lm_eval, which is an optional extra.
 
     Raises:
-      UserError: where it is not installed, saying how to.
+      UserError: where it is not installed, with the command that installs it.
     """
     try:
         yield

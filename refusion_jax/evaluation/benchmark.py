@@ -1,4 +1,4 @@
-"""Runs tasks of lm_eval, its own, pinned ones and the user's, and sums up what decoding took."""
+"""Runs tasks of lm_eval (its own, the pinned ones, and the user's) and summarizes the cost of decoding."""
 
 import contextlib
 import dataclasses
@@ -20,8 +20,8 @@ from refusion_jax.evaluation.harness import EvaluatedModel, key_of
 from refusion_jax.runtime.errors import UserError
 
 PINNED = Path(__file__).parent / "tasks"
-lm_eval.api.task.tqdm = lambda items, **_: items  # its bars would stand between the lines of a training
-_SEED = 1234  # by which worked examples are drawn; lm_eval's own
+lm_eval.api.task.tqdm = lambda items, **_: items  # its progress bars would break up the log of a training run
+_SEED = 1234  # for choosing few-shot examples; lm_eval's default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,27 +29,27 @@ class Plan:
     """What to evaluate."""
 
     tasks: Sequence[str]
-    include_path: Path | None = None  # task files of the user's; they go before pinned ones, and those before lm_eval's
-    task_data: Path | None = None  # TASK.jsonl in it takes the place of the task's download
-    limit: int | None = None  # of the problems of a task, the first so many
-    num_fewshot: int | None = None  # worked examples before each problem, where the task does not say none
+    include_path: Path | None = None  # the user's task files; they override the pinned ones, which override lm_eval's
+    task_data: Path | None = None  # a file TASK.jsonl in it replaces the download of the task's data
+    limit: int | None = None  # only the first so many problems of each task
+    num_fewshot: int | None = None  # few-shot examples, for tasks that have any
     allow_code_execution: bool = False
-    unsafe: bool = False  # run generated code without shutting it in
-    flags: str = "--"  # how the flags of this plan begin, for messages
+    unsafe: bool = False  # run generated code without the sandbox
+    flags: str = "--"  # prefix of the flags, for error messages
 
 
 def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
     """The tasks, with their data.
 
     Raises:
-      UserError: where a task is unknown, its data cannot be had, or it may not be run like that.
+      UserError: where a task is unknown, its data cannot be loaded, or a flag it needs is missing.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     paths = [PINNED, *([plan.include_path] if plan.include_path else [])]
     manager = TaskManager(include_path=paths, include_defaults=False)
     if not all(name in manager.all_tasks for name in plan.tasks):
-        manager = TaskManager(include_path=paths)  # seconds: lm_eval's are thousands of files
+        manager = TaskManager(include_path=paths)  # takes seconds, as lm_eval has thousands of files
     tasks = [task for name in plan.tasks for task in _load(manager, name, plan)]
     for task in tasks:
         _check(task, plan)
@@ -94,13 +94,13 @@ def _check(task: lm_eval.api.task.Task, plan: Plan) -> None:
 
 
 def check_requests(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]) -> str:
-    """Refuses, before anything is decoded, what the model cannot be asked; it needs the shapes of its weights alone.
+    """Checks all requests of the tasks before anything is decoded; only the shapes of the weights are needed.
 
     Returns:
-      A digest of all that would be asked.
+      A digest of all requests.
 
     Raises:
-      UserError: where it cannot answer, or its kernel cannot shut in what a task runs.
+      UserError: where the model cannot serve a request, or the kernel does not support the sandbox.
     """
     _learn_settings(lm, tasks)
     everything = []
@@ -127,16 +127,16 @@ def _learn_settings(lm: EvaluatedModel, tasks: list[lm_eval.api.task.Task]) -> N
 
 
 def _executing(tasks: list[lm_eval.api.task.Task], plan: Plan) -> contextlib.AbstractContextManager:
-    """In which tasks may run generated code, if any of them does."""
+    """A context in which tasks may run generated code, if any of them does."""
     executes = any(getattr(task, "UNSAFE_CODE", False) for task in tasks)
     return sandbox.allow(plan.unsafe) if executes else contextlib.nullcontext()
 
 
 def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]) -> dict[str, Any]:
-    """lm_eval's own results, `samples` among them, and `decoding`.
+    """The results of lm_eval, with `samples`, and with the cost of decoding as `decoding`.
 
     Raises:
-      UserError: where the model cannot be asked what a task asks.
+      UserError: where the model cannot serve a request.
     """
     _learn_settings(lm, tasks)
     with _executing(tasks, plan):
@@ -168,7 +168,7 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]
 
 
 def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[str]]:
-    """The keys of a task's samples, by the number of the problem."""
+    """The journal keys of a task's samples, by problem number."""
     keys: dict[int, list[str]] = {}
     requests = [i for i in task.instances if i.request_type == "generate_until" for _ in range(i.repeats)]
     for request, asked in zip(requests, lm.asked(requests), strict=True):
@@ -177,14 +177,14 @@ def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[st
 
 
 def _settings_of(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[str, Any]:
-    """How the first problem of a task was decoded."""
+    """The decode settings of a task's first problem."""
     requests = [i for i in task.instances if i.request_type == "generate_until"][:1]
     how = {"chat": lm.chat, "thinking": lm.thinking}
     return how | (dataclasses.asdict(lm.asked(requests)[0].settings) if requests else {})
 
 
 def summarize(keys: list[str], lm: EvaluatedModel) -> dict[str, Any]:
-    """What decoding of some samples took and gave. Seconds are the longest host's, without compiling."""
+    """Speed and length of some decoded samples. Seconds are those of the slowest host, without compilation."""
     if not keys:
         return {"samples": 0}
     records = [lm.known[key] for key in keys]

@@ -1,4 +1,4 @@
-"""From prompts to answers on the continuous-batching queue, with what each cost."""
+"""Decodes the prompts of an evaluation on the continuous-batching queue and measures the time."""
 
 import collections
 import dataclasses
@@ -17,11 +17,11 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 
-_SHORTEST_PROMPT = 16  # tokens of a prompt that must stay, where the model reads too few for all of it
+_SHORTEST_PROMPT = 16  # tokens of a truncated prompt, at least
 
 
 def settle(values: dict[str, Any], method: str, room: int) -> Settings:
-    """Settings whose answers are at least max_new_tokens long: rounded up to what the decoder can write.
+    """Decode settings with max_new_tokens rounded up to what the decoder supports.
 
     Raises:
       UserError: where a setting is unknown or impossible, or answers do not fit into `room` tokens.
@@ -37,12 +37,12 @@ def settle(values: dict[str, Any], method: str, room: int) -> Settings:
 
 
 def shorten(prompt: Sequence[int], settings: Settings, room: int) -> Sequence[int]:
-    """The end of a prompt that leaves room for the answer."""
+    """The end of a prompt, truncated to leave room for the answer."""
     return prompt[-(room - settings.new_tokens) :]
 
 
 def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tuple[list[int], list[Request]]]:
-    """(numbers, requests from `prepare`) that one compiled program serves, for each program."""
+    """Groups requests by compiled program: (their indices, the requests from `prepare`) for each."""
     of_sizes = collections.defaultdict(list)
     for number, request in enumerate(requests):
         settings = request.settings
@@ -56,11 +56,11 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
     """Refuses requests whose batch does not fit into memory.
 
     Args:
-      model: with its weights where they will lie; they need not be there yet.
+      model: with the shapes and shardings of its weights; they may be abstract.
       requests: with settings.
 
     Raises:
-      UserError: naming what would fit.
+      UserError: naming a batch size that fits.
     """
     for _, some in by_program(requests, model.config):
         mesh, decoder = mesh_of(model), decoder_for(some, model.config)
@@ -71,17 +71,17 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
 def generate(
     model: Transformer, requests: Sequence[Request], is_over: Callable[[int, list[int]], bool] | None
 ) -> Iterator[tuple[int, Answer, float]]:
-    """Decodes requests, each with settings of its own, as they finish.
+    """Decodes requests, each with its own settings, and yields answers as they finish.
 
     An answer depends on its own request only.
 
     Args:
       model: from `load_model`.
       requests: with settings.
-      is_over: says of (number of the request, its tokens so far) whether they are enough; None: never.
+      is_over: (index of the request, its tokens so far) -> whether to stop; None: never.
 
     Yields:
-      (number of the request, its answer, seconds since the last one without those of compiling).
+      (index of the request, its answer, seconds since the last answer without compilation).
     """
     for numbers, some in by_program(requests, model.config):
         began, compiled = time.monotonic(), _compiling.seconds

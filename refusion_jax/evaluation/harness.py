@@ -1,7 +1,7 @@
-"""Our models as a language model of lm_eval (EleutherAI's evaluation harness).
+"""Adapter that presents our models as a language model of lm_eval (EleutherAI's evaluation harness).
 
-What is asked is answered by the continuous-batching queue (`generate_until`) or by the exact likelihood
-(`loglikelihood`, `loglikelihood_rolling`), written to the journal at once, where there is one, and not asked again.
+Requests are answered by the continuous-batching queue (`generate_until`) or by the likelihood of the system
+(`loglikelihood`, `loglikelihood_rolling`). With a journal, every answer is written at once and never computed twice.
 """
 
 import collections
@@ -34,25 +34,25 @@ from refusion_jax.model.int8 import is_int8
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 
-_NEW_TOKENS = 256  # where neither flags nor task say; lm_eval's own
-_TEXTS = 256  # scored between two words to the journal
+_NEW_TOKENS = 256  # lm_eval's default, where neither flags nor task set it
+_TEXTS = 256  # scored between two writes to the journal
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One sample that is wanted."""
+    """One sample to decode."""
 
     key: str
     prompt: Sequence[int]
     settings: Settings
-    noise: int  # its draws are a function of this and the seed
+    noise: int  # its sampling noise is a function of this and the seed
     until: Stops
-    limit: int  # tokens of the answer that count
-    is_cut: bool  # the beginning of the prompt was left out
+    limit: int  # only so many tokens of the answer are used
+    is_cut: bool  # whether the beginning of the prompt was cut off
 
 
 class EvaluatedModel(TemplateLM):
-    """A model, its tokenizer, and how it is to decode."""
+    """A model with its tokenizer and decode settings, as lm_eval uses it."""
 
     def __init__(
         self,
@@ -69,20 +69,20 @@ class EvaluatedModel(TemplateLM):
         scoring: dict[str, Any] | None = None,
         alive: Callable[[], None] = lambda: None,
     ):
-        """Wraps them.
+        """Wraps a model.
 
         Args:
           model: from `load_model`.
-          tokenizer: its own.
+          tokenizer: of the model.
           name: where the model came from.
-          method: of decoding.
-          flags: settings of decoding that were asked for; they go before those of tasks and requests.
-          fingerprint: of its weights: the journal may hold answers of others.
-          journal: of what has been answered; None: that is forgotten with this object.
-          chat: prompts are rendered by the tokenizer's chat template.
-          thinking: and answers may begin with thinking.
-          scoring: slot_size, order, draws and seed of `likelihoods`, where they are not its defaults.
-          alive: called at every answer.
+          method: name of the decoder.
+          flags: decode settings from the command line; they override those of tasks and requests.
+          fingerprint: of the weights, since a journal may hold answers of other ones.
+          journal: of all answers; None: they are kept in memory only.
+          chat: whether prompts are rendered by the tokenizer's chat template.
+          thinking: whether answers to chats may begin with thinking.
+          scoring: slot_size, order, draws and seed of `likelihoods`, where they differ from the defaults.
+          alive: called after every answer.
         """
         super().__init__()
         self.model, self.name, self._method, self._flags = model, name, method, flags
@@ -105,27 +105,27 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of text."""
+        """Id of the end-of-text token."""
         return self.model.config.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """Id of the token before a text without context."""
         begin = self.model.config.bos_token_id
         return begin if begin >= 0 else self.eot_token_id
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads."""
+        """Maximal number of tokens of a text."""
         return self._room
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm_eval's caches of prompts, which are not used."""
+        """Required by lm_eval for its cache of prompts, which is not used."""
         return self.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Token ids as the model is trained on them: behind its bos, if it has one; of a chat, with its marks."""
+        """Token ids as the model was trained on them: with its BOS token, if any, or as a chat."""
         if self.chat and add_special_tokens is not False:
             return self._tokenizer.encode_chat([string])[0]
         ids = self._tokenizer.encode([string])[0]
@@ -133,21 +133,21 @@ class EvaluatedModel(TemplateLM):
         return ids if add_special_tokens is False or begin < 0 else [begin, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """For the log: that there is one."""
+        """What the log says of the chat template."""
         return "the tokenizer's own" if self.chat else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders turns; without `add_generation_prompt` the last one is the beginning of the answer."""
+        """Renders turns; without `add_generation_prompt` the last turn is the beginning of the answer."""
         return self._tokenizer.render_chat(chat_history, self.thinking, answer_begun=not add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results name the model by."""
+        """How the results describe the model."""
         return {"checkpoint": self.name, "fingerprint": self._identity[1], "scoring": self._scoring}
 
     # Generation.
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers, each cut where the first of its stop strings begins."""
+        """Answers, each cut before its first stop string."""
         asked, hosts = self.asked(requests), Hosts(self.model)
         own = hosts.own_share(len(asked))
         missing = [number for number in own if asked[number].key not in self.known]
@@ -163,14 +163,14 @@ class EvaluatedModel(TemplateLM):
             self._keep(some[at].key, self._record(some[at], answer, seconds))
             self.cache_hook.add_partial("generate_until", requests[missing[at]].args, self.known[some[at].key]["text"])
         records = hosts.exchange([self.known[asked[number].key] for number in own], len(asked))
-        self.known |= {a.key: record for a, record in zip(asked, records, strict=True)}  # those of other hosts
+        self.known |= {a.key: record for a, record in zip(asked, records, strict=True)}  # with those of other hosts
         return [record["text"] for record in records]
 
     def check(self, requests: list[Instance]) -> None:
-        """Refuses, before anything is decoded, what cannot be answered.
+        """Checks requests before anything is decoded.
 
         Raises:
-          UserError: where answers do not fit into what the model reads, or the batch not into memory.
+          UserError: where answers do not fit into the model's context, or the batch not into memory.
         """
         wanted = [self._request(a, number) for number, a in enumerate(self.asked(requests))]
         check_fits(self.model, wanted)
@@ -179,7 +179,7 @@ class EvaluatedModel(TemplateLM):
         return Request(asked.prompt, settings=asked.settings, noise=asked.noise, name=f"sample {number}")
 
     def asked(self, requests: list[Instance]) -> list[Asked]:
-        """What each request wants; one that comes several times wants several samples."""
+        """The sample to decode for each request; a repeated request gets another sample each time."""
         times: collections.Counter[str] = collections.Counter()
         asked = []
         for request in requests:
@@ -208,7 +208,7 @@ class EvaluatedModel(TemplateLM):
         return asked
 
     def _settings(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Flags go before what the request says, and that before what its task file says."""
+        """Decode settings of a request: flags override the request's options, which override those of the task file."""
         values = {"max_new_tokens": _NEW_TOKENS} | self.task_settings.get(task, {})
         if "max_gen_toks" in options:
             values["max_new_tokens"] = int(options["max_gen_toks"])
@@ -219,13 +219,13 @@ class EvaluatedModel(TemplateLM):
         return values | self._flags
 
     def _record(self, asked: Asked, answer: Answer, seconds: float) -> dict[str, Any]:
-        """What the journal keeps of an answer."""
+        """The record of an answer in the journal."""
         tokens = answer.tokens[: asked.limit]
         text, is_stopped = asked.until.cut(self._tokenizer.decode(tokens))
         reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
         return {
             "text": text,
-            "tokens": len(answer.tokens),  # decoded; where a stop string ended it, those behind that too
+            "tokens": len(answer.tokens),  # all that were decoded, also behind a stop string
             "forwards": answer.forwards,
             "finish_reason": reason,
             "is_cut": asked.is_cut,
@@ -239,7 +239,7 @@ class EvaluatedModel(TemplateLM):
         return self._score([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """log p of whole texts; of what is longer than the model reads, with as much context as fits."""
+        """log p of whole texts; of longer ones than the model reads, in windows with as much context as fits."""
         texts, of_text = [], []
         for number, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -254,7 +254,7 @@ class EvaluatedModel(TemplateLM):
         return totals
 
     def _score(self, texts: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """(nats, is greedy) of (context, continuation); of a context that is too long its end is read."""
+        """(nats, is greedy) of each (context, continuation); too long contexts lose their beginning."""
         how = {"method": self._method, **self._scoring}
         texts = [(context[-max(self._room - len(text), 1) :], text) for context, text in texts]
         if (longest := max((len(text) for _, text in texts), default=0)) > self._room - 1:
@@ -275,17 +275,17 @@ class EvaluatedModel(TemplateLM):
 
 
 def key_of(*parts: object) -> str:
-    """The same for the same parts, in any process; parts are made of what JSON knows."""
+    """A digest of values that can be written as JSON; the same in every process."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _number(*parts: object) -> int:
-    """`key_of`, as a number below 2^32 on which draws may depend."""
+    """A digest below 2^32, for seeding draws."""
     return int(key_of(*parts)[:8], 16)
 
 
 def fingerprint(model: Transformer) -> str:
-    """The same for the same weights: of their shapes, and of some that every training step changes."""
+    """A digest of the shapes of all weights, and of the final norm, which every training step changes."""
     weights = nnx.to_pure_dict(nnx.state(model))
     shapes = jax.tree.map(lambda x: [*x.shape, str(jax.tree.leaves(x)[0].dtype)], weights, is_leaf=is_int8)
     some = np.asarray(jax.device_get(model.final_norm[...]), np.float32)
@@ -293,6 +293,6 @@ def fingerprint(model: Transformer) -> str:
 
 
 def _shown(items, total: int, what: str) -> Callable:
-    """The items, with a bar on a terminal."""
+    """The items, with a progress bar on a terminal."""
     console = Console(stderr=True)
     return track(items, what, total, console=console, disable=not total or not sys.stderr.isatty())

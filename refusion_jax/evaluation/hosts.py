@@ -1,6 +1,6 @@
-"""Several hosts evaluate as one: each answers every n-th request, and all of them learn all answers.
+"""Splits the requests of an evaluation over hosts: each of n hosts answers every n-th one, and all get all answers.
 
-Where the model itself is spread over all hosts, as in training, they answer every request together instead.
+A model that is sharded over all hosts, as in training, answers every request on all of them together instead.
 """
 
 import json
@@ -18,7 +18,7 @@ from refusion_jax.model.transformer import Transformer
 
 
 def open_journal(directory: Path) -> Journal:
-    """This host's journal of answers in a directory; it knows those of all hosts of all sessions before."""
+    """Opens this host's journal in a directory and reads those of all hosts and earlier sessions."""
     journal = Journal(directory / f"answers.{jax.process_index()}.jsonl", {})
     for path in sorted(directory.glob("answers.*.jsonl")):
         if path != journal.path:
@@ -27,22 +27,22 @@ def open_journal(directory: Path) -> Journal:
 
 
 class Hosts:
-    """Who answers what."""
+    """Which host answers which requests."""
 
     def __init__(self, model: Transformer):
-        """Every host by itself, unless the model's weights lie on several hosts."""
+        """Hosts split the requests unless the model's weights are sharded over several hosts."""
         self._count = 1 if mesh_of(model).is_multi_process else jax.process_count()
 
     def own_share(self, count: int) -> range:
-        """The requests that this host answers, by their number."""
+        """Indices of the requests that this host answers."""
         return range(jax.process_index() % self._count, count, self._count)
 
     def exchange(self, own: Sequence[Any], count: int) -> list[Any]:
-        """Answers to all requests, from the answers to every host's own.
+        """The answers to all requests; called by every host with the answers of its own share.
 
         Args:
-          own: answers to this host's share, made of what JSON knows.
-          count: requests of all hosts.
+          own: answers to this host's share, which can be written as JSON.
+          count: of the requests of all hosts.
         """
         if self._count == 1:
             return list(own)
@@ -53,7 +53,7 @@ class Hosts:
 
 
 def _gather(content: bytes) -> list[bytes]:
-    """Every host's bytes."""
+    """The content of every host."""
     lengths = multihost_utils.process_allgather(np.array(len(content), np.int32)).ravel()
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)

@@ -1,12 +1,11 @@
-"""The inner side of the sandbox: a script that shuts itself in, and then becomes the program.
+"""The inner part of the sandbox: a script that isolates itself and then executes the program.
 
-`sandbox.run` starts it with a bare interpreter, a JSON object on stdin, and nothing in its environment. It needs
-nothing but the standard library, and imports no module of ours. Where it cannot shut itself in it says so, and nothing
-of the program has run.
+`sandbox.run` starts it with a bare interpreter, a JSON object on stdin and an empty environment. It uses the standard
+library only and imports no other module of ours. Where the isolation fails, it reports so without running the program.
 
-    this process     waits, and kills the rest when its time is up
-      process 1      of a process namespace of its own: when it ends, the kernel kills whatever is left in there
-        process 2    without privileges, under limits, in a root directory that holds a Python and an empty directory
+    this process     waits, and kills the others on timeout
+      process 1      in its own PID namespace: when it ends, the kernel kills all processes in there
+        process 2    without privileges and under limits, in a root directory with a Python and an empty directory
 """
 
 import contextlib
@@ -20,7 +19,7 @@ import sys
 import time
 
 _NOBODY = 65534
-_HOME = "/sandbox"  # the program's own directory inside
+_HOME = "/sandbox"  # working directory of the program
 _POLL = 0.005  # seconds
 
 # <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
@@ -39,7 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A function of the C library that returns -1 on failure; OSError then."""
+    """Calls a function of the C library; OSError where it returns -1."""
     if getattr(_libc, name)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -51,9 +50,9 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def enter_namespaces() -> None:
-    """Processes, mounts, network and the rest of its own; the network holds no device, not even loopback.
+    """Enters new namespaces for processes, mounts, network, IPC and host name; the network has no device at all.
 
-    Root may; anybody else needs a user namespace for it.
+    Users other than root need a user namespace for this.
     """
     user, group = os.getuid(), os.getgid()
     namespaces = _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
@@ -65,10 +64,10 @@ def enter_namespaces() -> None:
 
 
 def build_root(read_only: list[str], disk: int) -> None:
-    """Makes a root directory in memory that holds some directories read-only, and moves in.
+    """Changes to a root directory in memory that contains some directories read-only.
 
     Args:
-      read_only: directories and files to be seen.
+      read_only: directories and files to bind.
       disk: bytes that may be written.
     """
     new = os.getcwd()
@@ -95,7 +94,7 @@ def build_root(read_only: list[str], disk: int) -> None:
 
 
 def become_nobody() -> None:
-    """Where it is root: a limit on processes does not hold for root."""
+    """Changes from root to the user nobody, as the limit on processes does not hold for root."""
     if os.getuid() == 0:
         os.chown(".", _NOBODY, _NOBODY)
         os.setgroups([])
@@ -104,14 +103,14 @@ def become_nobody() -> None:
 
 
 def drop_capabilities() -> None:
-    """Gives up what a new user namespace grants; nothing that is started gains any."""
+    """Drops the capabilities that a new user namespace grants, and keeps child processes from gaining any."""
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
     _call("capset", header, none)
 
 
 def set_limits(job: dict) -> None:
-    """Of each process of the program; the number of processes is that of all of them."""
+    """Sets the resource limits of each process, and the number of processes in all."""
     for what, most in (
         (resource.RLIMIT_CPU, int(job["seconds"]) + 1),
         (resource.RLIMIT_AS, job["memory"]),
@@ -124,11 +123,11 @@ def set_limits(job: dict) -> None:
 
 
 def become(job: dict, done: int) -> None:
-    """Becomes the program, whose stderr goes to a file; does not return.
+    """Executes the program in place of this process.
 
     Args:
       job: what to run.
-      done: file descriptor that the program's last line writes to; the program's number 3.
+      done: file descriptor that the last line of the program writes to, as its number 3.
     """
     with open("program.py", "w") as file:
         file.write(job["program"])
@@ -165,7 +164,7 @@ def be_first(job: dict, done: int, log: int, refused: int) -> None:
 
 
 def wait_for(process: int, seconds: float) -> int | None:
-    """Its exit code; None where its time is up, and then it and all that it started are dead."""
+    """The exit code of a process; None on timeout, after killing it and all that it started."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -179,7 +178,7 @@ def wait_for(process: int, seconds: float) -> int | None:
 
 
 def _pipe(number: int) -> tuple[int, int]:
-    """A pipe whose ends have high numbers: those from 0 to 3 are the program's."""
+    """A pipe whose ends have high numbers, as the program uses 0 to 3."""
     ends = os.pipe()
     high = tuple(os.dup2(end, number + i, inheritable=False) for i, end in enumerate(ends))
     for end in ends:
@@ -188,7 +187,7 @@ def _pipe(number: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Reads the job from stdin, and says how it ended as one JSON object on stdout."""
+    """Reads the job from stdin and prints its outcome as a JSON object."""
     job = json.loads(sys.stdin.read())
     (done, finish), (refusal, refuse) = _pipe(500), _pipe(510)
     log = os.open("stderr", os.O_RDWR | os.O_CREAT)

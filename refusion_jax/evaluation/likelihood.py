@@ -1,7 +1,7 @@
-"""How probable texts are: the likelihood of each system, many texts a forward.
+"""Likelihood of texts, many texts a forward.
 
-A system says by which forward a text is scored (`systems.likelihood.Feed`); here feeds are packed into rows, run, and
-summed up again. A text's likelihood does not depend on the texts around it.
+The system defines the forward by which a text is scored (`systems.likelihood.Feed`). Feeds are packed into rows here,
+run, and summed for each text. The likelihood of a text does not depend on the other texts.
 
 Axes: B rows of a forward, T tokens of a row, V vocabulary.
 """
@@ -25,21 +25,21 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.likelihood import Feed, Text
 from refusion_jax.systems.registry import default_system, system_of
 
-_SHORTEST = 256  # tokens of a row, at least: short texts are packed
-_TOKENS = 2**14  # of a forward, at most
-_LOGITS = 2**26  # at a time, about: 256 MiB
-_BLOCK = 64  # tokens of a row that logits are made for at a time, at least
-_BOUND_DRAWS = 64  # of a bound, unless asked for
+_SHORTEST = 256  # tokens a row, at least; short texts are packed
+_TOKENS = 2**14  # tokens a forward, at most
+_LOGITS = 2**26  # logits held at a time, about: 256 MiB
+_BLOCK = 64  # tokens a row for which logits are computed at a time, at least
+_BOUND_DRAWS = 64  # default number of draws for a bound
 
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """Of one continuation."""
+    """The likelihood of one continuation."""
 
-    nats: float  # log p(continuation | prompt); of several draws the mean
+    nats: float  # log p(continuation | prompt), the mean over draws
     error: float  # standard error of that mean; 0 for one draw
-    is_greedy: bool  # every token was the most probable one
-    is_bound: bool  # nats are at most log p, up to the error
+    is_greedy: bool  # whether every token is the most probable one
+    is_bound: bool  # whether nats is a lower bound of log p (up to the error)
 
 
 def log_likelihood(
@@ -52,18 +52,18 @@ def log_likelihood(
 ) -> list[float]:
     """log p(continuation | prompt) in nats, one float each: exact, for the given order of slots.
 
-    Of masked diffusion models it is not known; there it is a bound from below, by Monte Carlo.
+    For masked diffusion models it is a lower bound, estimated by Monte Carlo.
 
     Args:
       model: from `load_model`.
-      prompts, continuations: token ids; a prompt may be empty where the model does not write left to right.
+      prompts, continuations: token ids; a prompt may be empty unless the model is left to right.
       slot_size: tokens a slot, for models that have slots.
-      order: "left_to_right", "random" (drawn anew for each text), or a list of slots by their number in the text.
+      order: "left_to_right", "random" (drawn for each text), or a list of slot indices.
       more: `draws`, `seed` and `method` of `likelihoods`.
 
     Raises:
-      UserError: where a text holds an id the model does not have, or is longer than the model reads, or an order does
-        not name every slot once.
+      UserError: where a text has an id outside the vocabulary or is too long, or an order does not name every slot
+        once.
     """
     return [scored.nats for scored in likelihoods(model, prompts, continuations, slot_size, order, **more)]
 
@@ -80,14 +80,14 @@ def likelihoods(
     method: str = "",
     keys: Sequence[int] | None = None,
 ) -> list[Likelihood]:
-    """`log_likelihood` with its error over draws, and whether the continuation is the greedy one.
+    """`log_likelihood` with its standard error, and whether the continuation is the greedy one.
 
     Args:
       model, prompts, continuations, slot_size, order: of `log_likelihood`.
-      draws: random orders, or draws of a bound, that are averaged; 0: 1 order, 64 draws of a bound.
+      draws: number of random orders, or of draws for a bound, to average; 0: 1 order, or 64 draws.
       seed: of the draws.
       method: a decoder of the model's system, as in DecodeSettings; by default the default system's.
-      keys: a number for each text, on which its draws depend; by default 0, 1, ...
+      keys: a number for each text that seeds its draws; by default 0, 1, ...
     """
     system = system_of(method) if method else default_system()
     if system.feed is None:
@@ -123,7 +123,7 @@ def held_out_bits(
       model: from `load_model`.
       tokenizer: that made the rows.
       rows: the data set.
-      limit: rows; None: all.
+      limit: number of rows; None: all.
       how: slot_size, order, draws, seed and method of `likelihoods`.
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
@@ -148,11 +148,12 @@ def held_out_bits(
 def documents(
     rows: Iterable[Mapping[str, np.ndarray]], needs_prompt: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(prompts, responses) of all documents of packed rows: token ids each.
+    """(prompts, responses) of all documents in packed rows, as token ids.
 
     Args:
       rows: tokens, segment_ids and is_response [T] each.
-      needs_prompt: nothing predicts the first token of a text: without a prompt it stands for one.
+      needs_prompt: whether the model cannot predict the first token of a text; a document without a prompt then has
+        its first token as the prompt.
     """
     prompts, responses = [], []
     for row in rows:
@@ -220,7 +221,11 @@ def score(model: Transformer, feeds: Sequence[Feed]) -> list[tuple[float, bool]]
 
 
 def packed(lengths: Sequence[int], T: int) -> list[list[int]]:
-    """Rows of at most T tokens, as numbers of feeds: the longest first, each into the first row that has room."""
+    """Packs feeds into rows of at most T tokens, longest first, each into the first row with room.
+
+    Returns:
+      Indices of the feeds in each row.
+    """
     rows, room = [], np.zeros(len(lengths), np.int64)
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         row = int(np.argmax(room[: len(rows)] >= lengths[number])) if rows else 0
@@ -239,7 +244,7 @@ def _batched(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
 
 
 def lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
-    """[B, T] each: tokens, positions, rank, group, labels and segment, int32, and float32 weights of feeds in rows."""
+    """The feeds in rows as [B, T] arrays: tokens, positions, rank, group, labels, segment int32, weights float32."""
     integers = ("tokens", "positions", "rank", "group", "labels", "segment")
     arrays = {name: np.zeros((B, T), np.int32) for name in integers} | {"weights": np.zeros((B, T), np.float32)}
     for row, numbers in enumerate(rows):
@@ -255,7 +260,7 @@ def lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> dic
 
 
 def _fetched(arrays: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
-    """On this host whole, though other hosts may have parts of them."""
+    """Fetches whole arrays to this host."""
     if all(x.is_fully_addressable for x in arrays):
         return jax.device_get(arrays)
     return multihost_utils.process_allgather(arrays, tiled=True)
@@ -267,7 +272,7 @@ def _log_probabilities(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.A
 
 
 def log_probabilities(model: Transformer, a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """([B, T] float32 log p(label), [B, T] bool whether it is the most probable token), of what `lay_out` gives."""
+    """([B, T] float32 log p(label), [B, T] bool whether it is the most probable token) for arrays of `lay_out`."""
     c, (B, T) = model.config, a["tokens"].shape
     x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))
     blocks = min(T // _BLOCK, 1 << max(B * T * c.vocab_size // _LOGITS, 1).bit_length() - 1)  # divides T

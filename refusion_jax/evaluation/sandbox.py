@@ -1,8 +1,8 @@
-"""Runs generated programs shut in, and counts how many are right: pass@k.
+"""Runs generated programs in a sandbox, and estimates pass@k.
 
-A program runs in a process of its own, from which it can reach neither the network nor other processes nor files
-(`jail.py`); processor time, memory, processes and files are limited, the environment is empty, and its directory is
-gone when it ends. Where the kernel does not allow that it is refused, unless the caller takes the risk (`unsafe`): then
+A program runs in a process of its own that can reach neither the network nor other processes nor files (`jail.py`). CPU
+time, memory, processes and files are limited, the environment is empty, and the working directory is deleted when it
+ends. Where the kernel does not support this, programs are not run, unless the caller accepts the risk (`unsafe`): then
 only the limits hold.
 """
 
@@ -24,16 +24,16 @@ from pathlib import Path
 from refusion_jax.evaluation import jail
 from refusion_jax.runtime.errors import UserError
 
-_GRACE = 30  # seconds for the jail itself, on a busy machine
+_GRACE = 30  # seconds to set up the sandbox on a busy machine
 _LOG = 2000  # characters of stderr that are kept
-_ALLOWED = contextvars.ContextVar("allowed", default="")  # "shut in" or "unsafe" inside of `allow`
+_ALLOWED = contextvars.ContextVar("allowed", default="")  # "sandboxed" or "unsafe" within `allow`
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What a program may use."""
 
-    seconds: float = 10.0  # from start to end, and of each process's processor time
+    seconds: float = 10.0  # wall time of the program, and CPU time of each process
     memory: int = 1 << 30  # bytes of address space of each process
     processes: int = 8  # and threads, at a time
     disk: int = 64 << 20  # bytes that it may write
@@ -43,20 +43,20 @@ class Limits:
 class Outcome:
     """How a program ended."""
 
-    passed: bool  # it came to its last line, and exited with code 0
-    reason: str  # "passed", or what it died of
+    passed: bool  # it ran to its last line and exited with code 0
+    reason: str  # "passed", or why it failed
 
 
 def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcome:
-    """Runs a Python program with the standard library, shut in.
+    """Runs a Python program in the sandbox, with nothing but the standard library.
 
     Args:
-      program: source code. It passes if it runs to its end: an early exit does not count.
-      limits: what it may use.
-      unsafe: without namespaces.
+      program: source code. It passes if it runs to its last line; an early exit does not count.
+      limits: of its resources.
+      unsafe: run it without namespaces.
 
     Raises:
-      UserError: where the kernel cannot shut it in.
+      UserError: where the kernel does not support the sandbox.
     """
     token = secrets.token_hex(16)
     python = Path(sys.executable).resolve()
@@ -92,20 +92,20 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
 
 
 def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = False) -> list[Outcome]:
-    """`run` of each, as many at a time as there are processors."""
+    """`run` for each program, as many at a time as there are CPUs."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(functools.partial(run, limits=limits, unsafe=unsafe), programs))
 
 
 @contextlib.contextmanager
 def allow(unsafe: bool = False) -> Iterator[None]:
-    """Lets tasks run generated code for the length of a block.
+    """A context in which tasks may run generated code.
 
     Raises:
-      UserError: at once, where the kernel cannot shut it in.
+      UserError: on entry, where the kernel does not support the sandbox.
     """
     run("pass", unsafe=unsafe)
-    token = _ALLOWED.set("unsafe" if unsafe else "shut in")
+    token = _ALLOWED.set("unsafe" if unsafe else "sandboxed")
     try:
         yield
     finally:
@@ -113,19 +113,23 @@ def allow(unsafe: bool = False) -> Iterator[None]:
 
 
 def run_allowed(programs: Sequence[str]) -> list[Outcome]:
-    """`run_all` as `allow` says; UserError outside of it."""
+    """`run_all` within `allow`.
+
+    Raises:
+      UserError: outside of `allow`.
+    """
     if not (how := _ALLOWED.get()):
         raise UserError("generated code is run only with --allow_code_execution")
     return run_all(programs, unsafe=how == "unsafe")
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of k samples is right, estimated without bias from more (Chen et al., arXiv 2107.03374).
+    """Unbiased estimate of the probability that one of k samples passes (Chen et al., arXiv 2107.03374).
 
     Args:
       samples: drawn for a problem, at least k.
       right: how many of them pass.
-      k: how many one may try.
+      k: number of attempts.
     """
     if not 0 < k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples of a problem, not {samples}")
@@ -142,7 +146,7 @@ def _why_not(reason: str, unsafe: bool) -> str:
 
 
 def _read_only(python: Path) -> list[str]:
-    """Directories that a bare Python needs; links among them are made anew inside."""
+    """Directories and files that a bare Python needs. Links such as /lib are recreated by `jail.build_root`."""
     wanted = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/urandom"]
     there = [path for path in wanted if os.path.exists(path) and not os.path.islink(path)]
     own = sorted({str(Path(prefix).resolve()) for prefix in (sys.base_prefix, sys.base_exec_prefix, python.parent)})

@@ -70,7 +70,7 @@ class CheckedSettings(shared.Settings):
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []  # it cannot be measured without a second model
 
 

@@ -143,7 +143,7 @@ class BlockSettings(shared.Settings):
     threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = {"block_size": trained["block_size"]}
         return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 

@@ -51,7 +51,7 @@ class ConvSettings(shared.Settings):
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 

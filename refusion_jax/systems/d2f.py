@@ -148,7 +148,7 @@ class PipelineSettings(shared.Settings):
                               "committed", at_least=0, at_most=1)  # fmt: skip
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = {"block_length": trained["block_length"]}
         return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 

@@ -72,7 +72,7 @@ class FastSettings(shared.Settings):
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 
 

@@ -117,7 +117,7 @@ class StrideSettings(shared.Settings):
     )  # fmt: skip
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         most = trained["block_size"] + 1
         return [{"stride": stride} for stride in range(2, most + 1)]
 

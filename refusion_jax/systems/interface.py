@@ -80,7 +80,7 @@ class System:
     claims: tuple[Claim, ...] = ()
     studies: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
         default_factory=dict
-    )  # by title: decode settings to compare beyond the dials (`Settings.dial`, whose arguments they take)
+    )  # by title: more settings to compare; called with the arguments of `Settings.operating_points`
     is_default: bool = False  # what is trained unless the config says otherwise; one system alone
 
 

@@ -98,7 +98,7 @@ class DiffusionSettings(shared.Settings):
             self.refuse("steps", f"must be a multiple of the {blocks} blocks of block_length={self.block_length}")
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 

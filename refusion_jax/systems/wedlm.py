@@ -129,7 +129,7 @@ class WindowSettings(shared.Settings):
     )
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"entropy_threshold": threshold} for threshold in (0.2, 0.4, 0.8, 1.6)]
 
 

@@ -1,22 +1,22 @@
-"""Every system on the same rows, tokens, transformer and optimizer: how often right, and how fast, over its own dial.
+"""Trains and compares all systems on the same rows, tokens, transformer and optimizer: accuracy against speed.
 
   python -m refusion_jax.bench headline --budget=tiny --output=runs/headline
   python -m refusion_jax.bench headline --budget=small --output=runs/small --systems=refusion,ar,llada
   python -m refusion_jax.bench headline --budget=tiny --output=runs/headline --page=BENCHMARKS.md
 
-Trains each system (configs/headline.py:BUDGET; at `small` with three seeds, behind short runs that choose its learning
-rate), decodes held-out problems of twelve families at every setting of every decoder's dial (`Settings.dial` in the
-system's own room), one at a time and sixteen at a time, and writes to DIR:
+Trains each system (configs/headline.py:BUDGET; `small` uses three seeds, after short runs that choose the learning
+rate), decodes held-out problems of twelve families at every operating point of every decoder
+(`Settings.operating_points`), one prompt and sixteen prompts at a time, and writes to DIR:
 
-  results.json   the figures, with machine, versions, commit and the command of every run; and what each decoder's
-                 forwards fed, priced for 8B parameters on TPUs: an estimate by arithmetic
+  results.json   the figures, with machine, versions, commit and the command of every run; and estimates of the same
+                 decoding with 8B parameters on TPUs
   report.md      table, conclusions, and which of the papers' claims hold; --page puts it into a file as well
   plots/*.svg    accuracy against tokens a forward and tokens a second, accuracy by family, loss against tokens, the
-                 estimates against the batch; for these pip install -e '.[plots]'
+                 estimates against the batch size; they need pip install -e '.[plots]'
 
-Started again with the same flags it goes on where it was. `tiny` is a smoke test of 15 minutes on two CPU cores, from
-which nothing follows; `small` takes hours there; `gpu` trains 50 M parameters on a GPU. --studies adds what the systems
-themselves want to be compared, at every checkpoint, and accuracy over training.
+Started again with the same flags, it resumes. `tiny` is a smoke test of 15 minutes on two CPU cores and too small for
+conclusions; `small` takes hours there; `gpu` trains 50 M parameters on a GPU. --studies adds the comparisons that
+systems define themselves, at every checkpoint, and accuracy over training.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.registry import find_system, trainable
 
-_PROBLEMS = "families"  # the source of data whose difficulty is a dial
+_PROBLEMS = "families"  # the source of problems that this benchmark needs
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -52,7 +52,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Runs what is left of the comparison, and writes results, report and plots."""
+    """Runs what is missing of the comparison, and writes results, report and plots."""
     if own.budget not in BUDGETS:
         raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
     if not own.output:
@@ -71,7 +71,7 @@ def main(own: flags.FlagValues) -> None:
     call = {"budget": size, "config": file, "keys": config.to_dict()}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
-        every = [name for name in trainable() if find_system(name).decoders]  # the others fine-tune
+        every = [name for name in trainable() if find_system(name).decoders]  # the others only fine-tune
         systems = list(dict.fromkeys(own.systems)) or every
         results = Comparison(directory, own.budget, config, file, systems, own.studies, command, pieces).run()
     finally:
@@ -85,13 +85,13 @@ def main(own: flags.FlagValues) -> None:
 
 
 def read_config(file: str) -> ml_collections.ConfigDict:
-    """The config of every run.
+    """Reads the config of every run.
 
     Args:
-      file: with its variant behind a colon.
+      file: FILE or FILE:VARIANT.
 
     Raises:
-      UserError: where there is none, or it is none that can be trained with and decoded here.
+      UserError: where there is no such config, or it has other data.
     """
     holder, argv = flags.FlagValues(), [f"--config={file}"]
     if fault := cli.config_fault(argv, ()):

@@ -1,6 +1,6 @@
-"""A comparison from beginning to end: choose learning rates, train, measure; piece by piece, each kept when it is done.
+"""Runs a comparison: chooses learning rates, trains, measures. Each finished piece is saved, so that it can resume.
 
-All training comes before all decoding, so that this process holds no device while others train.
+All training comes before all decoding, so that this process holds no device while its child processes train.
 """
 
 import collections
@@ -19,7 +19,16 @@ from refusion_jax.benchmarks.headline import prices, results
 from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.measure import check_fit, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import BUDGETS, Point, Run, dial, held_out, studies, trial_runs, whole_run
+from refusion_jax.benchmarks.headline.plan import (
+    BUDGETS,
+    Point,
+    Run,
+    held_out,
+    operating_points,
+    studies,
+    trial_runs,
+    whole_run,
+)
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.data.families import mixture
 from refusion_jax.runtime import cli
@@ -30,7 +39,7 @@ from refusion_jax.training.pretrained import load_model, load_tokenizer
 
 
 class Comparison:
-    """What is to be done, and what has been."""
+    """The pieces of one comparison, finished and to do."""
 
     def __init__(
         self,
@@ -43,44 +52,44 @@ class Comparison:
         command: str,
         pieces: Pieces,
     ):
-        """Does nothing yet.
+        """Plans all pieces; `run` does the work.
 
         Args:
           directory: of the comparison.
           budget: name of one of BUDGETS.
           config: of every run.
-          file: that it was read from, and its variant.
+          file: of the config, with its variant.
           systems: names.
-          with_studies: whether to measure what the systems themselves want to be compared, too.
-          command: that all of it was asked for by.
-          pieces: what was done in sessions before.
+          with_studies: whether to run the studies of the systems.
+          command: the command line, for the results.
+          pieces: finished in earlier sessions.
         """
         self._directory, self._config, self._file, self._systems = directory, config, file, systems
         self._command, self._commit = command, commit()
         self._name, self._budget, self._pieces = budget, BUDGETS[budget], pieces
-        self._dials = {system: dial(system, self._budget, config) for system in systems}
+        self._points = {system: operating_points(system, self._budget, config) for system in systems}
         self._studies = {system: studies(system, self._budget, config) if with_studies else {} for system in systems}
         self._mixture, self._problems = mixture(config.data.difficulty), held_out(config, self._budget)
         self._began, self._took, self._left = time.monotonic(), collections.defaultdict(list), self._count()
         self._total = self._left.total()
 
     def _count(self) -> collections.Counter:
-        """How many pieces of each kind there are in all."""
+        """The number of pieces of each kind."""
         each = {"try": len(self._budget.rates) * len(self._systems), "train": self._budget.seeds * len(self._systems)}
-        each["measure"] = self._budget.seeds * sum(map(len, self._dials.values()))
-        each["record"] = sum(len({point.decoder for point in points}) for points in self._dials.values())
+        each["measure"] = self._budget.seeds * sum(map(len, self._points.values()))
+        each["record"] = sum(len({point.decoder for point in points}) for points in self._points.values())
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
         points = sum(len(points) for own in self._studies.values() for points in own.values())
         return collections.Counter(each | {"study": self._budget.seeds * checkpoints * points})
 
     def run(self) -> dict[str, Any]:
-        """Does what is left, and writes results.json whenever a model has been measured.
+        """Runs the missing pieces, and writes results.json after every model.
 
         Returns:
-          What results.json holds.
+          The content of results.json.
 
         Raises:
-          Failure: where a training run fails; all that was done before is kept.
+          Failure: where a training run fails; finished pieces are kept.
         """
         trials = {system: self._trials(system) for system in self._systems}
         runs = [
@@ -103,23 +112,23 @@ class Comparison:
         return found
 
     def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
-        """What there is so far, with the commits that it was made at."""
+        """Writes the results so far, with the commits of the code that made them."""
         made = found["sweep"] + found["runs"] + found["points"] + found["studies"]
         found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
         write_file(self._directory / "results.json", results.as_json(found))
 
     def _trials(self, system: str) -> list[dict[str, Any]]:
-        """What each learning rate that is tried leads to."""
+        """The outcome of each learning rate that is tried."""
         return [
             self._piece("try", f"try {run.name}", lambda run=run: self._train(run))
             for run in trial_runs(system, self._budget, self._config, self._file)
         ]
 
     def _best(self, trials: list[dict[str, Any]]) -> float:
-        """The rate with the least held-out loss at the end; the config's where none was tried."""
+        """The learning rate with the lowest final held-out loss; the config's where none was tried."""
 
         def loss(trial: dict[str, Any]) -> float:
-            return trial["losses"][-1].get("eval_loss", math.inf)  # not finite where it is missing
+            return trial["losses"][-1].get("eval_loss", math.inf)  # it is missing where it was not finite
 
         return min(trials, key=loss)["learning_rate"] if trials else self._config.learning_rate
 
@@ -128,23 +137,23 @@ class Comparison:
         return record | {"learning_rate": run.changes["learning_rate"]} | train(run, self._directory, cli.say)
 
     def _measured(self, run: Run) -> list[dict[str, Any]]:
-        """The run's model at all points of its dials."""
+        """Measures the model of a run at all its operating points."""
         load = functools.cache(lambda: self._load(self._directory / "runs" / run.name))
         found, decoder = [], None
-        for point in self._dials[run.system]:
+        for point in self._points[run.system]:
             if point.decoder != decoder:
-                jax.clear_caches()  # each program takes memory mappings, of which a process has 65,530
+                jax.clear_caches()  # compiled programs use memory mappings, and a process can have only 65,530
             decoder = point.decoder
             key = f"measure {run.name}: {decoder} {point.label}"
             found.append(self._piece("measure", key, functools.partial(self._at, measure, run, point, load)))
         return found
 
     def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[dict[str, Any]]:
-        """What every decoder feeds, at its widest on the first seed's model."""
+        """Records the feeds of every decoder, at its widest point on the model of the first seed."""
         recorded = []
         for curve in curves(found):
             run = next(run for run in runs if run.system == curve.system)
-            points = (p for p in self._dials[run.system] if p.decoder == curve.decoder)
+            points = (p for p in self._points[run.system] if p.decoder == curve.decoder)
             point = next(p for p in points if p.label == curve.widest.settings)
             key = f"record {run.name}: {point.decoder} {point.label}"
             recorded.append(self._piece("record", key, functools.partial(self._feeds, run, point)))
@@ -157,7 +166,7 @@ class Comparison:
         return own | prices.record(self._problems, point, self._budget, model, tokenizer)
 
     def _studied(self, run: Run) -> list[dict[str, Any]]:
-        """The run's checkpoints at the points of its system's studies."""
+        """Measures the checkpoints of a run at the points of its system's studies."""
         found = []
         workdir = self._directory / "runs" / run.name
         for step in saved_steps(workdir) if self._studies[run.system] else ():
@@ -171,7 +180,7 @@ class Comparison:
         return found
 
     def _at(self, what: Callable, run: Run, point: Point, load: Callable[[], tuple]) -> dict[str, Any]:
-        """The record of a run's model at a point, as `what` measures it."""
+        """The record of one measurement, `what`, of a run's model at a point."""
         own = {"system": run.system, "seed": run.seed, "decoder": point.decoder, "settings": point.label}
         return own | what(self._mixture, self._problems, point, self._budget, *load())
 
@@ -181,7 +190,7 @@ class Comparison:
         return model, tokenizer
 
     def _piece(self, kind: str, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The record of a piece: made now, unless a session before has made it. Prints how far all of it is."""
+        """The record of a piece, from an earlier session or made now. Prints the progress."""
         self._left[kind] -= 1
         if key in self._pieces.records:
             return self._pieces.records[key]
@@ -203,7 +212,7 @@ def _accuracy(*what: Any) -> dict[str, Any]:
 
 
 def _outcome(record: dict[str, Any]) -> str:
-    """What came out, in a few words."""
+    """The outcome of a piece in a few words."""
     if "recordings" in record:
         return ""
     if "accuracy" in record:

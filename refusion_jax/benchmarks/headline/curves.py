@@ -1,4 +1,4 @@
-"""Curves of a comparison: a decoder's points on one system's models, the mean of all seeds at each."""
+"""Curves of accuracy against speed: the points of a decoder on the models of one system, averaged over seeds."""
 
 import collections
 import dataclasses
@@ -6,28 +6,28 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-WITHIN = 0.01  # of its best accuracy: there each decoder is compared at its fastest
+WITHIN = 0.01  # decoders are compared at their fastest point within this of their best accuracy
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Some seeds' values of one figure."""
+    """The values of one figure, one for each seed."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Of the seeds."""
+        """Mean over seeds."""
         return statistics.mean(self.values)
 
     @property
     def least(self) -> float:
-        """Of the seeds."""
+        """Minimum over seeds."""
         return min(self.values)
 
     @property
     def most(self) -> float:
-        """Of the seeds."""
+        """Maximum over seeds."""
         return max(self.values)
 
 
@@ -44,7 +44,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A decoder over its dial, on the models of one system."""
+    """The operating points of a decoder, on the models of one system."""
 
     system: str
     decoder: str
@@ -52,7 +52,7 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """See `name_of`."""
+        """Its name in tables."""
         return name_of(self.system, self.decoder)
 
     @property
@@ -66,7 +66,7 @@ class Curve:
 
     @property
     def widest(self) -> Point:
-        """The point of the most tokens a forward within WITHIN of the best accuracy."""
+        """The point with the most tokens a forward within WITHIN of the best accuracy."""
         return max(self._near_best, key=lambda point: point.tokens_per_forward.mean)
 
     @property
@@ -75,7 +75,7 @@ class Curve:
 
 
 def name_of(system: str, decoder: str) -> str:
-    """A system, and the decoder where that is another's or not its first."""
+    """The name of a curve: the system, and the decoder where it has another name."""
     return system if system == decoder else f"{system} by {decoder}"
 
 

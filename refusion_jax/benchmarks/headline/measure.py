@@ -1,4 +1,4 @@
-"""How often a trained model is right, and how fast, at one point of a dial."""
+"""Measures accuracy and speed of a trained model at one operating point of a decoder."""
 
 import collections
 import statistics
@@ -16,10 +16,10 @@ from refusion_jax.systems.api import decoder_for, stream
 
 
 def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> None:
-    """Refuses problems whose answers are longer than what is decoded.
+    """Refuses problems whose answers are longer than the budget decodes.
 
     Raises:
-      UserError: with the length of the longest.
+      UserError: with the length of the longest answer.
     """
     longest = 1 + max(map(len, tokenizer.encode([problem.response for problem in problems])))
     if longest > budget.new_tokens:
@@ -32,9 +32,9 @@ def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> 
 def score(
     mixture: Mixture, problems: list[Problem], point: Point, budget: Budget, model: Transformer, tokenizer: Tokenizer
 ) -> tuple[dict[str, Any], list[str], float]:
-    """How often the answers are right, decoding many at a time.
+    """Accuracy of the answers, decoding many prompts at a time.
 
-    A token counts if it is in the answer, its EOS included; what is decoded behind that serves nobody.
+    Tokens are counted through the EOS.
 
     Returns:
       ({"accuracy", "families": {name: accuracy}, "tokens", "forwards", "tokens_per_forward"}, texts, seconds).
@@ -57,7 +57,7 @@ def score(
 def measure(
     mixture: Mixture, problems: list[Problem], point: Point, budget: Budget, model: Transformer, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The score, and tokens a second one at a time and many at a time; compilation is not counted.
+    """The score, and tokens a second with one and with many prompts at a time, without compilation.
 
     Returns:
       The record of `score`, and {"tokens_per_second": {batch size: ...}, "same_text": the share of answers that are the
@@ -79,7 +79,7 @@ def _decode(
     budget: Budget,
     batch_size: int,
 ) -> tuple[list[Answer], float]:
-    """The answers in order, and the median of the seconds that they took, behind a first batch that compiles."""
+    """The answers in order, and the median time in seconds, after a first batch that compiles."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
     requests = prepare(prompts, point.settings(budget.new_tokens, batch_size), model.config)
     decoder = decoder_for(requests, model.config)

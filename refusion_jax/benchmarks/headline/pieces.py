@@ -1,7 +1,7 @@
-"""The finished pieces of a comparison, kept as they come: one that is killed goes on where it was, and redoes none.
+"""Keeps the finished pieces of a comparison on disk, so that an interrupted one resumes.
 
-DIR/pieces.jsonl begins with a line that says of which comparison the pieces are; each other line holds one piece, its
-key and its record.
+Each line of DIR/pieces.jsonl holds a piece: its key and its record. DIR/comparison.json tells which comparison they
+belong to.
 """
 
 import fcntl
@@ -18,17 +18,17 @@ _CALL, _FILE = "comparison.json", "pieces.jsonl"
 
 
 class Pieces:
-    """The records by key, `records`. While it is open no other process can add to them."""
+    """The `records` of all finished pieces by key. While it is open, no other process can add any."""
 
     def __init__(self, directory: Path, call: dict[str, Any]):
-        """Reads what a session before has left, and makes the directory.
+        """Reads the pieces of earlier sessions, and makes the directory.
 
         Args:
           directory: of the comparison.
-          call: what every piece depends on.
+          call: all that the pieces depend on.
 
         Raises:
-          UserError: where the directory holds another comparison, or a process is at work in it.
+          UserError: where the directory holds another comparison, or another process is using it.
         """
         about = directory / _CALL
         if about.exists() and (there := read_object(about)) != call:
@@ -46,7 +46,7 @@ class Pieces:
             raise UserError(f"--output={directory}: another process is at work there") from error
         with open(self._file, encoding="utf-8", closefd=False) as file:
             text = file.read()
-        if text and not text.endswith("\n"):  # a kill cut off the last line
+        if text and not text.endswith("\n"):  # the last line was cut off by a kill
             os.write(self._file, b"\n")
         self.records: dict[str, dict[str, Any]] = {}
         for piece in parse_log(text):
@@ -54,11 +54,11 @@ class Pieces:
                 self.records[piece["piece"]] = piece["record"]
 
     def add(self, key: str, record: dict[str, Any]) -> None:
-        """Keeps a finished piece; it is on the disk when this returns."""
+        """Writes a finished piece to disk."""
         os.write(self._file, json.dumps({"piece": key, "record": record}).encode() + b"\n")
         os.fsync(self._file)
         self.records[key] = record
 
     def close(self) -> None:
-        """Lets others add to them."""
+        """Releases the lock."""
         os.close(self._file)

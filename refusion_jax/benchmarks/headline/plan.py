@@ -1,6 +1,6 @@
-"""What a comparison consists of: its budget, its training runs, and the points that are measured of each.
+"""The plan of a comparison: its budget, its training runs, and the operating points that are measured.
 
-A point is a decoder with settings. All of it is known before anything is trained.
+A point is a decoder with settings. All of this is known before anything is trained.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ BATCH_SIZES = (1, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How much is spent, beyond what the config says of each run."""
+    """The size of a comparison, beyond the config of each run."""
 
     seeds: int
-    problems: int  # held-out problems that are decoded 16 at a time, and scored
-    timed: int  # of these, so many are decoded one at a time
+    problems: int  # held-out problems that are decoded 16 at a time and scored
+    timed: int  # how many of these are also decoded one at a time
     new_tokens: int  # of an answer, at most
     repeats: int  # of every timing; the median counts
-    rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; none: the config's is taken
-    sweep: int = 4  # a run to try a learning rate has the steps of a run over this
+    rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; if empty, that one is used
+    sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
 
 
 BUDGETS = {
@@ -43,7 +43,7 @@ BUDGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training run: its directory and the flags that make it."""
+    """A training run: its directory and its flags."""
 
     system: str
     seed: int
@@ -52,7 +52,7 @@ class Run:
     config: str  # file and variant
 
     def flags(self, directory: Path) -> list[str]:
-        """Of `train`."""
+        """The flags of `train`."""
         changes = {"objective": self.system, "seed": self.seed} | dict(self.changes)
         return [
             f"--config={self.config}",
@@ -61,12 +61,12 @@ class Run:
         ]
 
     def command(self, directory: Path) -> str:
-        """As one types it."""
+        """The command line."""
         return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
 
 
 def trial_runs(system: str, budget: Budget, config: ml_collections.ConfigDict, file: str) -> list[Run]:
-    """Short runs, one for each learning rate that is tried; they end as a whole run does, with a low rate."""
+    """Short runs, one for each learning rate to try, with the whole schedule of warmup and decay."""
     steps = max(1, config.steps // budget.sweep)
     shorter = {"steps": steps, "warmup_steps": min(config.warmup_steps, max(1, steps // 4)), "eval.every": steps}
     rates = [multiple * config.learning_rate for multiple in budget.rates]
@@ -93,27 +93,27 @@ class Point:
         )
 
     def settings(self, new_tokens: int, batch_size: int) -> Settings:
-        """Of the decoder."""
+        """The settings of the decoder."""
         return DecodeSettings(self.decoder, max_new_tokens=new_tokens, batch_size=batch_size, **self.changes)
 
 
-def dial(system: str, budget: Budget, config: ml_collections.ConfigDict) -> list[Point]:
-    """The dials of all decoders that serve a system's models."""
+def operating_points(system: str, budget: Budget, config: ml_collections.ConfigDict) -> list[Point]:
+    """The operating points of all decoders that serve a system's models."""
     return [
         Point(decoder, changes)
         for decoder in decoders_for(system)
-        for changes in find_decoder(decoder).settings.dial(budget.new_tokens, _trained(system, config))
+        for changes in find_decoder(decoder).settings.operating_points(budget.new_tokens, _trained(system, config))
     ]
 
 
 def studies(system: str, budget: Budget, config: ml_collections.ConfigDict) -> dict[str, list[Point]]:
-    """What the system itself wants to be studied, by title; and its default decoder where its dial begins."""
+    """The studies that the system defines, by title, and its default decoder at its first point."""
     own, trained = systems()[system], _trained(system, config)
     found = {
         title: [Point(next(iter(own.decoders)), changes) for changes in study(budget.new_tokens, trained)]
         for title, study in own.studies.items()
     }
-    return {"over training": dial(system, budget, config)[:1]} | found
+    return {"over training": operating_points(system, budget, config)[:1]} | found
 
 
 def held_out(config: ml_collections.ConfigDict, budget: Budget) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Plots of a comparison: one line a decoder, the seeds as a band."""
+"""Plots of a comparison: one line for each decoder, with a band over seeds."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +9,7 @@ from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 
 
 def draw(results: dict[str, Any], directory: Path) -> str:
-    """Writes the plots as SVG files; says in a line where they are, or what is missing for them.
+    """Writes the plots as SVG files. Returns a line that says where they are, or what they need.
 
     Args:
       results: of the comparison.
@@ -22,7 +22,7 @@ def draw(results: dict[str, Any], directory: Path) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "headline"  # the same figures are the same files
+    matplotlib.rcParams["svg.hashsalt"] = "headline"  # equal figures give equal files
     directory.mkdir(parents=True, exist_ok=True)
     found = curves(results)
     plots = {"tokens_per_forward": ("tokens a forward", lambda p: p.tokens_per_forward)}
@@ -44,7 +44,7 @@ def draw(results: dict[str, Any], directory: Path) -> str:
 
 
 def _plot_curve(axes, curve: Curve, figure) -> None:
-    """Points in the order of x; the band is from the least to the most accurate seed."""
+    """Points in the order of x; the band reaches from the least to the most accurate seed."""
     points = sorted(curve.points, key=lambda point: figure(point).mean)
     x = [figure(point).mean for point in points]
     (line,) = axes.plot(x, [point.accuracy.mean for point in points], marker="o", markersize=3, label=curve.name)
@@ -53,7 +53,7 @@ def _plot_curve(axes, curve: Curve, figure) -> None:
 
 
 def _by_family(pyplot, found: list[Curve]):
-    """Each decoder's accuracy of each family at its fastest within reach of its best, as colours."""
+    """Accuracy of each decoder in each family, at its fastest point near its best accuracy, as colours."""
     names = list(found[0].points[0].families)
     cells = [[curve.fastest(str(BATCH_SIZES[0])).families[name].mean for name in names] for curve in found]
     fig, axes = pyplot.subplots(figsize=(9, 1.5 + 0.35 * len(found)), layout="constrained")
@@ -65,7 +65,7 @@ def _by_family(pyplot, found: list[Curve]):
 
 
 def _losses(pyplot, results: dict[str, Any]):
-    """Held-out loss over tokens; bounds and exact losses are not the same thing, so only shapes compare."""
+    """Held-out loss over tokens. Some are bounds, others exact, so that only the shapes can be compared."""
     fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     colors = {}
     for run in results["runs"]:
@@ -84,7 +84,7 @@ def _losses(pyplot, results: dict[str, Any]):
 
 
 def _estimates(pyplot, topology: str, own: list[dict[str, Any]]):
-    """Over the batch, each decoder's estimated tokens a second as a multiple of one token a forward's."""
+    """Estimated speedup of each decoder over one token a forward, by batch size."""
     fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for record in own:
         sizes, ratios = zip(*[(b["batch_size"], b["speedup"]) for b in record["batches"]], strict=True)

@@ -1,10 +1,10 @@
-"""What the trained systems' own feeds would take with a model of 8B parameters on TPUs: an estimate.
+"""Estimates how fast the recorded decoding of the trained models would be with 8B parameters on TPUs.
 
-Of every decoder the feeds are recorded one prompt at a time, at its setting of the most tokens a forward among those
-within reach of its best accuracy: a forward of 8B parameters waits for its weights, whatever it feeds. A decoder that
-can look ahead is recorded both ways, with what such chips have for free and without, and at each batch size the faster
-counts. The rest is arithmetic (planning/feeds.py), and compared is one token a forward of the same answers. Prompts and
-answers are as short as the problems', so little time goes to attention.
+The feeds of every decoder are recorded one prompt at a time, at its point with the most tokens a forward near its best
+accuracy, since a forward of 8B parameters is bound by reading its weights. A decoder that speculates is recorded with
+and without as many speculative tokens as such chips compute for free; at each batch size the faster one counts. The
+rest is arithmetic (planning/feeds.py), with one token a forward for the same answers as the baseline. Prompts and
+answers are as short as in the problems, so attention takes little time.
 """
 
 import json
@@ -25,13 +25,13 @@ from refusion_jax.runtime.sharding import MESH_AXES
 from refusion_jax.systems.api import stream
 
 MODEL = "8b"
-TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x1": 4}  # and their chips, all of which share the heads
+TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x1": 4}  # number of chips, all of which share the heads
 
 
 def record(
     problems: list[Problem], point: Point, budget: Budget, model: Transformer, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """{"recordings": what the point's forwards feed, one prompt at a time, without and with looking ahead}."""
+    """{"recordings": the feeds at a point, one prompt at a time, without and with speculative tokens}."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems[: budget.timed]])
     free = max(free_tokens(0, find_chip(topology).device_kind) for topology in TOPOLOGIES)
     recordings, plain = [], point.settings(budget.new_tokens, batch_size=1)
@@ -44,7 +44,7 @@ def record(
 
 
 def prices(recorded: dict[str, Any]) -> list[dict[str, Any]]:
-    """The estimates of a decoder: for each topology the fastest of its recordings at every batch size.
+    """The estimates for a decoder: for each topology and batch size, the fastest of its recordings.
 
     Args:
       recorded: its record, with "recordings".
@@ -62,7 +62,7 @@ def prices(recorded: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ahead_up_to(batches: list[dict[str, Any]]) -> int:
-    """The largest batch up to which a way is faster than one token a forward; 0 where it never is."""
+    """The largest batch size up to which a decoder is faster than one token a forward; 0 if none."""
     ahead = 0
     for record in batches:
         if record["speedup"] <= 1:

@@ -63,7 +63,7 @@ def _conditions(results: dict[str, Any]) -> str:
         f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
         f"{c['model']['num_hidden_layers']} layers, {results['seeds']} "
         f"seed{'s' * (results['seeds'] > 1)}; then decodes {results['problems']} held-out problems of difficulty "
-        f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every setting of its dials.",
+        f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its decoders.",
         f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time; "
         f"the mean of the seeds, and in brackets the least and the most. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
@@ -108,7 +108,7 @@ def _number(figure: Figure, digits: int = 0) -> str:
 
 
 def _conclusions(found: list[Curve], results: dict[str, Any]) -> str:
-    """Who is most often right and who is fastest; and of every system with claims, who beats it in both."""
+    """Which system is most accurate and which fastest; and for systems with claims, which others beat them in both."""
     lines = [f"* Most often right: {found[0].name}, {found[0].best:.1%}."]
     for size in (_ONE, _MANY):
         order = sorted(found, key=lambda curve: -curve.fastest(size).speed[size].mean)
@@ -133,7 +133,7 @@ def _conclusions(found: list[Curve], results: dict[str, Any]) -> str:
 
 
 def _against(own: Curve, found: list[Curve], size: str) -> str:
-    """Which decoders are both as often right and faster, and which are neither."""
+    """Which decoders are at least as accurate and as fast, and which are neither."""
     here = own.fastest(size)
     better, worse = [], []
     for curve in found:
@@ -158,18 +158,18 @@ def _first(system: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A claim beside what was measured, one prompt at a time."""
+    """A claim compared with what was measured, one prompt at a time."""
 
-    accuracy: float  # as multiples of the rival's
+    accuracy: float  # both as multiples of the rival's
     speed: float
     holds: bool
     at_ceiling: bool
 
 
 def verdict(claim: Claim, own: Curve, rival: Curve) -> Verdict:
-    """Whether a claim holds, each decoder at its fastest within WITHIN of its best accuracy.
+    """Whether a claim holds, with each decoder at its fastest point within WITHIN of its best accuracy.
 
-    An accuracy that both have at the ceiling cannot be a multiple of the other, and is counted as held.
+    Where both accuracies are at the ceiling, the claim about accuracy counts as met.
     """
     here, there = own.fastest(_ONE), rival.fastest(_ONE)
     accuracy = here.accuracy.mean / there.accuracy.mean if there.accuracy.mean else math.inf * here.accuracy.mean
@@ -207,7 +207,7 @@ def _families(found: list[Curve]) -> str:
 
 
 def _estimates(results: dict[str, Any]) -> list[str]:
-    """What the recorded feeds would take on TPUs, a table for each topology."""
+    """Estimates for the recorded feeds on TPUs, with a table for each topology."""
     if not results["prices"]:
         return []
     prose = (
@@ -252,7 +252,7 @@ def _sweep(results: dict[str, Any]) -> list[str]:
 
 
 def _studies(results: dict[str, Any]) -> list[str]:
-    """What the systems want to be compared, by step of training."""
+    """The studies of the systems, by training step."""
     parts = []
     for title in dict.fromkeys(record["study"] for record in results["studies"]):
         own = [record for record in results["studies"] if record["study"] == title]

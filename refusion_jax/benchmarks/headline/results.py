@@ -1,4 +1,4 @@
-"""results.json: the figures of a comparison, and all that one must know to take them again."""
+"""results.json: the figures of a comparison, and all that is needed to reproduce them."""
 
 import importlib.metadata
 import json
@@ -17,7 +17,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def about(budget: str, command: str, config: ml_collections.ConfigDict, size: Budget) -> dict[str, Any]:
-    """Where, by what and with what a comparison was made."""
+    """The machine, versions, command and config of a comparison."""
     return {
         "budget": budget,
         "command": command,
@@ -41,12 +41,12 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "load": os.getloadavg()[0],  # other work on the machine, where it is more than its own
+        "load": os.getloadavg()[0],  # shows whether other work ran on the machine
     }
 
 
 def _processor() -> str:
-    """Its name, as Linux tells it."""
+    """Name of the processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -54,5 +54,5 @@ def _processor() -> str:
 
 
 def as_json(results: dict[str, Any]) -> str:
-    """As the file has it."""
+    """The content of the file."""
     return json.dumps(results, indent=1) + "\n"

@@ -1,6 +1,6 @@
-"""Training runs as processes of their own: `python -m refusion_jax.train`, as anyone would start it.
+"""Starts training runs as child processes, by `python -m refusion_jax.train`.
 
-So a run that is killed resumes, and none sees the memory or the compiled programs of another.
+A run that was killed resumes, and runs share neither memory nor compiled programs.
 """
 
 import signal
@@ -21,10 +21,10 @@ _NEWS_SECONDS = 60.0
 
 
 def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Trains a run to its end, from where it stands.
+    """Trains a run to its end, resuming if it was interrupted.
 
     Args:
-      run: which.
+      run: to train.
       directory: of the comparison.
       say: prints a line; called about once a minute.
 
@@ -32,12 +32,12 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, An
       {"seconds" of training, "tokens", "losses": [{"tokens", "loss", "eval_loss" where it was measured}]}.
 
     Raises:
-      Failure: where it ends otherwise; its log tells why.
+      Failure: where training fails, with the last line of its log.
     """
     workdir, log = directory / "runs" / run.name, directory / "runs" / f"{run.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     code = EXIT_CODE
-    while code == EXIT_CODE:  # it was preempted, and saved: once more
+    while code == EXIT_CODE:  # it was preempted and has saved: resume
         code = _run([sys.executable, "-m", "refusion_jax.train", *run.flags(directory)], log, workdir, say)
     if code:
         last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
@@ -51,7 +51,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, An
 
 
 def _run(command: list[str], log: Path, workdir: Path, say: Callable[[str], None]) -> int:
-    """Its exit code; where this process is told to end, so is that one, and its run is saved."""
+    """The exit code of a command. If this process is terminated, so is the child, which saves its run."""
     told = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
@@ -73,7 +73,7 @@ def _run(command: list[str], log: Path, workdir: Path, say: Callable[[str], None
 
 
 def commit() -> str:
-    """The commit of this checkout, with a + behind it where files differ from it; empty where there is none."""
+    """The commit of this checkout, followed by + if files differ from it; empty outside a checkout."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Problems that tell systems apart: twelve families whose difficulty is a dial.
+"""Problems that tell systems apart: twelve families with adjustable difficulty.
 
 `mixture(difficulty)` has sums and products without and with their steps, operations on lists, look-ups among many keys,
 repair of brackets and of JSON, paths through a maze and Latin squares (where what is known first stands anywhere),

@@ -61,11 +61,11 @@ class SlotSettings(shared.Settings):
     )  # fmt: skip
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = {"slot_size": min(trained["sizes"])}
         exact = [{"infill": "exact", "infill_blend": 0.5, "slot_threshold": sure} for sure in (0.9, 0.6, 0.3, 0.1)]
         theirs = [{"slot_threshold": sure, "token_threshold": sure} for sure in (0.9, 0.6, 0.3)]
-        return [own | dial for dial in exact + theirs]
+        return [own | point for point in exact + theirs]
 
     def check(self) -> None:
         if -1 < self.token_threshold < 0:
@@ -114,7 +114,7 @@ class SequentialSettings(SlotSettings):
     """The same settings for one token a forward, which knows no blocks: their number need not divide the answer."""
 
     @classmethod
-    def dial(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"slot_size": min(trained["sizes"])}]
 
     def looking_ahead(self, tokens: int) -> Self:

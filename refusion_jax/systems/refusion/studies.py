@@ -1,4 +1,4 @@
-"""What is claimed of ReFusion, and what is worth comparing beyond its dial: `bench headline` measures both."""
+"""The claims of the ReFusion paper, and further settings to compare: `bench headline` measures both."""
 
 from collections.abc import Mapping
 from typing import Any
