@@ -6,7 +6,8 @@ from conftest import causal, forward, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax.model.attention import attention
-from refusion_jax.model.transformer import KeyValues, Transformer, linear, logical_axes, rope_rotation, rotate
+from refusion_jax.model.layers import linear, rope_rotation, rotate
+from refusion_jax.model.transformer import KeyValues, Transformer, logical_axes
 
 TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
 POSITIONS = jnp.array([[0, 3, 1, 2, 0, 2, 1, 3, 0, 1]])  # physical order is not text order

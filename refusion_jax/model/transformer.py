@@ -9,7 +9,6 @@ H head size, F mlp size, V vocabulary.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,8 @@ from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
-from refusion_jax.model.int8 import Int8Array, factors, in_dtype, is_int8, stored_like, widened
+from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, stored_like, widened
+from refusion_jax.model.layers import linear, rms_norm, rope_rotation, rotate, scattered_along_embed, weight
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.remat import ATTENTION, GATE, INPUT, REMAT_POLICIES, UP
 from refusion_jax.runtime.sharding import constrain
@@ -61,25 +61,6 @@ class KeyValues:
 
     keys: Float[Array, "*L B S K H"] | Int8Array
     values: Float[Array, "*L B S K H"] | Int8Array
-
-
-def weight(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None, summed: tuple[str, ...] = ()
-) -> nnx.Param:
-    """Declares one float32 weight; sharding, names, conversion and rounding all follow from this declaration.
-
-    Args:
-      rngs: source of randomness.
-      shape: of the weight.
-      axes: a logical name per axis; `refusion_jax.runtime.sharding.RULES` maps each to mesh axes.
-      std: standard deviation of the initial normal draw; None means ones (the scale of a norm).
-      summed: the axes that its product sums over, by name; none where it is in no product.
-    """
-    if std is None:
-        value = jnp.ones(shape, jnp.float32)
-    else:
-        value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, logical_axes=axes, summed=summed)
 
 
 class Layers(nnx.Module):
@@ -349,53 +330,6 @@ class Transformer(nnx.Module):
         weights = in_dtype(nnx.to_pure_dict(nnx.state(self.layers)), self.dtype)
         x, kept = jax.lax.scan(layer, x, (weights, per_layer))
         return rms_norm(x, self.final_norm[...].astype(self.dtype), eps), kept
-
-
-def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: int = 1) -> Float[Array, "..."]:
-    """Contracts the last `inputs` axes of x with the first ones of w.
-
-    The product is taken over flattened axes, [tokens, in] x [in, out]: a free relabelling on every backend, and on
-    CPU it spares XLA a strided copy of each operand of the weight gradient (MLP forward and backward 2.5x faster).
-    """
-    w, scale = factors(w, x.dtype)
-    size = math.prod(w.shape[:inputs])
-    y = x.reshape(-1, size) @ w.reshape(size, -1)
-    y = y if scale is None else (y * scale.reshape(1, -1)).astype(x.dtype)
-    return y.reshape(x.shape[:-inputs] + w.shape[inputs:])
-
-
-def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, "N H D"] | Int8Array:
-    """The weight itself, seen from its last axis, so that a mesh scatters its gradient along that axis.
-
-    XLA for TPUs scatters along the first axis; along the last of three it sums all of the gradient on every chip. A
-    rounded weight has no gradient and is left alone.
-    """
-    return w if is_int8(w) else constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
-
-
-def rms_norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*axes D"]:
-    """x / rms(x) * scale over the last axis; computed in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
-
-
-def rope_rotation(
-    positions: Int32[Array, "B T"], head_dim: int, theta: float
-) -> tuple[Float32[Array, "B T 1 _"], Float32[Array, "B T 1 _"]]:
-    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864)."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(
-    x: Float[Array, "B T N H"], rotation: tuple[Float32[Array, "B T 1 H//2"], Float32[Array, "B T 1 H//2"]]
-) -> Float[Array, "B T N H"]:
-    """Rotates the pairs (i, i + H/2) of each head (half-split, as Qwen3 does)."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def key_counts(capacity: int) -> list[int]:

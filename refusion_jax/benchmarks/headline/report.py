@@ -63,7 +63,8 @@ def _conditions(results: dict[str, Any]) -> str:
         f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
         f"{c['model']['num_hidden_layers']} layers, {results['seeds']} "
         f"seed{'s' * (results['seeds'] > 1)}; then decodes {results['problems']} held-out problems of difficulty "
-        f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its decoders.",
+        f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its "
+        f"decoders.",
         f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time; "
         f"the mean of the seeds, and in brackets the least and the most. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
