@@ -1,27 +1,28 @@
-"""APD (Israel et al., arXiv 2506.00413): a masked diffusion model drafts, a small left-to-right model checks.
+"""APD (Israel et al., arXiv 2506.00413): a masked diffusion model drafts, a small left-to-right model verifies.
 
-Decoded: the next `lookahead` places are masks, and one forward of the model gives a token for each, whatever stands at
+Decoding: the next `lookahead` places are masks, and one forward of the model drafts a token for each, independently of
 the others. The verifier, a model of the system `ar` with the same tokenizer (`--decode.verifier=RUN`), reads these
-drafts in one forward behind the text. Target and draft of a place are drawn with the same noise (greedy: none):
+drafts in one forward behind the text. Target and draft of a place are sampled with the same noise (none if greedy):
 
     target = softmax(R l_D + (1 - R) l_AR)        R = `drafter_weight`, l_D of the model, l_AR of the verifier
 
-The longest prefix is committed where both are the same token, and at least the first draft. So the text is written from
-left to right, several tokens a forward of the large model where both models agree. Two given tokens, three places:
+The longest prefix of drafts that equal their targets is committed, and at least the first draft. So the text is written
+from left to right, with several tokens a forward of the large model where both models agree. Example with two given
+tokens and three places:
 
     text       p q M M M        the model: a matrix of ones     the verifier, of which p is cached:
     drafts         a b c                                            q  1 . .
     targets        a b x                                            a  1 1 .
     committed      a b                                              b  1 1 1
 
-Serves models that others train; `shift` says whether they read the token at j from the logits at j - 1 (checkpoints of
-ours say it themselves).
+It decodes models that other systems train. `shift` tells whether these read the token at j from the logits at j - 1;
+our checkpoints store that.
 
-From a description of the paper and the authors' code, neither of which was read for this file: target, same noise,
-prefix, first token, R = 0.6, 200 places ahead. Not done: their window of the model's own keys and values, an
-approximation; here the model reads the whole text in each forward, and only the verifier has a cache, which is exact.
-`forwards` counts the model's, and each has one of the verifier beside it. Chosen here: drafts behind the first EOS are
-not committed; mask and padding are never chosen.
+Based on a description of the paper and the authors' code, without having read either: target, same noise,
+prefix, first token, R = 0.6, 200 places ahead. Left out: their window of the model's own keys and values, which is an
+approximation; here every forward of the model runs over the whole text, and only the verifier has a cache, which is
+exact. `forwards` counts those of the model, each of which comes with one of the verifier. Our choices: drafts behind
+the first EOS are not committed; mask and padding are never chosen.
 
 Axes: B rows, C text length, N tokens to decode, K places ahead, V vocabulary.
 """
@@ -85,20 +86,20 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(MaskedText):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     cache: kv.Cache  # of the verifier: all tokens but the last
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftAndCheck:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
 
     ids: shared.TokenIds
     width: int  # C, tokens of the longest text
-    new_tokens: int  # N, of a row, at most
+    new_tokens: int  # N, at most, in a row
     lookahead: int  # K
     chunk: int  # given tokens that one forward of the verifier's prefill takes
     shifted: bool
@@ -110,10 +111,10 @@ class DraftAndCheck:
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+        """The smallest sizes that serve all of these requests.
 
         Raises:
-          UserError: for templates, which need what a left-to-right model does not see.
+          UserError: for templates, as a left-to-right model does not see the text behind a gap.
         """
         check_no_templates(requests)
         s, N = requests[0].settings, most_new_tokens(requests)
@@ -127,11 +128,11 @@ class DraftAndCheck:
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them, and settings of some requests."""
+        """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows of which nothing is written; the verifier has read what is given."""
+        """The initial state, after a prefill of the verifier."""
         given = layout.given
         room = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, self.lookahead))), (given.tokens, given.positions))
         cache = kv.prefill(model.verifier, dataclasses.replace(given, tokens=room[0], positions=room[1]), self.chunk)
@@ -139,7 +140,7 @@ class DraftAndCheck:
         return State.start(layout, keys, self.ids, self.lookahead, cache=cache)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward of the model over the text and the masks ahead, one of the verifier over what it drafts."""
+        """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
         given, done, K = s.layout.given.length, s.record.count, self.lookahead
         w = canvas.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
         ahead = dataclasses.replace(s, length=given + done + w.size)

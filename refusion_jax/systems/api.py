@@ -1,4 +1,4 @@
-"""`decode(model, prompts, settings)`: every decoder behind one call."""
+"""`decode(model, prompts, settings)`, one function for all decoders."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
 
 class DecodeSettings:
-    """`DecodeSettings(method, **settings)` makes the settings of a decoder: see its own class for what it can set.
+    """`DecodeSettings(method, **settings)` makes the settings of a decoder.
 
-    One set of settings may be used for several decoders: those of another decoder are checked, and left out.
+    The same keywords may be used for several decoders: settings that only other decoders have are checked and dropped.
     """
 
     def __new__(cls, method: str = "", **settings: Any) -> Settings:
-        """The settings of a decoder, by default the default system's first.
+        """The settings of a decoder; by default of the first one of the default system.
 
         Raises:
-          SettingError: where no decoder has a setting, or a value is impossible.
+          SettingError: for a setting that no decoder has, or an impossible value.
         """
         method = method or next(iter(default_system().decoders))
         own, every = find_decoder(method).settings, all_settings()
@@ -40,7 +40,7 @@ class DecodeSettings:
 
 
 def all_settings() -> dict[str, Setting]:
-    """The settings of all decoders, by name; where their defaults differ, the help of the first one's says so."""
+    """The settings of all decoders by name; where their defaults differ, the help lists them."""
     found: dict[str, dict[str, Setting]] = {}
     for method, decoder in decoders().items():
         for name, own in declared(decoder.settings).items():
@@ -58,7 +58,7 @@ def check_settings(method: str, given: Mapping[str, Any]) -> None:
     """Refuses settings that a decoder does not have.
 
     Raises:
-      SettingError: naming the first, and those that it has.
+      SettingError: naming the first, and the settings that the decoder has.
     """
     own = declared(find_decoder(method).settings)
     for name in given:
@@ -70,11 +70,11 @@ def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     """Settings from NAME=VALUE pairs.
 
     Args:
-      pairs: as they were given.
-      flag: by which, for messages.
+      pairs: the texts.
+      flag: that they were given by, for error messages.
 
     Raises:
-      UserError: where a pair names no setting, or its value is of no type that the setting has.
+      UserError: where a pair names no setting, or its value has the wrong type.
     """
     known, settings = all_settings(), {}
     for pair in pairs:
@@ -92,7 +92,7 @@ def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """The fields of `Answer`, each as a list with one entry a prompt."""
+    """The fields of `Answer`, each as a list with one entry for each prompt."""
 
     tokens: list[list[int]]
     commit_order: list[list[int]]
@@ -103,18 +103,18 @@ class Decoded:
 
 
 def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], settings: Settings) -> Decoded:
-    """Decodes prompts in batches, on the device from first token to last.
+    """Decodes prompts in batches, with the whole loop on the device.
 
-    A prompt's answer does not depend on the prompts around it. One compilation serves all calls with the same sizes,
-    whatever the thresholds, temperature, seed and prompts.
+    The answer to a prompt does not depend on the other prompts. Calls with the same sizes share one compilation,
+    whatever their thresholds, temperature, seed and prompts.
 
     Args:
-      model: from `load_model`; for a decoder that needs further models, with them beside it (`with_companions`).
+      model: from `load_model`; with companions if the decoder needs them (`with_companions`).
       prompts: token ids, at least one each; or requests, for templates with gaps.
-      settings: how to decode, from `DecodeSettings`.
+      settings: from `DecodeSettings`.
 
     Raises:
-      UserError: where a prompt is empty, holds an id the model does not have, or does not fit in the cache.
+      UserError: where a prompt is empty, has an id outside the vocabulary, or does not fit into the cache.
     """
     requests = prepare(prompts, settings, model.config)
     answers = dict(stream(model, requests)) if requests else {}
@@ -129,14 +129,14 @@ def stream(
     is_over: Callable[[int, list[int]], bool] | None = None,
     recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, Answer]]:
-    """Decodes requests from `prepare`, one at least, as a queue; yields (index, answer) as they finish.
+    """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
 
     Args:
       model: from `load_model`.
       requests: their settings name the decoder and the batch size.
-      decoder: sizes to compile for, where several calls are to share them; by default what these requests need.
-      is_over: says of (index, tokens so far) whether an answer may end there, as for `queue.stream`.
-      recorder: is told what all forwards feed.
+      decoder: with compiled sizes that several calls share; by default the smallest for these requests.
+      is_over: (index, tokens so far) -> whether to stop an answer, as for `queue.stream`.
+      recorder: collects what the forwards feed.
 
     Raises:
       UserError: where the decoder cannot serve them together.
@@ -149,7 +149,7 @@ def stream(
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
-    """The decoder that the requests' settings name, with the least sizes that serve them.
+    """The decoder that the settings of the requests name, with the smallest sizes that serve them.
 
     Raises:
       UserError: where it cannot serve them together.

@@ -1,7 +1,7 @@
-"""Left to right: the plain autoregressive baseline, on the same transformer and the same rows.
+"""The autoregressive baseline, on the same transformer and the same rows as all other systems.
 
-Trained on the next token (causal attention, a mean over the response tokens of the batch); decoded one token a forward:
-the last token is fed, and the next is read from it.
+Trained by next-token prediction (causal attention, mean over the response tokens of the batch). Decoded left to right,
+one token a forward.
 
 Axes: B rows, T row length, N new tokens, V vocabulary.
 """
@@ -31,13 +31,13 @@ from refusion_jax.systems.likelihood import Feed, Text
 
 @dataclasses.dataclass(frozen=True)
 class NextToken:
-    """Every response token is predicted from the token before it."""
+    """Predicts every response token from the token before it."""
 
     coefficients: ClassVar[dict[str, float]] = {"ar": 1.0}
     pattern: ClassVar[Pattern] = CAUSAL
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """The rows as they are, each token labelled with the next one of its document; needs no noise."""
+        """The unchanged rows, each token labelled with the next one of its document; uses no noise."""
         del keys
         is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
         return Batch(
@@ -56,14 +56,14 @@ class NextToken:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(Continuation):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     last: Int32[Array, "B"]  # the last token, not in the cache yet
 
 
 @dataclasses.dataclass(frozen=True)
 class LeftToRight(Continuer):
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
@@ -71,7 +71,7 @@ class LeftToRight(Continuer):
         return 1
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows about to feed the last given token, to read the first new one from it."""
+        """The initial state, after a prefill of all given tokens but the last."""
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         return self.start(State, layout, keys, cache, last=last)
 
@@ -111,10 +111,10 @@ def reference(model: Transformer, request: Request) -> dict:
 
 
 def feed(text: Text) -> Feed:
-    """By which forward a text is scored: each token of the continuation is predicted from the one before it.
+    """The forward that scores a text: each token of the continuation is predicted from the one before it.
 
     Raises:
-      UserError: where there is no token before the first.
+      UserError: for an empty prompt.
     """
     if not len(text.prompt):
         raise UserError(f"{text.name}: a left-to-right model needs at least one token of prompt before what it scores")

@@ -25,7 +25,7 @@ Decoded block by block: a forward over the block reveals, in the first sub-block
 p > `threshold`, at least the surest; when no mask is left, one more forward over the finished block commits its keys
 and values, and its last token gives the next block's first.
 
-From a description of the paper and the authors' code, neither of which was read for this file: masks and complementary
+Based on a description of the paper and the authors' code, without having read either: masks and complementary
 copies, shift and mean, order of decoding. The authors put both copies beside a clean text each; here they share one:
 the same loss for 3 T tokens instead of 4 T. They pad every example with masks to whole blocks, from which a model
 learns where texts end; here rows are packed, so a noisy block is that of the document of its first token, and behind
@@ -91,7 +91,7 @@ class ComplementaryMasks:
 
     @property
     def pattern(self) -> ComplementaryBlocks:
-        """Drawn in the docstring of the module."""
+        """Shown in the docstring of the module."""
         return ComplementaryBlocks(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -164,7 +164,7 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(Continuation):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     text: Int32[Array, "B _"]  # C + K; masks where nothing is revealed
     end: Int32[Array, "B"]  # tokens that it may have; where an EOS is revealed it ends
@@ -172,14 +172,14 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True)
 class BlockByBlock(Continuer):
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
     row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests, with a prefill of whole blocks; see `Continuer`."""
+        """The smallest sizes that serve all of these requests, with a prefill of whole blocks; see `Continuer`."""
         own, K = super().for_requests(requests, model), cls.width_for(requests)
         chunk = -(-own.chunk // K) * K
         return dataclasses.replace(own, chunk=chunk, cache_length=max(own.cache_length, chunk + K))

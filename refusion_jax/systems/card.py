@@ -160,7 +160,7 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(Continuation):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     text: Int32[Array, "B _"]  # 1 + N + K: the last given token, then new ones; masks where nothing is revealed
     start: Int32[Array, "B"]  # new tokens in front of the block
@@ -170,7 +170,7 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True)
 class CausalBlocks(Continuer):
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[PassSettings]] = PassSettings
     row_settings: ClassVar[type[RowSettings]] = RowSettings

@@ -1,19 +1,19 @@
-"""Convolutional decoding (Seo et al., arXiv 2509.15188): masks near what is written come first, without blocks.
+"""Convolutional decoding (Seo et al., arXiv 2509.15188): prefers masks near known tokens, without blocks.
 
-Decoded: the whole text goes through the model in every forward. A mask's confidence is the probability of its token
-times tanh(c * r), with r the number of tokens within (k - 1) / 2 places of it that are given or committed; a step
-commits the n masks that are most confident so. With k = 5 (an even k counts as k + 1), in a text of two given tokens:
+Decoding: every forward runs over the whole text. The confidence of a mask is the probability of its token times
+tanh(c * r), where r counts the given and committed tokens within (k - 1) / 2 places; a step commits the n most
+confident masks. With k = 5 (an even k counts as k + 1), in a text of two given tokens:
 
     text       p q M M c M          the mask is a matrix of ones:
     r              3 2   1          every token sees its whole document, as the model was trained
 
-Serves models that others train; `shift` says whether they read the token at j from the logits at j - 1 (checkpoints of
-ours say it themselves).
+It decodes models that other systems train. `shift` tells whether these read the token at j from the logits at j - 1;
+our checkpoints store that.
 
-From the paper and the authors' code: tanh, window, c = 1, k = 512, the number of commits of a step (the masks over the
-steps, the first steps one more). The paper also scales all confidences of a step by one common factor; that changes no
-order, and is left out. Chosen here: a row ends where all places up to an EOS are committed; mask and padding are never
-chosen. Short answers need a smaller window than 512: one that holds the whole text leaves the order as it was.
+From the paper and the authors' code: tanh, window, c = 1, k = 512, the number of commits of a step (masks over steps,
+one more in the first steps). The paper's common factor on all confidences of a step does not change their order and is
+left out. Our choices: a row ends once all places up to an EOS are committed; mask and padding are never chosen. Short
+answers need a smaller window than 512, as one that holds the whole text does not change the order either.
 
 Axes: B rows, C text length, N tokens to decode, V vocabulary.
 """
@@ -41,7 +41,7 @@ from refusion_jax.systems.interface import System
 
 @dataclasses.dataclass(frozen=True)
 class ConvSettings(shared.Settings):
-    """How to decode a masked diffusion model near what is written."""
+    """How to decode a masked diffusion model with a preference for masks near known tokens."""
 
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
     conv_window: int = setting(
@@ -67,19 +67,19 @@ class RowSettings(shared.RowSettings):
 
 @dataclasses.dataclass(frozen=True)
 class Convolve:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
     cache_length: ClassVar[int] = 0
 
     ids: shared.TokenIds
     width: int  # C, tokens of the longest text
-    new_tokens: int  # N, of a row, at most
+    new_tokens: int  # N, at most, in a row
     shifted: bool
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+        """The smallest sizes that serve all of these requests.
 
         Raises:
           UserError: where a request begins with a gap, and the model cannot write a first token.
@@ -91,15 +91,15 @@ class Convolve:
         return cls(ids, text_capacity(requests), most_new_tokens(requests), shifted)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places between and behind them, and settings of some requests."""
+        """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
     def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
-        """Rows of which nothing is written; there is no prefill."""
+        """The initial state; there is no prefill."""
         return MaskedText.start(layout, keys, self.ids, self.new_tokens)
 
     def step(self, model: Transformer, s: MaskedText) -> MaskedText:
-        """One forward over the whole text; each row commits the masks that are most confident where they stand."""
+        """One forward over the whole text, which commits the most confident masks."""
         own, size = s.layout.settings, s.layout.places.count
         w = canvas.window(s, self.ids, self.new_tokens, jnp.zeros_like(size), size)
         logits = canvas.denoise(model, s, w.position, self.shifted)
@@ -114,7 +114,7 @@ class Convolve:
 def known_nearby(
     is_known: Bool[Array, "B C"], position: Int32[Array, "B N"], reach: Int32[Array, "B"]
 ) -> Int32[Array, "B N"]:
-    """Known tokens of a text at most `reach` places from each position."""
+    """Number of known tokens at most `reach` places from each position."""
     C = is_known.shape[1]
     up_to = jnp.pad(jnp.cumsum(is_known, axis=1), ((0, 0), (1, 0)))  # [B, C + 1], known before each index
     ends = jnp.minimum(position + reach[:, None] + 1, C), jnp.maximum(position - reach[:, None], 0)

@@ -175,7 +175,7 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(MaskedText):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     cache: kv.Cache  # of the prompt and the leading blocks without masks
     opened: Int32[Array, "B"]  # blocks so far
@@ -183,22 +183,22 @@ class State(MaskedText):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
 
     ids: shared.TokenIds
     width: int  # F; a prefill, of all that is given, may be wider
     cache_length: int  # C + F
-    new_tokens: int  # N, of a row, at most
+    new_tokens: int  # N, at most, in a row
     block_length: int  # K
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+        """The smallest sizes that serve all of these requests.
 
         Raises:
-          UserError: for templates, which need what a block-causal model does not see.
+          UserError: for templates, as a block-causal model does not see the text behind a gap.
         """
         check_no_templates(requests)
         own, N = requests[0].settings, most_new_tokens(requests)
@@ -217,7 +217,7 @@ class Pipeline:
         return self.cache_length
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them, and settings of some requests."""
+        """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:

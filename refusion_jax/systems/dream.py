@@ -1,24 +1,25 @@
 """Dream (Ye et al., "Dream 7B: Diffusion Large Language Models", arXiv 2508.15487): shifted masked diffusion.
 
-Trained: noise as in masked diffusion, p = (1 - eps) t + eps per document, but a masked token is read from the logits at
-the token *before* it, as an autoregressive model has it. Every masked token n is weighted by the context left to it
-(CART): w_n = 1/2 * sum over clean tokens i of its document, prompt included, of q (1 - q)^(|n - i| - 1); q is `cart_p`.
+Training: noise as in masked diffusion, p = (1 - eps) t + eps per document, but a masked token is predicted by the
+logits at the token *before* it, as in an autoregressive model. Every masked token n is weighted by the clean context
+around it (CART): w_n = 1/2 * sum over the clean tokens i of its document, with the prompt, of q (1 - q)^(|n - i| - 1),
+where q is `cart_p`.
 
     text       p q a b c d          the mask is a matrix of ones:
     inputs     p q a M c M          every token sees its whole document
     labels     . . b . d .          at the token before: shifted
     weight     . . w . v .          q = 0.5:  w = (1 + 1/2 + 1/4 + 1) / 4,  v = (1 + 1/4 + 1/8 + 1/16) / 4
 
-Normalized by the number of masked tokens in the batch, as the authors' code is.
+The loss is normalized by the number of masked tokens in the batch, as in the authors' code.
 
-Decoded: the whole text goes through the model in every forward. From time t to s, of n masks the floor of n (1 - s / t)
-are committed that the model is surest of: by the negative entropy of its prediction, by the margin between the two most
-probable tokens, or by the probability of the chosen one (MaskGIT).
+Decoding: every forward runs over the whole text. Going from time t to s, it commits floor(n (1 - s / t)) of the n
+masks, those with the highest confidence: the negative entropy of the prediction, the margin between the two most
+probable tokens, or the probability of the chosen one (MaskGIT).
 
-From the paper and the authors' code: shift, CART, normalization, times, the three rules. Chosen here: the first token
-of a document is never masked, as nothing stands before it; steps that would commit nothing are left out, as the next
-forward would see the same text; a row ends where all places up to an EOS are committed; a rule looks at the model's own
-prediction, without temperature, top_k and top_p; mask and padding are never chosen.
+From the paper and the authors' code: shift, CART, normalization, times, the three rules. Our choices: the first token
+of a document is never masked, as there is no token before it; steps that would commit nothing are skipped, as the next
+forward would see the same text; a row ends once all places up to an EOS are committed; confidences are those of the
+model without temperature, top_k and top_p; mask and padding are never chosen.
 
 Axes: B rows, T row length, N tokens to decode, S steps, V vocabulary.
 """
@@ -68,7 +69,7 @@ class ShiftedDiffusion:
     cart_p: float
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens with a probability of each document's own; labels stand one place earlier."""
+        """Masks response tokens, with one probability per document; labels are shifted by one place."""
         rows, source = pad_answers(rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
         is_masked, p = draw_masks(rows, source, keys, self.eps)
@@ -108,7 +109,7 @@ def cart_weights(is_clean: Bool[Array, "B T"], segment_ids: Int32[Array, "B T"],
 
 
 def schedule(masks: int, steps: int) -> list[int]:
-    """What each step commits of so many masks; steps that commit nothing are left out."""
+    """The number of commits of each step, for so many masks; steps without commits are left out."""
     times, left, counts = [1 - i / steps * (1 - LAST_TIME) for i in range(steps + 1)], masks, []
     for i in range(steps):
         counts.append(left if i == steps - 1 else int(left * (1 - times[i + 1] / times[i])))
@@ -136,7 +137,7 @@ class DreamSettings(Settings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Requests on their way to the device, with what each of their forwards commits."""
+    """Requests as arrays, with the number of commits of each forward."""
 
     text: Layout
     counts: Int32[ArrayLike, "R S"]
@@ -145,27 +146,27 @@ class Planned:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(MaskedText):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
-    counts: Int32[Array, "B S"]  # what each forward commits
+    counts: Int32[Array, "B S"]  # number of commits of each forward
 
 
 @dataclasses.dataclass(frozen=True)
 class Denoise:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[Settings]] = DreamSettings
     cache_length: ClassVar[int] = 0
 
     ids: TokenIds
     width: int  # C, tokens of the longest text
-    new_tokens: int  # N, of a row, at most
-    steps: int  # S, of a row, at most
+    new_tokens: int  # N, at most, in a row
+    steps: int  # S, at most, in a row
     confidence: str
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+        """The smallest sizes that serve all of these requests.
 
         Raises:
           UserError: where a request begins with a gap.
@@ -180,7 +181,7 @@ class Denoise:
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Planned:
-        """Given tokens, the places between and behind them, settings and schedules of some requests."""
+        """Given tokens, places to decode, settings and schedules of some requests."""
         counts = np.zeros((len(requests), self.steps), np.int32)
         for row, request in enumerate(requests):
             own = _counts(request)
@@ -188,11 +189,11 @@ class Denoise:
         return Planned(Layout.of(requests, self.width, self.new_tokens), counts)
 
     def init(self, _: Transformer, layout: Planned, keys: Key[Array, "B"]) -> State:
-        """Rows of which nothing is written; there is no prefill."""
+        """The initial state; there is no prefill."""
         return State.start(layout.text, keys, self.ids, self.new_tokens, counts=layout.counts)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward over the whole text; each row commits the masks it is surest of, as many as its schedule says."""
+        """One forward over the whole text, which commits the most confident masks by each row's schedule."""
         zeros = jnp.zeros_like(s.forwards)
         w = canvas.window(s, self.ids, self.new_tokens, zeros, s.layout.places.count)
         logits = canvas.denoise(model, s, w.position, shifted=True)
@@ -204,7 +205,7 @@ class Denoise:
     def _confidence(
         self, real: Float32[Array, "B N V"], choosable: Float32[Array, "B N V"], chosen: Int32[Array, "B N"]
     ) -> Float32[Array, "B N"]:
-        """How sure each choice is, by the rule of the settings."""
+        """The confidence of each choice, by the rule of the settings."""
         if self.confidence == "maskgit":
             return probability(real, chosen)
         log_p = real - jax.nn.logsumexp(real, axis=-1, keepdims=True)

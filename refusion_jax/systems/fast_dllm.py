@@ -89,7 +89,7 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(MaskedText):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     block: Int32[Array, "B"]
     is_fresh: Bool[Array, "B"]  # the next forward of the row is over its whole text
@@ -98,22 +98,22 @@ class State(MaskedText):
 
 @dataclasses.dataclass(frozen=True)
 class BlockCache:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[FastSettings]] = FastSettings
 
     ids: shared.TokenIds
     width: int  # C, tokens of the longest text
     cache_length: int  # C, or 0 where nothing is kept
-    new_tokens: int  # N, of a row, at most
-    block_length: int  # K, of a block, at most
+    new_tokens: int  # N, at most, in a row
+    block_length: int  # K, at most, in a block
     reuse: str
     rule: str
     shifted: bool
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests.
+        """The smallest sizes that serve all of these requests.
 
         Raises:
           UserError: for templates, as what is fed must stand side by side.
@@ -132,7 +132,7 @@ class BlockCache:
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places behind them, and settings of some requests."""
+        """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
@@ -149,7 +149,7 @@ class BlockCache:
         return tuple(Shape(width, width, tiles) for width in (self.width, behind))
 
     def fed(self, model: Transformer, s: State) -> Fed:
-        """What the forward that a state is about to take feeds."""
+        """What the next forward of a state feeds."""
         behind = self._window(s)[3]
         is_whole = jnp.any(s.active & s.is_fresh)
         tokens = jnp.where(is_whole, s.length * s.is_fresh, behind * ~s.is_fresh) * s.active

@@ -22,7 +22,7 @@ one is drawn anew from max(0, p - q), and the next forward starts with this toke
 the last of them gives one more token, and the masks behind it N - 1 new drafts. So the text is distributed as the
 clean tokens' p: greedy, it is what `ar` would decode from the same weights, token by token.
 
-From a description of the paper and the authors' code, neither of which was read for this file: layout, shift, weights,
+Based on a description of the paper and the authors' code, without having read either: layout, shift, weights,
 the rule of acceptance. Chosen here: p and q are both narrowed by top_k and top_p, which keeps the text exactly that of
 p; blocks are counted in the row, so that a document's first one may be short; the weight of the clean half is constant,
 where the authors can also balance both halves.
@@ -76,7 +76,7 @@ class AllMasked:
 
     @property
     def pattern(self) -> CausalStreams:
-        """Drawn in the docstring of the module."""
+        """Shown in the docstring of the module."""
         return CausalStreams(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -133,7 +133,7 @@ class StrideSettings(shared.Settings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(Continuation):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
     drafts: Int32[Array, "B M"]  # M = N - 1, behind it
@@ -143,7 +143,7 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True)
 class DraftAndCheck(Continuer):
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
 

@@ -1,7 +1,7 @@
-"""What a system is made of: an objective that trains it, and decoders. Three small protocols; nothing else is asked.
+"""The interface of a system: an objective that trains it, and decoders.
 
-Whoever trains, plans, inspects or decodes asks the system, and never its name: see systems/README.md for how one is
-added.
+Code that trains, plans, inspects or decodes uses this interface and never tests for the name of a system. See
+systems/README.md for how to add one.
 
 Axes: B rows, T row length.
 """
@@ -26,40 +26,40 @@ __all__ = ["Claim", "Decoder", "Objective", "System", "train_flops_per_row"]
 
 
 class Objective(Protocol):
-    """How rows of text become a batch to train on: a frozen dataclass."""
+    """How rows of text become a training batch: a frozen dataclass."""
 
-    coefficients: Mapping[str, float]  # of each term of the loss in the total
-    pattern: Pattern  # who sees whom; where that is drawn at random, a bound of it, by which FLOPs are counted
+    coefficients: Mapping[str, float]  # weight of each loss term in the total
+    pattern: Pattern  # who attends to whom; an upper bound where that is random. FLOPs are counted by it
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """The batch of some rows; runs inside `jit`.
+        """Corrupts rows into a batch; runs inside `jit`.
 
         Args:
-          rows: packed rows; the global batch, so that normalizers are counted over all of it.
-          keys: one a row: a row's noise depends on nothing else.
+          rows: packed rows of the global batch, so that normalizers cover all of it.
+          keys: one a row; a row's noise depends on nothing else.
         """
         ...
 
     def input_length(self, row_length: int) -> int:
-        """Tokens of a row as the model sees it, for rows of T tokens."""
+        """Tokens that the model is fed for a row of T tokens."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says of its system beside another one, trained alike: `bench headline` prints whether it holds."""
+    """A claim of a paper about its system against another one; `bench headline` prints whether it holds."""
 
-    rival: str  # name of the other system, measured by its own decoder
-    accuracy: float  # at least so many times the rival's
-    speed: float  # tokens a second, one prompt at a time, at least so many times the rival's
+    rival: str  # name of the other system, which is measured with its own decoder
+    accuracy: float  # as a multiple of the rival's, at least
+    speed: float  # tokens a second with one prompt at a time, as a multiple of the rival's, at least
 
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """A way to train and to decode, under one name.
+    """A training objective and its decoders, under one name.
 
-    `objective` is called with mask_id and the system's own config keys as keyword arguments, and None where the system
-    decodes models that others train. `keys` are the config keys under `section`.
+    `objective` is called with mask_id and the system's own config keys as keyword arguments. It is None for systems
+    that only decode models of others. `keys` are the config keys under `section`.
     """
 
     name: str
@@ -68,23 +68,23 @@ class System:
     references: Mapping[
         str, Callable[[Transformer, Request], dict]
     ]  # each decoder in plain Python, see decoding/plain.py
-    section: str = ""  # of the config, where the keys are
+    section: str = ""  # of the config, with the keys
     keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
-    check: Callable[[Any], None] = lambda section: None  # raises SettingError where values do not fit together
-    decodes: tuple[str, ...] = ()  # names of the systems whose models its decoders serve, too
-    feed: Callable[[Text], Feed] | None = None  # by which forward a text is scored, if its likelihood is known
-    needs_prompt: bool = False  # the first token of a text is read from the one before it, which must be there
-    is_bound: bool = False  # the feed is drawn at random, and the mean over draws bounds log p from below
-    block_key: str = ""  # its config key that says how many tokens its models denoise together; decoders go by that
+    check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together
+    decodes: tuple[str, ...] = ()  # names of other systems whose models its decoders serve
+    feed: Callable[[Text], Feed] | None = None  # the forward that scores a text, if the likelihood is known
+    needs_prompt: bool = False  # whether the first token can only be predicted from one before it
+    is_bound: bool = False  # whether the feed is random, and its mean a lower bound of log p
+    block_key: str = ""  # its config key for the number of tokens that are denoised together
     shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     claims: tuple[Claim, ...] = ()
     studies: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
         default_factory=dict
     )  # by title: more settings to compare; called with the arguments of `Settings.operating_points`
-    is_default: bool = False  # what is trained unless the config says otherwise; one system alone
+    is_default: bool = False  # whether it is trained by default; true for one system
 
 
 def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int) -> float:
-    """FLOPs of forward and backward of one row of T tokens, as `train_flops_per_token` counts them."""
+    """FLOPs of forward and backward on one row of T tokens, counted as by `train_flops_per_token`."""
     length = objective.input_length(row_length)
     return length * train_flops_per_token(model, objective.pattern.keys_seen(length))

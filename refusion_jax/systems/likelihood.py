@@ -1,4 +1,4 @@
-"""What a system gives to be scored by: for each text, the tokens of one forward, who sees whom, and what they predict.
+"""How a system scores a text: the tokens of one forward, who attends to whom, and the labels they predict.
 
 Axis: N tokens of a feed.
 """
@@ -16,10 +16,10 @@ class Feed:
 
     tokens: Int32[np.ndarray, "N"]
     positions: Int32[np.ndarray, "N"]  # in the text
-    rank: Int32[np.ndarray, "N"]  # as in batch/visibility.py; the text is a segment of its own
+    rank: Int32[np.ndarray, "N"]  # as in batch/visibility.py; every text is its own segment
     group: Int32[np.ndarray, "N"]
     labels: Int32[np.ndarray, "N"]
-    weights: Float32[np.ndarray, "N"]  # 0 where there is no label
+    weights: Float32[np.ndarray, "N"]  # 0 without a label
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -27,12 +27,12 @@ class Feed:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What is to be scored, and how."""
+    """A text to score."""
 
     prompt: Int[np.ndarray, "P"]  # may be empty
-    continuation: Int[np.ndarray, "R"]  # one token at least
-    slot_size: int  # for systems that have slots, and this order of theirs
+    continuation: Int[np.ndarray, "R"]  # at least one token
+    slot_size: int  # for systems with slots, as is `order`
     order: str | Sequence[int]  # "left_to_right" | "random" | slots by their number in the text
     mask_id: int
-    draw: tuple[int, ...]  # all random draws are a function of this
-    name: str  # for messages
+    draw: tuple[int, ...]  # random draws are a function of this
+    name: str  # in error messages

@@ -1,19 +1,19 @@
 """LLaDA (Nie et al., "Large Language Diffusion Models", arXiv 2502.09992): masked diffusion, bidirectional, no cache.
 
-Trained: t ~ U(0, 1) is drawn per document, p = (1 - eps) t + eps; each response token is masked with probability p,
-prompts never are; the loss is the cross-entropy of the masked tokens themselves (not shifted), weighted by 1 / p.
+Training: per document t ~ U(0, 1) and p = (1 - eps) t + eps. Each response token is masked with probability p, prompt
+tokens never. The loss is the cross-entropy of the masked tokens themselves (not shifted), weighted by 1 / p.
 
     text       p q a b c d          the mask is a matrix of ones:
     inputs     p q a M c M          every token sees its whole document
     labels     . . . b . d
 
-Decoded: the whole text goes through the model in every forward. The answer is cut into blocks, finished one after the
-other; a block of n masks takes a fixed number of steps, each of which commits the most confident n / steps of them. A
-temperature adds Gumbel noise to the logits; confidence is the model's own, without noise. With `merge` few of the masks
-behind the block are fed (decoding/merging.py).
+Decoding: every forward runs over the whole text. The answer is cut into blocks that are decoded one after the other. A
+block of n masks takes a fixed number of steps, each of which commits the n / steps most confident ones. A temperature
+adds Gumbel noise to the logits, but not to the confidences. With `merge` only some of the masks behind the block are
+fed (decoding/merging.py).
 
-From the paper and the authors' code: schedule, order of commitment, 1 / p. Chosen here: as documents are packed, t and
-normalization are per document; a row stops behind the block in which an EOS was committed.
+From the paper and the authors' code: schedule, order of commitment, 1 / p. Our choices: t and the normalization
+are per document, as documents are packed; a row stops after the block in which an EOS was committed.
 
 Axes: B rows, T row length, C text length, N tokens to decode, K block length, V vocabulary.
 """
@@ -60,7 +60,7 @@ class MaskedDiffusion:
     padding: float
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens with a probability of each document's own."""
+        """Masks response tokens, with one probability per document."""
         rows, source = pad_answers(rows, keys, self.padding)
         is_masked, p = draw_masks(rows, source, keys, self.eps)
         response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
@@ -114,7 +114,7 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(canvas.MaskedText):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     block: Int32[Array, "B"]
     block_step: Int32[Array, "B"]  # forwards taken in this block
@@ -122,20 +122,20 @@ class State(canvas.MaskedText):
 
 @dataclasses.dataclass(frozen=True)
 class Denoise:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
     cache_length: ClassVar[int] = 0
 
     ids: shared.TokenIds
     width: int  # C, tokens of the longest text
-    new_tokens: int  # N, of a row, at most
-    block_length: int  # K, of a block, at most
+    new_tokens: int  # N, at most, in a row
+    block_length: int  # K, at most, in a block
     merge: int
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests."""
+        """The smallest sizes that serve all of these requests."""
         N = most_new_tokens(requests)
         return cls(
             ids=shared.TokenIds.of(requests[0].settings, model),
@@ -146,16 +146,16 @@ class Denoise:
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, the places between and behind them, and settings of some requests."""
+        """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
     def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows of which nothing is written; there is no prefill."""
+        """The initial state; there is no prefill."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
         return State.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward over the whole text; each row commits the most confident masks of its block."""
+        """One forward over the whole text, which commits the most confident masks of each row's block."""
         own, count = s.layout.settings, s.layout.places.count
         length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
         blocks = jnp.maximum(-(-count // length), 1)
@@ -204,10 +204,10 @@ def reference(model: Transformer, request: Request) -> dict:
 
 
 def feed(text: Text) -> Feed:
-    """By which forward a text is scored: one draw of the bound (LLaDA, eq. 6 and its appendix).
+    """The forward that scores a text: one draw of a lower bound of log p (LLaDA, eq. 6 and its appendix).
 
-    l of the R tokens of the continuation are masked, l ~ U{1 .. R}; the mean over draws of R / l times the sum of their
-    log-probabilities is at most log p.
+    Of the R tokens of the continuation l ~ U{1 .. R} are masked. The bound is the mean over draws of R / l times the
+    sum of their log-probabilities.
     """
     P, R = len(text.prompt), len(text.continuation)
     random = np.random.default_rng(text.draw)

@@ -14,7 +14,7 @@ the same text, which is fed twice: the framework compares a token with one label
     inputs     p q M M c M M   p q M M c M M                     . 1
     labels     . . a b . d e   . . a b . a b
 
-From a description of the paper and the authors' code, neither of which was read for this file: the loss and its
+Based on a description of the paper and the authors' code, without having read either: the loss and its
 constants. Chosen here: what is repeated, of which only "a repeated phrase" is known; no padding behind answers, as the
 base has learnt where they end; documents of which nothing is masked count for nothing.
 

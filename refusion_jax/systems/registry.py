@@ -1,7 +1,7 @@
-"""name -> System. A module or package in this folder that has a SYSTEM is found by being there.
+"""Finds systems by name: every module or package in this folder with a SYSTEM is one.
 
-Systems of other packages are found by their entry points in the group `refusion_jax.systems`, or registered by
-`register`, as a config file may do before it calls `default_config`.
+Other packages add systems by entry points in the group `refusion_jax.systems`, or by `register`, which a config file
+may call before `default_config`.
 """
 
 import functools
@@ -20,10 +20,10 @@ _registered: dict[str, System] = {}
 
 
 def register(system: System) -> System:
-    """Makes a system known by its name.
+    """Registers a system by its name.
 
     Raises:
-      UserError: where another system has the name, or one of its decoders', or its section of the config.
+      UserError: where another system has its name, the name of one of its decoders, or its section of the config.
     """
     for other in systems().values():
         if other is system:
@@ -37,12 +37,12 @@ def register(system: System) -> System:
 
 
 def unregister(name: str) -> None:
-    """Forgets a system that was registered."""
+    """Removes a system that was registered."""
     _registered.pop(name)
 
 
 def systems() -> dict[str, System]:
-    """All systems by name: those of this folder first, then those of entry points, then the registered ones."""
+    """All systems by name: those of this folder, then those of entry points, then registered ones."""
     return _found() | _registered
 
 
@@ -55,7 +55,7 @@ def _found() -> dict[str, System]:
 
 
 def default_system() -> System:
-    """The system that is trained and decoded unless something else is asked for."""
+    """The system that is trained and decoded by default."""
     return next(system for system in systems().values() if system.is_default)
 
 
@@ -65,10 +65,10 @@ def trainable() -> list[str]:
 
 
 def find_system(name: str) -> System:
-    """The system of this name.
+    """The trainable system of this name.
 
     Raises:
-      SettingError: where there is none that can be trained.
+      SettingError: where there is none.
     """
     if name not in trainable():
         raise SettingError("config", "objective", name, f"unknown; known: {', '.join(trainable())}")
@@ -103,14 +103,14 @@ def system_of(method: str) -> System:
 
 
 def decoders_for(objective: str) -> list[str]:
-    """Names of the decoders that serve models trained by a system, its default first; last those that need others."""
+    """Names of the decoders for models of a system: its default first, those that need further models last."""
     own = systems()[objective].decoders if objective in systems() else {}
     others = {n: d for system in systems().values() if objective in system.decodes for n, d in system.decoders.items()}
     return [*own, *sorted(others, key=lambda name: len(others[name].settings.companions))]
 
 
 def loss_terms() -> list[str]:
-    """Names of the terms of all systems' losses."""
+    """Names of the loss terms of all systems."""
     terms = {}
     for system in systems().values():
         if system.objective:

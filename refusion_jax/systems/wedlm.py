@@ -70,7 +70,7 @@ class ReorderedBlocks:
 
     @property
     def pattern(self) -> CausalStreams:
-        """Drawn in the docstring of the module."""
+        """Shown in the docstring of the module."""
         return CausalStreams(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -145,7 +145,7 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State(Continuation):
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     text: Int32[Array, "B _"]  # N + F, from the first new token on; masks where nothing is filled
     start: Int32[Array, "B"]  # leading tokens of it that are in the cache
@@ -154,7 +154,7 @@ class State(Continuation):
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Continuer):
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[WindowSettings]] = WindowSettings
     row_settings: ClassVar[type[RowSettings]] = RowSettings

@@ -68,7 +68,7 @@ _LEAST_PORTION = 16  # places whose logits are computed at once: fewer cost as m
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Requests on their way to the device."""
+    """Requests as arrays."""
 
     given: Given
     canvas: Canvas
@@ -78,7 +78,7 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     cache: kv.Cache
     record: Record
@@ -94,24 +94,24 @@ class State:
 
     @property
     def active(self) -> Bool[Array, "B"]:
-        """Rows that are not done."""
+        """Rows that are not finished."""
         return self.work.phase != DONE
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanAndInfill:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[SlotSettings]] = SlotSettings
 
     ids: TokenIds
     slot_size: int  # K
-    slots: int  # of a row, at most
-    block_slots: int  # M, of a serial block, at most
+    slots: int  # at most, in a row
+    block_slots: int  # M, at most, in a serial block
     width: int  # W, tokens a row that one forward feeds, at most
     budget: int  # tokens that a forward of a shard may feed for the sake of speculation, where requests say how many
     cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
+    chunk: int  # given tokens a forward of the prefill
 
     @property
     def block(self) -> int:
@@ -120,7 +120,7 @@ class PlanAndInfill:
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests; the cache holds what a forward writes behind it, too."""
+        """The smallest sizes that serve all of these requests; the cache holds what a forward writes behind it, too."""
         K, block_slots = requests[0].settings.slot_size, max(map(slots_a_block, requests))
         return cls(
             ids=TokenIds.of(requests[0].settings, model),
@@ -162,15 +162,15 @@ class PlanAndInfill:
         )
 
     def step(self, model: Transformer, state: State) -> State:
-        """One forward, and what each row makes of it."""
+        """One forward of the whole batch, and each row's next state."""
         return step(model, state, self)
 
     def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
-        """The forwards that are compiled for a batch of so many rows."""
+        """The forwards that are compiled for a batch of this many rows."""
         return Sizes.of(model, rows, self).shapes
 
     def fed(self, model: Transformer, state: State) -> Fed:
-        """What the forward that a state is about to take feeds."""
+        """What the next forward of a state feeds."""
         sizes, here = Sizes.of(model, len(state.block), self), block_of(state.canvas, state.block, self.block_slots)
         plan, shape = plan_feed(state, here, sizes, self)
         feed = pack_feed(plan, here, state.work.drafts, state.work.drafts, self.width, self.ids.mask_id)
@@ -197,7 +197,7 @@ class Sizes:
 
 
 def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
-    """One forward, and what each row makes of it."""
+    """One forward of the whole batch, and each row's next state."""
     sizes = Sizes.of(model, len(s.block), decoder)
     here = block_of(s.canvas, s.block, decoder.block_slots)
     plan, shape = plan_feed(s, here, sizes, decoder)

@@ -61,7 +61,7 @@ def read_tokens(
       hidden: of the forward.
       feed: says which places those are.
       draws: of each row.
-      ids: what the special tokens are.
+      ids: of the special tokens.
       portion: C.
       shards: S.
     """

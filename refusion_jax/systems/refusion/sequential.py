@@ -27,7 +27,7 @@ from refusion_jax.systems.refusion.decoder import Layout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """All that the loop carries."""
+    """The state of the decoding loop."""
 
     cache: kv.Cache
     record: Record
@@ -48,20 +48,20 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Sequential:
-    """The decoder, with the sizes that are compiled in."""
+    """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[SequentialSettings]] = SequentialSettings
     width: ClassVar[int] = 2  # the last token, and a mask token
 
     ids: TokenIds
     slot_size: int  # K
-    slots: int  # of a row, at most
+    slots: int  # at most, in a row
     cache_length: int
-    chunk: int  # given tokens that one forward of the prefill takes
+    chunk: int  # given tokens a forward of the prefill
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The least sizes that serve all of these requests."""
+        """The smallest sizes that serve all of these requests."""
         return cls(
             ids=TokenIds.of(requests[0].settings, model),
             slot_size=requests[0].settings.slot_size,
