@@ -1,10 +1,10 @@
 """Block diffusion as in Fast-dLLM v2 (arXiv 2509.26328): blocks of masks one after the other, on a cache of clean ones.
 
-Trained on [x_t; x_t'; x_0]: t ~ U(0, 1) per block, p = (1 - eps) t + eps; each response token is masked in x_t with
-probability p, and in x_t', the complementary copy, just where it is not in x_t. A noisy block sees itself, in both
-directions, and the clean text of earlier blocks; a clean block itself and the earlier ones. A masked token is predicted
-at the one before it (shifted) in its own copy; the loss is the mean over the masked tokens of both copies. A text
-a b c d in blocks of two, of which b and c are masked in x_t:
+Training on [x_t; x_t'; x_0]: per block t ~ U(0, 1) and p = (1 - eps) t + eps. Each response token is masked in x_t with
+probability p, and in x_t', the complementary copy, exactly where it is not masked in x_t. A noisy block attends to
+itself, in both directions, and to the clean text of earlier blocks; a clean block to itself and to earlier clean ones.
+A masked token is predicted at the token before it (shifted) in its own copy; the loss is the mean over the masked
+tokens of both copies. Example: a b c d in blocks of two, with b and c masked in x_t:
 
                      a M M d M b c M a b c d
     inputs    a      1 1 . . . . . . . . . .
@@ -21,17 +21,17 @@ a b c d in blocks of two, of which b and c are masked in x_t:
               d      . . . . . . . . 1 1 1 1
     labels    b c . . . . d . . . . .          (and a at the token before it, if there is one)
 
-Decoded block by block: a forward over the block reveals, in the first sub-block that has masks, all tokens with
-p > `threshold`, at least the surest; when no mask is left, one more forward over the finished block commits its keys
-and values, and its last token gives the next block's first.
+Decoding, block by block: a forward over the block reveals all tokens with p > `threshold`, and at least the most
+probable one, in the first sub-block that has masks. When no mask is left, one more forward over the finished block
+commits its keys and values, and its last token predicts the first token of the next block.
 
 Based on a description of the paper and the authors' code, without having read either: masks and complementary
-copies, shift and mean, order of decoding. The authors put both copies beside a clean text each; here they share one:
-the same loss for 3 T tokens instead of 4 T. They pad every example with masks to whole blocks, from which a model
-learns where texts end; here rows are packed, so a noisy block is that of the document of its first token, and behind
-that document's end it holds masks without labels in place of the next one, whose labels there are lost. Their cache
-inside a block, an approximation that is off by default, is left out. Places behind an EOS that was revealed are not
-decoded, and fed as masks, as in training.
+copies, shift and mean, order of decoding. The authors give each copy a clean text of its own; here both share one,
+which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole blocks, by which a
+model learns where texts end. Here rows are packed: a noisy block belongs to the document of its first token; behind the
+end of that document it holds masks without labels in place of the next document, whose labels in this block are lost.
+Their approximate cache inside a block, off by default, is left out. Places behind a revealed EOS are not decoded, but
+fed as masks, as in training.
 
 Axes: B rows, T row length, C text length, K block size, V vocabulary.
 """
@@ -59,7 +59,7 @@ from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
-_BLOCK = 32  # the paper's
+_BLOCK = 32  # as in the paper
 
 KEYS = {
     "block_size": Setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096),
@@ -69,7 +69,7 @@ KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class ComplementaryBlocks(Pattern):
-    """[x_t; x_t'; x_0] in blocks of `size` places, as the docstring of the module draws it."""
+    """[x_t; x_t'; x_0] in blocks of `size` places, as shown in the docstring of the module."""
 
     size: int
 
@@ -81,7 +81,7 @@ class ComplementaryBlocks(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class ComplementaryMasks:
-    """Mean of CE over the masked tokens of both copies."""
+    """The mean of CE over the masked tokens of both copies."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
 
@@ -95,7 +95,7 @@ class ComplementaryMasks:
         return ComplementaryBlocks(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Both noisy copies and the clean text; each noisy block wholly its first document's."""
+        """Both noisy copies and the clean text; each noisy block belongs to the document of its first token."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         first = index - index % self.block_size  # of the block
@@ -108,7 +108,7 @@ class ComplementaryMasks:
         p, owner, start = (jnp.take_along_axis(x, first, axis=1) for x in (p, rows.segment_ids, positions))
         is_own = rows.segment_ids == owner
         masked = [rows.is_response & is_own & side for side in (u < p, u >= p)]
-        # Masked token n is labelled at n - 1, where that is of its document's text.
+        # Masked token n is labelled at n - 1, if that belongs to the same document.
         follows = (rows.segment_ids[:, 1:] == owner[:, :-1]) & is_own[:, :-1]
         has_label = [jnp.pad(m[:, 1:] & follows, ((0, 0), (0, 1))) for m in masked]
         clean = jnp.zeros_like(is_own)
@@ -123,7 +123,7 @@ class ComplementaryMasks:
         )
 
     def input_length(self, row_length: int) -> int:
-        """3 T: two noisy copies, and the text."""
+        """3 T: two noisy copies and the text."""
         return 3 * row_length
 
 
@@ -136,7 +136,7 @@ class BlockSettings(shared.Settings):
     """How to decode block by block."""
 
     block_size: int = setting(
-        0, f"Tokens that are denoised together; 0: as the model was trained, or {_BLOCK} where nobody says",
+        0, f"Tokens that are denoised together; 0: as the model was trained, or {_BLOCK} if unknown",
         scope="compiled", at_least=0, at_most=4096,
     )  # fmt: skip
     sub_block: int = setting(8, "Parts of a block, finished one after the other", at_least=1, at_most=4096)
@@ -148,7 +148,7 @@ class BlockSettings(shared.Settings):
         return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With the block size that the model was trained with."""
+        """With the block size of training as the default."""
         return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
 
 
@@ -167,7 +167,7 @@ class State(Continuation):
     """The state of the decoding loop."""
 
     text: Int32[Array, "B _"]  # C + K; masks where nothing is revealed
-    end: Int32[Array, "B"]  # tokens that it may have; where an EOS is revealed it ends
+    end: Int32[Array, "B"]  # maximal length of the text; where an EOS is revealed, it ends there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ class BlockByBlock(Continuer):
         return requests[0].settings.block_size
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows whose prompts are cached in whole blocks, but for the block that their last token is in."""
+        """The initial state: prompts are cached in whole blocks, except the block of the last given token."""
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
         is_given = row_index(given.tokens) < given.length[:, None]
@@ -204,12 +204,12 @@ class BlockByBlock(Continuer):
         )
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward over each row's block: reveals tokens, or commits them and reveals the first of the next."""
+        """One forward over each row's block: reveals tokens, or commits it and reveals the first token of the next."""
         B, K = len(s.end), self.width
         offset = jnp.arange(K)[None]
-        at = s.cache.length[:, None] + offset  # [B, K]; the token behind each is read at it
+        at = s.cache.length[:, None] + offset  # [B, K]; each predicts the token behind it
         index = row_index(s.text)
-        is_new = index >= s.places.position[:, :1]  # a prompt may hold mask tokens, too
+        is_new = index >= s.places.position[:, :1]  # a prompt may hold mask tokens as well
         is_mask = (s.text == self.ids.mask_id) & is_new & (index < s.end[:, None])
         fed = jnp.where(at < s.end[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((B, K, K), bool))
@@ -219,7 +219,7 @@ class BlockByBlock(Continuer):
         is_done = ~jnp.any(open_here, axis=1)
         part = offset // s.settings.sub_block[:, None]
         here = jnp.min(jnp.where(open_here, part, K), axis=1, keepdims=True)
-        behind = jnp.pad((open_here & (part == here))[:, 1:], ((0, 0), (0, 1)))  # as read: one place earlier
+        behind = jnp.pad((open_here & (part == here))[:, 1:], ((0, 0), (0, 1)))  # shifted: one place earlier
         readable = jnp.where(is_done[:, None], offset == K - 1, behind)
         keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, K)), (s.keys, s.settings))
         chosen = sample(choosable, readable, keys, at + 1, own)

@@ -1,10 +1,10 @@
-"""CARD (arXiv 2601.22031): masked diffusion that stays causal, in one stream, with a loss at every position.
+"""CARD (arXiv 2601.22031): masked diffusion with causal attention, one stream, and a loss at every position.
 
-Trained on rows of which the ends of the responses are noisy: t ~ U(0, 1) per document, N = max(1, floor(L t)) of its L
-response tokens are masked, uniformly among the last min(L, floor(lambda N)) of them (soft tail). Every response token,
-masked or not, is predicted at the token before it (shifted), causally; its cross-entropy is weighted by
-w_n = 1 / (beta + S_n), summed and divided by the response tokens of the batch. S_n counts the masks in its context,
-nearer ones more: C_i = 1[i is masked] (1 + 1[i - 1 is masked]), S_n = C_n + (1 - p) S_{n-1}, from 0 in each document.
+Training on rows whose responses end in noise: per document t ~ U(0, 1), and N = max(1, floor(L t)) of its L response
+tokens are masked, uniformly among the last min(L, floor(lambda N)) of them (soft tail). Every response token, masked or
+not, is predicted causally at the token before it (shifted). Its cross-entropy is weighted by w_n = 1 / (beta + S_n);
+the sum is divided by the response tokens of the batch. S_n counts the masks in its context, with more weight on near
+ones: C_i = 1[i is masked] (1 + 1[i - 1 is masked]), S_n = C_n + (1 - p) S_{n-1}, starting at 0 in each document.
 
     text       p q a b c d          the mask is causal      1 . . . . .
     inputs     p q a M c M                                  1 1 . . . .
@@ -13,14 +13,14 @@ nearer ones more: C_i = 1[i is masked] (1 + 1[i - 1 is masked]), S_n = C_n + (1 
                                                             1 1 1 1 1 .
                                                             1 1 1 1 1 1
 
-Decoded in blocks of K masks behind the last token, in at most T passes: each reveals the tokens with p > `threshold`,
-the last one all that are left; a further pass over the finished block commits its keys and values. The first place is
-read at the last token of the text in front of the block, the others at the place before theirs.
+Decoding, in blocks of K masks behind the text, with at most T passes a block: each pass reveals the tokens with
+p > `threshold`, and the last pass all that are left. One more pass over the finished block commits its keys and values.
+The first token of a block is predicted at the last token of the text before it, the others at the place before theirs.
 
-From the paper: noise, weights, blocks and passes. Chosen here: as the paper's formulas differ in whether C_n itself
-counts in w_n, `own_mask` says so; the sum is divided by the response tokens, as the paper leaves the normalization
-open; a pass that reveals nothing is the last, since those behind it would see the same; places behind an EOS that was
-revealed are not decoded.
+From the paper: noise, weights, blocks and passes. Our choices: whether C_n itself counts in w_n, in which the paper's
+formulas differ, is set by `own_mask`; the sum is divided by the response tokens, as the paper does not define the
+normalization; a pass that would reveal nothing is taken as the last, since later ones would see the same text; places
+behind a revealed EOS are not decoded.
 
 Axes: B rows, T row length, C cache entries, N new tokens, K block length, V vocabulary.
 """
@@ -52,9 +52,9 @@ KEYS = {
     "tail": Setting(
         1.5, "masks lie in the last so many times their number of tokens (lambda)", at_least=1, at_most=1e6
     ),
-    "beta": Setting(1.0, "of the weight 1 / (beta + masks in the context)", above=0, at_most=1e6),
-    "decay": Setting(0.5, "by which a mask counts less with every token behind it (p)", at_least=0, at_most=1),
-    "own_mask": Setting(True, "a token's own mask counts in its weight, too"),
+    "beta": Setting(1.0, "in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6),
+    "decay": Setting(0.5, "how fast the count of a mask decays with distance (p)", at_least=0, at_most=1),
+    "own_mask": Setting(True, "whether a token's own mask counts in its weight"),
 }
 
 
@@ -72,11 +72,11 @@ class SoftTail:
     own_mask: bool
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks ends of responses; each response token is labelled at the token before it."""
+        """Masks tokens near the ends of responses; each response token is labelled at the token before it."""
         is_masked, ratio = self._draw(rows, keys)
         positions = text_positions(rows.segment_ids)
         counts = context_masks(is_masked, positions > 0, self.decay)
-        # Label n is read at n - 1; without its own mask its context is that of n - 1, too.
+        # Label n stands at n - 1. Without `own_mask`, its weight counts the masks up to n - 1 as well.
         counts = jnp.pad(counts[:, 1:], ((0, 0), (0, 1))) if self.own_mask else counts
         has_label = jnp.pad(rows.is_response[:, 1:] & (positions[:, 1:] > 0), ((0, 0), (0, 1)))
         labels = jnp.maximum(jnp.sum(has_label), 1).astype(jnp.float32)
@@ -90,7 +90,7 @@ class SoftTail:
         )
 
     def _draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
-        """(which tokens are masked, the document's share of them)."""
+        """(which tokens are masked, the masked share of each document)."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         document = index - positions  # index of the document's first token
@@ -108,7 +108,7 @@ class SoftTail:
             document + per_document_sum(jnp.ones_like(index), rows.segment_ids) - index
         )  # tokens from here to the end
         in_tail = rows.is_response & (left <= window)
-        # The first N of a document's tail in the order of their ranks: its other tokens are sorted behind them.
+        # The first N tokens of a document's tail by rank; its other tokens are sorted behind the tail.
         *_, order = jax.lax.sort((2 * document + ~in_tail, rank, index), dimension=1, num_keys=2, is_stable=True)
         place = jnp.argsort(order, axis=1) - document
         return in_tail & (place < count), count / jnp.maximum(length, 1)
@@ -119,17 +119,17 @@ class SoftTail:
 
 
 def context_masks(is_masked: Bool[Array, "B T"], is_behind: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
-    """S: how many masks stand at and before each token of its document, the nearer the heavier.
+    """S: the decayed count of masks at and before each token of its document.
 
     Args:
-      is_masked: tokens that are masks.
-      is_behind: tokens that another one of their document stands before.
+      is_masked: which tokens are masks.
+      is_behind: which tokens are not the first of their document.
       decay: p.
     """
     before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & is_behind
     own = is_masked * (1.0 + before)
 
-    def combine(first, then):  # S -> keep * S + add, one after the other
+    def combine(first, then):  # composes two steps S -> keep * S + add
         return first[0] * then[0], first[1] * then[0] + then[1]
 
     return jax.lax.associative_scan(combine, (is_behind * (1.0 - decay), own), axis=1)[1]
@@ -163,8 +163,8 @@ class State(Continuation):
     """The state of the decoding loop."""
 
     text: Int32[Array, "B _"]  # 1 + N + K: the last given token, then new ones; masks where nothing is revealed
-    start: Int32[Array, "B"]  # new tokens in front of the block
-    end: Int32[Array, "B"]  # new tokens that there may be; where an EOS is revealed they end
+    start: Int32[Array, "B"]  # new tokens before the block
+    end: Int32[Array, "B"]  # maximal number of new tokens; where an EOS is revealed, they end there
     passed: Int32[Array, "B"]  # forwards over this block's masks
 
 
@@ -181,16 +181,16 @@ class CausalBlocks(Continuer):
         return requests[0].settings.draft_length
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows about to feed the last given token and their first masks."""
+        """The initial state, after a prefill of all given tokens but the last."""
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         text = jnp.full((len(last), 1 + self.new_tokens + self.width), self.ids.mask_id, jnp.int32).at[:, 0].set(last)
         start = jnp.zeros_like(last)
         return self.start(State, layout, keys, cache, text=text, start=start, end=layout.places.count, passed=start)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward over each row's block: reveals tokens, or commits them where all are there."""
+        """One forward over each row's block: reveals tokens, or commits a finished block."""
         B, K = len(s.start), self.width
-        at = s.start[:, None] + jnp.arange(K)[None]  # [B, K] of the new tokens; each is read at the one before it
+        at = s.start[:, None] + jnp.arange(K)[None]  # [B, K] indices of new tokens, each predicted at the one before it
         places = s.places.position[:, :1] + at
         fed = jnp.take_along_axis(s.text, at, axis=1)
         is_mask = (jnp.take_along_axis(s.text, at + 1, axis=1) == self.ids.mask_id) & (at < s.end[:, None])

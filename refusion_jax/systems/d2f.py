@@ -1,9 +1,10 @@
 """D2F (Wang et al., "Discrete Diffusion Forcing", arXiv 2508.09192): block-causal masked diffusion in a pipeline.
 
-Trained: the response is cut into blocks. Every block sees the prompt, itself and the blocks before it, as noisy as they
-are; noise rises from block to block: p_0 ~ U(least, most), p_b = p_0 + (most - p_0) / (n - 1) * sum of b draws from
-U(0, 1), for the n blocks of a document. The loss is the cross-entropy of the masked tokens themselves (not shifted),
-weighted by 1 / p and normalized by the number of masked tokens in the batch, as the authors' code is. Blocks of two:
+Training: the response is cut into blocks. Every block attends to the prompt, to itself and to the noisy blocks before
+it. The noise rises from block to block: p_0 ~ U(least, most) and p_b = p_0 + (most - p_0) / (n - 1) * (sum of b draws
+from U(0, 1)), for the n blocks of a document. The loss is the cross-entropy of the masked tokens themselves (not
+shifted), weighted by 1 / p and normalized by the number of masked tokens in the batch, as in the authors' code. Blocks
+of two:
 
     text       p q a b c d          rank     0 0 1 1 2 2
     inputs     p q a M M M
@@ -14,15 +15,17 @@ weighted by 1 / p and normalized by the number of masked tokens in the batch, as
                                     1 1 1 1 1 1
                                     1 1 1 1 1 1
 
-Decoded: a new block of masks is opened where `open_at` of the last one is committed. Every forward commits in each open
-block what is surer than `threshold`, and at least the best token where `force_at` of the block before it is committed.
-Leading blocks without masks go to the cache: they see nothing that changes any more, so that the cache is exact.
+Decoding: a new block of masks is opened once a share `open_at` of the last one is committed. In each open block every
+forward commits the tokens with p > `threshold`, and at least the most probable one if a share `force_at` of the block
+before it is committed. Leading blocks without masks go to the cache, which is exact, as nothing that they attend to
+changes any more.
 
-From the paper and the authors' code: mask, noise, 1 / p, pipeline, blocks of 16. Not done: the paper distils a
-bidirectional teacher into this model; here the labels are the tokens themselves, and it learns from scratch or from
-`init_from`. Chosen here: noise up to 1 (`most`; the paper has 0.7), as a block that is opened is all masks and no
-teacher has taught that; increments over a document's own blocks, where the authors take the most of the batch; at
-most `blocks_in_flight` blocks are fed, so that shapes are static; mask and padding are never chosen.
+From the paper and the authors' code: mask, noise, 1 / p, pipeline, blocks of 16. Left out: the paper distils a
+bidirectional teacher into this model; here the labels are the tokens themselves, and training starts from scratch or
+from `init_from`. Our choices: noise up to 1 (`most`; 0.7 in the paper), since a newly opened block is all masks, which
+a model without a teacher has to learn; increments are scaled by each document's own number of blocks, not by the
+largest of the batch; at most `blocks_in_flight` blocks are fed, so that shapes are static; mask and padding are never
+chosen.
 
 Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed.
 """
@@ -52,10 +55,10 @@ from refusion_jax.runtime.errors import SettingError
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
-_BLOCK = 16  # the paper's
+_BLOCK = 16  # as in the paper
 
 KEYS = {
-    "block_length": Setting(_BLOCK, "tokens of a block; decoders go by it", at_least=1, at_most=2**20),
+    "block_length": Setting(_BLOCK, "tokens of a block, also the default for decoding", at_least=1, at_most=2**20),
     "padding": PADDING,
     "least": Setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1),
     "most": Setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1),
@@ -63,7 +66,11 @@ KEYS = {
 
 
 def check(section) -> None:
-    """Refuses noise that would fall; SettingError."""
+    """Refuses falling noise.
+
+    Raises:
+      SettingError: where `least` exceeds `most`.
+    """
     if section.least > section.most:
         raise SettingError("config", "d2f.least", section.least, f"must not exceed d2f.most={section.most}")
 
@@ -82,7 +89,7 @@ class BlockForcing:
 
     @property
     def pattern(self) -> Pattern:
-        """A bound: blocks are counted from where each response begins."""
+        """An upper bound, as blocks are counted from the start of each response."""
         return BlockCausal(self.block_length)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -104,12 +111,12 @@ class BlockForcing:
     def _draw(
         self, rows: Rows, block: Int32[Array, "B T"], keys: Key[Array, "B"], source: Int32[Array, "B T"]
     ) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
-        """(which tokens are masked, p of each token's block, and of padding that of its EOS)."""
+        """(which tokens are masked, p of each token's block; padding has the p of its EOS)."""
         T = rows.tokens.shape[1]
         document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
         draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
         first = self.least + (self.most - self.least) * jnp.take_along_axis(draws[:, 0], document, axis=1)
-        # A block's increment is drawn where the block begins; the prompt's and the first block's count nothing.
+        # The increment of a block is the draw at its first token; the first block of a response has none.
         begins = jnp.pad(block[:, 1:] != block[:, :-1], ((0, 0), (1, 0)), constant_values=True) & (block > 0)
         rises = jnp.cumsum(jnp.where(begins & (block > 1), draws[:, 1], 0.0), axis=1)
         rises = rises - jnp.take_along_axis(rises, document, axis=1)  # over this document alone
@@ -135,7 +142,7 @@ class PipelineSettings(shared.Settings):
     """How to decode blocks in a pipeline."""
 
     block_length: int = setting(
-        0, f"Tokens of a block; 0: as the model was trained, or {_BLOCK} where nobody says", scope="compiled",
+        0, f"Tokens of a block; 0: as the model was trained, or {_BLOCK} if unknown", scope="compiled",
         at_least=0, at_most=2**24,
     )  # fmt: skip
     blocks_in_flight: int = setting(
@@ -158,7 +165,7 @@ class PipelineSettings(shared.Settings):
         return self.block_length or _BLOCK
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With the blocks that the model was trained with."""
+        """With the block length of training as the default."""
         return dataclasses.replace(self, block_length=self.block_length or model.block_size or _BLOCK)
 
 
@@ -177,8 +184,8 @@ class RowSettings(shared.RowSettings):
 class State(MaskedText):
     """The state of the decoding loop."""
 
-    cache: kv.Cache  # of the prompt and the leading blocks without masks
-    opened: Int32[Array, "B"]  # blocks so far
+    cache: kv.Cache  # of the prompt and of leading blocks without masks
+    opened: Int32[Array, "B"]  # blocks opened so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +195,7 @@ class Pipeline:
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
 
     ids: shared.TokenIds
-    width: int  # F; a prefill, of all that is given, may be wider
+    width: int  # F; the prefill, of all given tokens at once, may be wider
     cache_length: int  # C + F
     new_tokens: int  # N, at most, in a row
     block_length: int  # K
@@ -213,7 +220,7 @@ class Pipeline:
 
     @property
     def chunk(self) -> int:
-        """Given tokens that one forward of the prefill takes: all."""
+        """Given tokens a forward of the prefill: all of them."""
         return self.cache_length
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -221,7 +228,7 @@ class Pipeline:
         return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows whose prompts are cached, each seen whole by itself; no block is open."""
+        """The initial state: prompts are cached, with bidirectional attention; no block is open."""
         given = layout.given
         B, C = given.tokens.shape
         zeros = jnp.zeros((B,), jnp.int32)
@@ -250,7 +257,7 @@ class Pipeline:
         p = jnp.where(w.masked, probability(real, chosen), -1.0).reshape(by_block)
         sure = p > own.threshold[:, None, None]
         is_best = jnp.argmax(p, axis=2)[:, :, None] == jnp.arange(K)[None, None]
-        share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed, of the block before each one
+        share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed share of the block before each one
         is_forced = (share >= own.force_at[:, None]) & ~jnp.any(sure, axis=2)
         after = canvas.commit(
             s, w, chosen, (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape), self.ids
@@ -263,13 +270,13 @@ class Pipeline:
         )
 
     def _left(self, s: State, cached: Int32[Array, "B"]) -> Int32[Array, "B W"]:
-        """Masks in each of the blocks behind the cached ones, opened or not."""
+        """Number of masks in each block behind the cached ones, whether open or not."""
         K, F = self.block_length, self.width
         w = canvas.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
         return jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)
 
     def _open(self, s: State, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
-        """Blocks opened, with one more where the last one is far enough, there is room and no EOS yet."""
+        """Number of open blocks, with a new one if the last one is far enough, there is room, and no EOS yet."""
         last = s.opened - cached - 1  # in flight; -1 where all are cached
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)

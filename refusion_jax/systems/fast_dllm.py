@@ -1,27 +1,28 @@
-"""Fast-dLLM (Wu et al., arXiv 2505.22618): a cache and parallel commits for masked diffusion models, without training.
+"""Fast-dLLM (Wu et al., arXiv 2505.22618): an approximate cache and parallel commits for masked diffusion models.
 
-Decoded: blocks are finished one after the other. The first forward of a block is over the whole text, and its keys and
-values are kept; the next ones feed only a part of the text, which sees the rest as it was then. Keys and values of text
-that has changed since are stale: an approximation, exact where the model has one layer alone. `prefix` keeps what is
-before the block, `dual` what is behind it, too. In the first of two blocks of 2 behind 2 given tokens (row: the tokens
-fed; column: the text; k: kept, 1: new):
+Decoding, block by block: the first forward of a block runs over the whole text, and its keys and values are kept. The
+following ones feed only a part of the text, which attends to the kept keys and values of the rest. These become stale
+as the text changes, so that this is an approximation (exact for a model of one layer). `prefix` keeps what is before
+the block, `dual` also what is behind it. In the first of two blocks of 2 behind 2 given tokens (row: token fed; column:
+text; k: kept, 1: new):
 
     dual      k k 1 1 k k      prefix    k k 1 1 1 1
               k k 1 1 k k                k k 1 1 1 1
                                          k k 1 1 1 1
                                          k k 1 1 1 1
 
-Every forward commits the most probable token of the block, and by the rule `threshold` all others of p >= threshold; by
-`factor` the n most probable ones, with n the largest for which the n-th has p >= 1 - factor / (n + 1).
+Every forward commits the most probable token of the block. By the rule `threshold` it also commits all others with
+p >= threshold; by `factor`, the n most probable ones, with the largest n for which the n-th has
+p >= 1 - factor / (n + 1).
 
-Serves models that others train. Where a model reads the token at j from the logits at j - 1 (`shift`; checkpoints of
-ours say it), the first forward of a block also commits the block's first token, since the token before it is not fed
-again.
+It decodes models that other systems train. Where these read the token at j from the logits at j - 1 (`shift`; our
+checkpoints store that), the first forward of a block also commits the first token of the block, since the token before
+it is not fed again.
 
-From the paper and the authors' code: caches, rules, blocks of 32, that first token. Chosen here: a forward of a batch
-is either over whole texts, for the rows whose block begins, or over what the others feed; dual keeps its entries in
-another order instead of overwriting the block's own, which no later forward reads; a row ends where all places up to an
-EOS are committed; mask and padding are never chosen.
+From the paper and the authors' code: caches, rules, blocks of 32, that first token. Our choices: a forward of a batch
+runs either over whole texts, for rows that begin a block, or over blocks, for the other rows; `dual` reorders the kept
+entries so that the block's own, which no later forward reads, are left out; a row ends once all places up to an EOS are
+committed; mask and padding are never chosen.
 
 Axes: B rows, C text length, N tokens to decode, K block length, F tokens fed on top of the cache, V vocabulary.
 """
@@ -48,7 +49,7 @@ from refusion_jax.runtime.settings import setting
 from refusion_jax.runtime.sharding import shard_count_here
 from refusion_jax.systems.interface import System
 
-_BLOCK = 32  # the paper's
+_BLOCK = 32  # as in the paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +93,8 @@ class State(MaskedText):
     """The state of the decoding loop."""
 
     block: Int32[Array, "B"]
-    is_fresh: Bool[Array, "B"]  # the next forward of the row is over its whole text
-    entries: KeyValues  # C of each row, what was kept; a leading part counts
+    is_fresh: Bool[Array, "B"]  # the next forward of the row runs over its whole text
+    entries: KeyValues  # C entries a row; a leading part is valid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ class BlockCache:
         """The smallest sizes that serve all of these requests.
 
         Raises:
-          UserError: for templates, as what is fed must stand side by side.
+          UserError: for templates, as the places that are fed must be contiguous.
         """
         check_no_templates(requests)
         N, C, own = most_new_tokens(requests), text_capacity(requests), requests[0].settings
@@ -136,14 +137,14 @@ class BlockCache:
         return Layout.of(requests, self.width, self.new_tokens, RowSettings)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows about to see their whole text; there is no prefill."""
+        """The initial state; there is no prefill, as the first forward runs over the whole text."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
         entries = Cache.empty(model, len(zeros), self.cache_length).entries
         own = {"block": zeros, "is_fresh": zeros == 0, "entries": entries}
         return State.start(layout, keys, self.ids, self.block_length, **own)
 
     def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
-        """A forward over whole texts, and one over what is fed on top of the cache."""
+        """The shapes of a forward over whole texts, and of one over blocks."""
         behind = self.block_length if self.reuse == "dual" else self.new_tokens
         tiles = rows // shard_count_here("batch")
         return tuple(Shape(width, width, tiles) for width in (self.width, behind))
@@ -156,14 +157,14 @@ class BlockCache:
         return Fed(1 - is_whole.astype(jnp.int32), tokens, jnp.where(is_whole, 0, s.length - behind))
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward: over the whole text for rows whose block begins, if there are any, else over blocks."""
+        """One forward: over the whole text for rows that begin a block, if there are any, else over blocks."""
         if self.reuse == "none":
             return self._whole(model, s)
         is_any_fresh = jnp.any(s.active & s.is_fresh)
         return jax.lax.cond(is_any_fresh, lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
 
     def _whole(self, model: Transformer, s: State) -> State:
-        """A forward over whole texts, of which keys and values are kept."""
+        """A forward over whole texts, whose keys and values are kept."""
         w, _, start, fed = self._window(s)
         C = self.width
         index = jnp.broadcast_to(jnp.arange(C)[None], s.text.shape)
@@ -177,7 +178,7 @@ class BlockCache:
         took_part = s.active & s.is_fresh
         if self.reuse == "none":
             return self._commit(s, w, logits, took_part, jnp.zeros_like(w.masked))
-        if self.reuse == "dual":  # what stands behind the tokens that are fed from now on moves up to those before them
+        if self.reuse == "dual":  # entries behind the block are moved next to those before it
             order = jnp.minimum(jnp.where(index < start[:, None], index, index + fed[:, None]), C - 1)
             order = order[None, :, :, None, None]
             entries = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), entries)
@@ -187,19 +188,19 @@ class BlockCache:
         return self._commit(dataclasses.replace(s, entries=entries), w, logits, took_part, is_first)
 
     def _block(self, model: Transformer, s: State) -> State:
-        """A forward over what is fed on top of the kept keys and values."""
+        """A forward over the block, on top of the kept keys and values."""
         w, F, start, fed = self._window(s)
         offset = jnp.arange(F)[None]
         index = start[:, None] + offset
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, self.width - 1), axis=1)
         visible = jnp.broadcast_to((offset < fed[:, None])[:, None], (len(fed), F, F))
         x, _ = model.extend_hidden(tokens, index, s.entries, s.length - fed, visible)
-        # The first token's own prediction, of a shifted model, is none of the fed ones': it was committed before.
+        # With a shifted model, the first token of the block was committed by the forward over the whole text.
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
         return self._commit(s, w, model.logits(x[:, at]), s.active & ~s.is_fresh, jnp.zeros_like(w.masked))
 
     def _window(self, s: State) -> tuple[Window, int, Int32[Array, "B"], Int32[Array, "B"]]:
-        """The block, F, and where what is fed on top of the cache begins and how long it is."""
+        """The window of the block, F, and the start and length of what is fed on top of the cache."""
         count, own = s.layout.places.count, s.layout.settings.block_length
         length = jnp.where(own > 0, own, count)
         first = s.block * length
@@ -217,7 +218,7 @@ class BlockCache:
         took_part: Bool[Array, "B"],
         always: Bool[Array, "#B K"],
     ) -> State:
-        """Commits by the rule, and those of the block that are `always` to be."""
+        """Commits masks of the block by the rule, and those in `always`."""
         chosen, real, _ = canvas.propose(logits, s, w, self.ids)
         committed = w.masked & (surest(probability(real, chosen), w, self.rule, s.layout.settings) | always)
         is_over = ~jnp.any(w.masked & ~committed, axis=1)
@@ -230,14 +231,14 @@ class BlockCache:
 
 
 def surest(p: Float32[Array, "B K"], w: Window, rule: str, own: RowSettings) -> Bool[Array, "B K"]:
-    """The masks of a window that a rule commits, at least the one of the highest probability p."""
+    """The masks of a window that a rule commits, at least the most probable one."""
     rank = canvas.ranks(p, w)
     needed = own.threshold[:, None] if rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
     return w.masked & ((p >= needed) | (rank == 0))
 
 
 def reference(model: Transformer, request: Request) -> dict:
-    """The decoder in plain Python: one request, greedy; what is kept is computed again from the text of then."""
+    """The decoder in plain Python: one request, greedy. Kept keys and values are recomputed from the older text."""
     plain, s, commits = Plain(model, request), request.settings, []
     shift, n = canvas.is_shifted(s.shift, model.config), len(plain.places)
     text, whole = dict(plain.given), [*range(request.length)]
@@ -266,7 +267,7 @@ def reference(model: Transformer, request: Request) -> dict:
             while s.reuse != "none" and not plain.is_settled(text) and not all(place in text for place in block):
                 sees = np.ones((len(whole) + len(fed),) * 2, bool)
                 sees[: len(whole), len(whole) :] = False
-                sees[len(whole) :, fed] = False  # their keys of then are not used
+                sees[len(whole) :, fed] = False  # the block attends to its new keys instead
                 p = plain.forward("block", then + tokens(fed), whole + fed, sees)
                 commit(p[len(whole) :], block, fed)
     return plain.result(commits, len(plain.phases))

@@ -1,9 +1,10 @@
-"""I-DLM ("Introspective Diffusion Language Models", arXiv 2604.11035): causal throughout, checks its own drafts.
+"""I-DLM ("Introspective Diffusion Language Models", arXiv 2604.11035): a causal model that verifies its own drafts.
 
-Trained on [x_t; x_0], x_t of masks alone, in blocks of b. Both halves are shifted: a token is read at the one before
-it. The clean half learns the next token; mask j of the block from s sees the clean text before s and the masks before
-itself, and learns the token at s + j + 1. The loss is the mean over the response tokens that the masks predict plus
-`clean_weight` times the mean over those that clean tokens do. A text a b c d in blocks of two (row: query):
+Training on [x_t; x_0], where x_t consists of masks only, in blocks of b. Both halves are shifted: a token is predicted
+at the place before it. The clean half predicts next tokens. Mask j of the block that starts at s attends to the clean
+text before s and to the masks up to itself, and predicts the token at s + j + 1. The loss is the mean over the response
+tokens that masks predict, plus `clean_weight` times the mean over those that clean tokens predict. Example: a b c d in
+blocks of two (row: query):
 
                      M M M M a b c d
     inputs    M      1 . . . . . . .
@@ -16,16 +17,17 @@ itself, and learns the token at s + j + 1. The loss is the mean over the respons
               d      . . . . 1 1 1 1
     labels    b c d . b c d .
 
-Decoded with stride N: one forward of [pending token, N - 1 drafts, N - 1 masks]. The clean tokens say with p what
-should stand behind each; from the left, a draft that was drawn from q is accepted with min(1, p / q); the first refused
-one is drawn anew from max(0, p - q), and the next forward starts with this token and masks alone. If all are accepted,
-the last of them gives one more token, and the masks behind it N - 1 new drafts. So the text is distributed as the
-clean tokens' p: greedy, it is what `ar` would decode from the same weights, token by token.
+Decoding with stride N: each forward feeds [pending token, N - 1 drafts, N - 1 masks]. This is speculative sampling with
+p at the pending token and the drafts, and q of the masks that made the drafts: from the left, a draft is accepted with
+probability min(1, p / q); the first rejected one is drawn again from max(0, p - q), and the next forward starts with
+this token and masks, without drafts. If all drafts are accepted, the last one gives one more token, and the masks
+behind it N - 1 new drafts. So the text is distributed by p; decoded greedily, it is that of `ar` with the same weights,
+token by token.
 
 Based on a description of the paper and the authors' code, without having read either: layout, shift, weights,
-the rule of acceptance. Chosen here: p and q are both narrowed by top_k and top_p, which keeps the text exactly that of
-p; blocks are counted in the row, so that a document's first one may be short; the weight of the clean half is constant,
-where the authors can also balance both halves.
+the rule of acceptance. Our choices: top_k and top_p apply to both p and q, so that the text stays distributed by p;
+blocks are counted from the start of the row, so that the first one of a document may be short; the weight of the clean
+half is constant, whereas the authors can also balance both halves.
 
 Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V vocabulary.
 """
@@ -56,14 +58,16 @@ _BLOCK = 3
 
 KEYS = {
     "block_size": Setting(_BLOCK, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64),
-    "clean_weight": Setting(0.2, "of the next-token term beside that of the masks", at_least=0, at_most=1e6),
+    "clean_weight": Setting(
+        0.2, "weight of the next-token term, relative to that of the masks", at_least=0, at_most=1e6
+    ),
 }
-_DRAFT, _CHECK, _REPAIR = range(3)  # what a draw at a place is for: each has noise of its own
+_DRAFT, _CHECK, _REPAIR = range(3)  # purposes of a random draw at a place, each with its own noise
 
 
 @dataclasses.dataclass(frozen=True)
 class AllMasked:
-    """Mean of CE over what masks predict + clean_weight * mean of CE over what clean tokens predict; both shifted."""
+    """Mean CE of what masks predict + clean_weight * mean CE of what clean tokens predict; both shifted."""
 
     mask_id: int
     block_size: int
@@ -71,7 +75,7 @@ class AllMasked:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """ar: by clean tokens; mdm: by masks."""
+        """Weights of the terms `mdm`, predicted by masks, and `ar`, by clean tokens."""
         return {"mdm": 1.0, "ar": self.clean_weight}
 
     @property
@@ -80,7 +84,7 @@ class AllMasked:
         return CausalStreams(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """[masks; rows], each labelled with the next token of its document; needs no noise."""
+        """[masks; rows], each place labelled with the next token of its document; uses no noise."""
         del keys
         is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
         has_label = jnp.pad(rows.is_response[:, 1:] & is_followed, ((0, 0), (0, 1)))
@@ -99,7 +103,7 @@ class AllMasked:
         )
 
     def input_length(self, row_length: int) -> int:
-        """2 T: masks, and the text."""
+        """2 T: masks and the text."""
         return 2 * row_length
 
 
@@ -109,11 +113,11 @@ def _twice(x: Shaped[Array, "B T"]) -> Shaped[Array, "B 2*T"]:
 
 @dataclasses.dataclass(frozen=True)
 class StrideSettings(shared.Settings):
-    """How to decode a model that checks its own drafts."""
+    """How to decode a model that verifies its own drafts."""
 
     stride: int = setting(
         0, "Tokens that a forward yields at most: N - 1 drafts are checked, and N - 1 made; 0: one more than the masks "
-        f"of a block in training, or {_BLOCK + 1} where nobody says", scope="compiled", at_least=0, at_most=65,
+        f"of a block in training, or {_BLOCK + 1} if unknown", scope="compiled", at_least=0, at_most=65,
     )  # fmt: skip
 
     @classmethod
@@ -126,7 +130,7 @@ class StrideSettings(shared.Settings):
             self.refuse("stride", "must be at least 2, or 0")
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With the stride that the model was trained for."""
+        """With the stride of training as the default."""
         return dataclasses.replace(self, stride=self.stride or 1 + (model.block_size or _BLOCK))
 
 
@@ -136,9 +140,9 @@ class State(Continuation):
     """The state of the decoding loop."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
-    drafts: Int32[Array, "B M"]  # M = N - 1, behind it
-    q: Float32[Array, "B M V"]  # what each draft was drawn from
-    drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a refusal
+    drafts: Int32[Array, "B M"]  # M = N - 1 tokens behind it
+    q: Float32[Array, "B M V"]  # the distribution that each draft was sampled from
+    drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a rejection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,27 +162,27 @@ class DraftAndCheck(Continuer):
         return (self.width + 1) // 2
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows about to feed the last given token and masks."""
+        """The initial state, after a prefill of all given tokens but the last."""
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, M, V = len(last), self.stride - 1, model.config.vocab_size
         none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
         return self.start(State, layout, keys, cache, pending=last, drafted=jnp.zeros_like(last), **none)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward; each row commits the drafts that it accepts and one token more, and drafts anew."""
+        """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         B, N, W = len(s.pending), self.stride, self.width
         offset = jnp.arange(W)[None]
         first = s.places.position[:, 0] + s.record.count  # [B], the place behind the pending token
         is_draft = (offset > 0) & (offset <= s.drafted[:, None])
         fed = jnp.where(is_draft, jnp.pad(s.drafts, ((0, 0), (1, N - 1))), self.ids.mask_id).at[:, 0].set(s.pending)
-        places = first[:, None] + offset  # [B, W], that are read
+        places = first[:, None] + offset  # [B, W], predicted by the tokens before them
         logits, cache = kv.extend(
             model, s.cache, fed, places - 1, jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (B, W, W))
         )
         _, choosable = mask_logits(logits, jnp.ones((B, W), bool), self.ids)
         likely = distribution(choosable, jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, W)), s.settings))
 
-        # p[i] checks draft i; the p behind the last draft, where all are accepted, gives one token more.
+        # p[i] verifies draft i; the p behind the last draft gives one more token if all are accepted.
         p, p_next = likely[:, : N - 1], likely[:, :N]
         chance = _at(p, s.drafts) / jnp.maximum(_at(s.q, s.drafts), jnp.finfo(jnp.float32).tiny)
         accepts = _uniform(s.keys, places[:, : N - 1]) < chance
@@ -195,7 +199,7 @@ class DraftAndCheck(Continuer):
         kept = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, kept)
         record = s.record.append(tokens, places[:, :N], kept)
 
-        # If nothing was refused, the masks behind the drafts stand where the next drafts belong.
+        # If nothing was rejected, the masks behind the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
         drafts = _draw(q, s.keys, jnp.take_along_axis(places, from_mask, axis=1), _DRAFT)
@@ -214,10 +218,10 @@ class DraftAndCheck(Continuer):
 
 
 def distribution(logits: Float32[Array, "B T V"], settings: shared.RowSettings) -> Float32[Array, "B T V"]:
-    """What tokens are drawn from; at temperature 0 all of it lies on the best.
+    """The distribution that tokens are sampled from; at temperature 0, one-hot at the most probable token.
 
     Args:
-      logits: of what may be chosen.
+      logits: of the tokens that may be chosen.
       settings: temperature, top_k, top_p [B, T] of each token's row.
     """
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
@@ -233,13 +237,13 @@ def distribution(logits: Float32[Array, "B T V"], settings: shared.RowSettings) 
 def _draw(
     p: Float32[Array, "B T V"], keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int
 ) -> Int32[Array, "B T"]:
-    """Draws from p, which need not sum to 1; noise depends on row, place and purpose."""
+    """Samples from p, which need not sum to 1; the noise depends on row, place and purpose."""
     noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
     return jnp.argmax(jnp.log(p) + noise, axis=-1).astype(jnp.int32)
 
 
 def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """In [0, 1)."""
+    """Uniform draws in [0, 1)."""
     return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
 
 
@@ -250,12 +254,12 @@ def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -
 
 
 def _at(p: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """p of these tokens."""
+    """The probabilities of these tokens."""
     return jnp.take_along_axis(p, tokens[:, :, None], axis=2)[:, :, 0]
 
 
 def _pick(x: Shaped[Array, "B T"], index: Int32[Array, "B"]) -> Shaped[Array, "B"]:
-    """x of each row at its index."""
+    """The element of each row at its index."""
     return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
 
 

@@ -1,22 +1,22 @@
-"""R2FT (Seo et al., arXiv 2509.15188): fine-tuning that prefers an answer to the same answer with a phrase repeated.
+"""R2FT (Seo et al., arXiv 2509.15188): preference fine-tuning against repeated phrases.
 
-For models of masked diffusion (start from one: `init_from`), which decoded in few steps write one phrase over and over.
-t ~ U(0, 1) is drawn per document, p = (1 - eps) t + eps; each response token is masked with probability p. At its n
-masked places a document has what stands there, and a rejected text: the first of these tokens, a phrase of 1 to
-`longest_phrase` of them, drawn per document, over and over. With C and R the sums of the cross-entropies of the two,
+For masked diffusion models (start from one with `init_from`), which tend to repeat a phrase when decoded in few steps.
+Per document t ~ U(0, 1) and p = (1 - eps) t + eps; each response token is masked with probability p. The chosen text at
+the n masked places of a document is the data; the rejected text repeats a phrase there: the first 1 to `longest_phrase`
+of these tokens, with a length drawn per document. With C and R the summed cross-entropies of chosen and rejected text,
 
     loss of a document = -log sigmoid((beta_rejected R - beta_chosen C) / n - gamma) + anchor C / n
 
-and the loss is the mean over the documents of the batch. Both are read at the masked token itself (not shifted), from
-the same text, which is fed twice: the framework compares a token with one label. A phrase of two:
+and the loss is the mean over the documents of the batch. Both texts are predicted at the masked tokens themselves (not
+shifted), from the same input. It is fed twice, because each input token has one label. Example with a phrase of two:
 
     text       p q a b c d e       halves do not see each other: 1 .
     inputs     p q M M c M M   p q M M c M M                     . 1
     labels     . . a b . d e   . . a b . a b
 
 Based on a description of the paper and the authors' code, without having read either: the loss and its
-constants. Chosen here: what is repeated, of which only "a repeated phrase" is known; no padding behind answers, as the
-base has learnt where they end; documents of which nothing is masked count for nothing.
+constants. Our choices: which phrase is repeated, as the description only says "a repeated phrase"; no padding behind
+answers, as the base model already knows where they end; documents without masked tokens do not count.
 
 Axes: B rows, T row length.
 """
@@ -39,8 +39,10 @@ from refusion_jax.systems.interface import System
 
 KEYS = {
     "eps": llada.KEYS["eps"],
-    "beta_chosen": Setting(1.0, "of the chosen text's log-probability in the preference", above=0, at_most=1e3),
-    "beta_rejected": Setting(1.0, "of the rejected text's", above=0, at_most=1e3),
+    "beta_chosen": Setting(1.0, "weight of the chosen text's log-probability in the preference", above=0, at_most=1e3),
+    "beta_rejected": Setting(
+        1.0, "weight of the rejected text's log-probability in the preference", above=0, at_most=1e3
+    ),
     "gamma": Setting(0.0, "margin by which the chosen text must win, in nats a masked token", at_least=0, at_most=1e3),
     "anchor": Setting(0.1, "weight of the chosen text's own cross-entropy", at_least=0, at_most=1e3),
     "longest_phrase": Setting(8, "tokens of a repeated phrase, at most", at_least=1, at_most=4096),
@@ -49,7 +51,7 @@ KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Twice(Pattern):
-    """Two halves that do not see each other, each wholly visible to itself."""
+    """Two halves with bidirectional attention each, which do not attend to each other."""
 
     def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         index = np.arange(length, dtype=np.int32)
@@ -58,24 +60,26 @@ class Twice(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """The terms of the loss from what both halves cost; see the docstring of the module."""
+    """The loss terms from the cross-entropies of both halves; see the docstring of the module."""
 
     gamma: float
 
     def __call__(self, cross_entropy: Float32[Array, "B T2"], batch: Batch) -> dict[str, Float32[Array, ""]]:
-        """preference, and mdm, the chosen text's own."""
+        """The terms `preference` and `mdm`, the cross-entropy of the chosen text."""
         T = cross_entropy.shape[1] // 2
         cost, share = batch.weights["preference"] * cross_entropy, batch.weights["mdm"][:, :T]
         margin = per_document_sum(cost[:, T:] - cost[:, :T], batch.visibility.segment_ids[:, :T])
         return {
-            "preference": jnp.sum(share * jax.nn.softplus(self.gamma - margin)),  # shares of a document: 1 / documents
+            "preference": jnp.sum(
+                share * jax.nn.softplus(self.gamma - margin)
+            ),  # the shares of a document sum to 1 / documents
             "mdm": jnp.sum(share * cross_entropy[:, :T]),
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class RejectRepetition:
-    """Mean over documents of -log sigmoid(margin - gamma) + anchor * CE."""
+    """The mean over documents of -log sigmoid(margin - gamma) + anchor * CE."""
 
     pattern: ClassVar[Pattern] = Twice()
 
@@ -89,11 +93,11 @@ class RejectRepetition:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Of the two terms."""
+        """Weights of the two terms."""
         return {"preference": 1.0, "mdm": self.anchor}
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens with a probability of each document's own; the text twice, its labels two texts."""
+        """Masks response tokens, with one probability per document; feeds the text twice, with two labels."""
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         is_masked, p = draw_masks(rows, index, keys, self.eps)
         count = per_document_sum(is_masked, rows.segment_ids)
@@ -120,17 +124,17 @@ class RejectRepetition:
         positions: Int32[Array, "B T"],
         keys: Key[Array, "B"],
     ) -> Int32[Array, "B T"]:
-        """Of each masked place the one whose token the rejected text has there."""
+        """For each masked place, the place whose token the rejected text has there."""
         start = index - positions  # index of the document's first token
         draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)
         length = 1 + jnp.floor(jnp.take_along_axis(draws, start, axis=1) * self.longest_phrase).astype(jnp.int32)
-        before = jnp.cumsum(is_masked, axis=1) - is_masked  # masks of the row in front of each place
+        before = jnp.cumsum(is_masked, axis=1) - is_masked  # number of masks before each place of the row
         first = jnp.take_along_axis(before, start, axis=1)  # of the document
         order = jnp.argsort(~is_masked, axis=1, stable=True)  # masked places first
         return jnp.take_along_axis(order, jnp.where(is_masked, first + (before - first) % length, 0), axis=1)
 
     def input_length(self, row_length: int) -> int:
-        """2 T: the same text, for each of its two labels."""
+        """2 T: the same text, once for each label."""
         return 2 * row_length
 
 

@@ -1,10 +1,11 @@
-"""WeDLM ("Reconciling Diffusion Language Models with Standard Causal Attention", arXiv 2512.22737): commits for free.
+"""WeDLM ("Reconciling Diffusion Language Models with Standard Causal Attention", arXiv 2512.22737).
 
-Trained on [x_t; x_0], both causal. Of every block of x_t a share gamma ~ U(0, 1) of the response is masked, and the
-tokens change places: observed ones first, masks behind them, both in text order, each with its own position in the
-text. So a mask sees all that is observed in its block, and the clean text of earlier blocks. The masks learn their own
-tokens (not shifted), weighted by 1 / gamma, summed and divided by the response tokens of the batch; the clean half
-learns the next token (shifted), a mean; both count the same. A text a b c d in blocks of two, a and d masked:
+Training on [x_t; x_0], both causal. In every block of x_t response tokens are masked with probability gamma ~ U(0, 1),
+and the tokens are reordered: observed ones first, then masks, both in text order and with their positions in the text.
+So a mask attends to all observed tokens of its block and to the clean text of earlier blocks. Masks predict their own
+tokens (not shifted), with the cross-entropy weighted by 1 / gamma, summed and divided by the response tokens of the
+batch; the clean half predicts next tokens (shifted), as a mean; both terms have equal weight. Example: a b c d in
+blocks of two, with a and d masked:
 
                      b M c M a b c d
     inputs    b      1 . . . . . . .
@@ -17,14 +18,15 @@ learns the next token (shifted), a mean; both count the same. A text a b c d in 
               d      . . . . 1 1 1 1
     labels    . a . d b c d .
 
-Decoded in a window of W places behind what is committed. One forward of [filled places; masks], each in text order:
-the filled places right behind the committed ones have seen just what a causal forward shows them, so their keys and
-values are committed for free, and as many masks are added at the window's end. Filled are all masks with entropy +
-`distance_penalty` * (places behind the first mask) < `entropy_threshold`, else the one where this is least.
+Decoding, in a window of W places behind the committed text. Each forward feeds [filled places; masks], each in text
+order. Filled places right behind the committed ones have attended to the same tokens as in a causal forward, so their
+keys and values are committed without a further forward, and as many masks are added at the end of the window. A forward
+fills all masks with entropy + `distance_penalty` * (places behind the first mask) < `entropy_threshold`, or else the
+one with the smallest value.
 
-From the paper and the authors' code: layout, both losses, order, window and rule. Chosen here: gamma stays above `eps`;
-the normalization, as the paper leaves it open; blocks are counted in the row, so that a document's first one may be
-short; places behind an EOS that was filled are neither decoded nor fed.
+From the paper and the authors' code: layout, both losses, order, window and rule. Our choices: gamma is at least `eps`;
+the normalization, which the paper does not define; blocks are counted from the start of the row, so that the first one
+of a document may be short; places behind a filled EOS are neither decoded nor fed.
 
 Axes: B rows, T row length, C cache entries, N new tokens, W window, F = 2 W fed tokens, V vocabulary.
 """
@@ -53,7 +55,7 @@ from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
 KEYS = {
-    "block_size": Setting(32, "tokens that change places with each other", at_least=1, at_most=4096),
+    "block_size": Setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=4096),
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
 }
 
@@ -74,7 +76,7 @@ class ReorderedBlocks:
         return CausalStreams(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens with a probability of each block's own, and moves them behind its observed tokens."""
+        """Masks response tokens, with one probability per block, and moves them behind the block's observed tokens."""
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         start = index - jnp.minimum(positions, index % self.block_size)  # where the document's part of the block begins
@@ -108,7 +110,7 @@ class ReorderedBlocks:
         )
 
     def input_length(self, row_length: int) -> int:
-        """2 T: the reordered text, and the text."""
+        """2 T: the reordered text and the text."""
         return 2 * row_length
 
 
@@ -147,9 +149,9 @@ class RowSettings(shared.RowSettings):
 class State(Continuation):
     """The state of the decoding loop."""
 
-    text: Int32[Array, "B _"]  # N + F, from the first new token on; masks where nothing is filled
-    start: Int32[Array, "B"]  # leading tokens of it that are in the cache
-    end: Int32[Array, "B"]  # tokens that it may have; where an EOS is filled it ends
+    text: Int32[Array, "B _"]  # N + F, from the first new token on; the mask token wherever nothing is filled
+    start: Int32[Array, "B"]  # how many leading tokens of it are in the cache
+    end: Int32[Array, "B"]  # its maximal length; where an EOS is filled, it ends there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,7 @@ class SlidingWindow(Continuer):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """F: the window, and filled places in front of it."""
+        """F: the window, and filled places before it."""
         return 2 * min(requests[0].settings.window, most_new_tokens(requests))
 
     @property
@@ -170,13 +172,13 @@ class SlidingWindow(Continuer):
         return self.width // 2
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows about to feed their first masks."""
+        """The initial state, after the prefill."""
         cache, start = kv.prefill(model, layout.given, self.chunk), jnp.zeros_like(layout.given.length)
         text = jnp.full((len(start), self.new_tokens + self.width), self.ids.mask_id, jnp.int32)
         return self.start(State, layout, keys, cache, text=text, start=start, end=layout.places.count)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward; each row commits what is filled behind its committed tokens, and fills masks."""
+        """One forward, which commits filled places right behind each row's committed tokens, and fills masks."""
         B, W, F = len(s.start), self.window, self.width
         offset = jnp.arange(F)[None]
         at = s.start[:, None] + offset  # [B, F] of text
@@ -216,7 +218,7 @@ class SlidingWindow(Continuer):
 
 
 def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
-    """Of softmax(logits), in nats."""
+    """The entropy of softmax(logits), in nats."""
     p = jax.nn.softmax(logits, axis=-1)
     return -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny)), 0), axis=-1)
 

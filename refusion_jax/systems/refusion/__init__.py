@@ -1,4 +1,4 @@
-"""ReFusion (arXiv 2512.13586): slot diffusion. Slots are denoised in any order, their tokens written left to right."""
+"""ReFusion (arXiv 2512.13586): slot diffusion, with slots in any order and the tokens of a slot left to right."""
 
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.refusion.decoder import PlanAndInfill

@@ -1,10 +1,10 @@
-"""How much a forward feeds: the shapes that are compiled, and what each row may feed ahead of time in them.
+"""How many tokens a forward feeds: the compiled shapes, and the speculative tokens of each row in them.
 
-Tokens fed ahead of time (the next plan, the next draft) never change the text; they only save forwards. They are free
-where a forward waits for its weights, and where the shape that runs anyway has places left; elsewhere they cost what
-any token costs. So there is a budget in tokens, of which a forward feeds what is needed always, and what is asked for
-ahead of time as far as the budget, or else the shape, has room. Room is shared from the smallest wish up: that way most
-wishes are granted whole, and one that is not is of little use.
+Speculative tokens (the next plan, the next draft) never change the text; they only save forwards. They are free while a
+forward is bound by reading its weights, and where the shape that runs anyway has places left; otherwise they cost as
+much as any token. So there is a budget in tokens a forward: needed tokens are always fed, speculative ones as far as
+the budget, or else the shape, has room. Room goes to the smallest requests first, so that most are granted in full,
+since a partly granted one is of little use.
 
 Axes: B rows, S shards of rows, J shapes.
 """
@@ -15,21 +15,21 @@ from jaxtyping import Array, Int32
 
 from refusion_jax.decoding.feeds import Shape
 
-_SHAPES = 6  # compiled, at most; each has two thirds of the places of the next, so that most of them are real
-_TILE = 8  # places, where rows feed few: attention is slow with narrower tiles, and wider ones are seldom full
-_TILES_A_ROW = 4  # on average, at most: each tile reads the keys of its row anew
+_SHAPES = 6  # compiled shapes, at most; each has two thirds of the places of the next, which limits padding
+_TILE = 8  # places of a tile where rows feed few tokens: narrower tiles make attention slow, wider ones are seldom full
+_TILES_A_ROW = 4  # on average, at most, as each tile reads the keys of its row again
 
 
 def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[Shape, ...]:
-    """The shapes of a forward, least first; a lone row is one tile, of each size.
+    """The compiled shapes of a forward, smallest first; for a single row each is one tile.
 
-    Rows are seldom wide all at once, so most forwards need a part of the places that all rows might.
+    Rows are seldom wide at the same time, so most forwards need only part of the places that all rows could fill.
 
     Args:
       rows: of a shard.
-      width: tokens that a row may feed, at most.
+      width: tokens that a row can feed, at most.
       needed: tokens that a row must feed, at most.
-      budget: tokens that all of them may feed to do something ahead of time.
+      budget: up to how many tokens all rows together may speculate.
       slot_size: most rows feed whole slots.
     """
     most = max(rows * needed, min(rows * width, budget))
@@ -41,8 +41,8 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     for size in sizes:
         tile = max(size // (rows * _TILES_A_ROW * least), 1) * least
         shapes.append(Shape(width, tile, -(-size // tile)))
-    # The largest holds whatever rows need, and where the budget is for all that they might feed, that as well: tiles
-    # are of one row each, so a place of the budget may cost more than a place.
+    # The largest shape must hold all needed tokens, or, with a budget for everything, all tokens that rows can feed. A
+    # tile holds tokens of one row only, so this takes more places than tokens.
     tile, each = shapes[0].tile, width if budget >= rows * width else needed
     shapes[0] = Shape(width, tile, max(shapes[0].tiles, rows * -(-each // tile)))
     return tuple(sorted(set(shapes), key=lambda shape: shape.places))
@@ -55,18 +55,18 @@ def choose(
     shapes: tuple[Shape, ...],
     shards: int,
 ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
-    """The shape to run, and what each row may feed ahead of time in it.
+    """Chooses the shape to run, and the number of speculative tokens of each row.
 
     Args:
       needed: tokens that each row must feed.
-      asked: tokens that it would feed ahead of time.
-      budget: tokens that a forward of a shard may feed for the sake of that, as this row has it.
+      asked: speculative tokens that each row could feed.
+      budget: tokens up to which a forward of a shard may speculate, by the settings of each row.
       shapes: from `shapes_of`.
       shards: S.
 
     Returns:
-      (the index of the least shape that holds all that is needed, and all that is asked for within the budget; the
-      tokens that each row may feed beside those it needs).
+      (the index of the smallest shape that holds all needed tokens, and the speculative ones within the budget; the
+      number of speculative tokens of each row).
     """
     needed, asked, budget = (x.reshape(shards, -1) for x in (needed, asked, budget))
     tile, tiles = jnp.array([s.tile for s in shapes]), jnp.array([s.tiles for s in shapes])
@@ -91,5 +91,5 @@ def choose(
 
 
 def tiles_of(tokens: Int32[Array, "S _"], tile: Int32[Array, "1 J"]) -> Int32[Array, "S J"]:
-    """Tiles of each shard that hold so many tokens of its rows, in each shape."""
+    """The number of tiles that the tokens of each shard's rows take, in each shape."""
     return jnp.sum(-(-tokens[:, :, None] // tile[None]), axis=1)

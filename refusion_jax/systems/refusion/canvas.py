@@ -1,4 +1,4 @@
-"""The gaps of a request cut into slots, and the settings of ReFusion's decoders.
+"""The slots of a request, and the settings of ReFusion's decoders.
 
 Axes: R requests, B rows, N slots a row.
 """
@@ -25,7 +25,7 @@ class SlotSettings(shared.Settings):
     """How to decode a slot-diffusion model (ReFusion, arXiv 2512.13586, section 3.3).
 
     Raises:
-      SettingError: where a value is impossible, naming it, the reason, and what would work.
+      SettingError: for an impossible value, naming it, the reason, and what would be possible.
     """
 
     slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
@@ -79,10 +79,10 @@ class SlotSettings(shared.Settings):
 
     @property
     def resolved(self) -> Self:
-        """These settings with nothing left open of how drafts become text.
+        """These settings with `infill` and `token_threshold` resolved.
 
-        Exact infilling writes better text in fewer forwards (BENCHMARKS.md). Who names the threshold that only the
-        authors' way reads wants the authors' way.
+        The default is exact infilling, which writes better text in fewer forwards (BENCHMARKS.md), unless
+        `token_threshold` is given, which only the authors' infilling uses.
         """
         is_theirs = self.infill == "threshold" or (self.infill == AUTO and self.token_threshold >= 0)
         return dataclasses.replace(
@@ -97,7 +97,7 @@ class SlotSettings(shared.Settings):
 
     @property
     def budget(self) -> int:
-        """speculate, and for 'auto' -1."""
+        """`speculate` as a number; -1 for "auto"."""
         return -1 if self.speculate == AUTO else int(self.speculate)
 
     @property
@@ -111,14 +111,14 @@ class SlotSettings(shared.Settings):
 
 @dataclasses.dataclass(frozen=True)
 class SequentialSettings(SlotSettings):
-    """The same settings for one token a forward, which knows no blocks: their number need not divide the answer."""
+    """The same settings for one token a forward, where serial blocks need not divide the answer."""
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"slot_size": min(trained["sizes"])}]
 
     def looking_ahead(self, tokens: int) -> Self:
-        """As it is: nothing is done ahead of time."""
+        """Unchanged: this decoder does not speculate."""
         return self
 
     @property
@@ -136,7 +136,7 @@ class RowSettings(shared.RowSettings):
     infill: Int32[ArrayLike, "*B"]  # THRESHOLD or EXACT
     infill_blend: Float32[ArrayLike, "*B"]
     recompute: Bool[ArrayLike, "*B"]
-    budget: Int32[ArrayLike, "*B"]  # -1 for what the device has for free
+    budget: Int32[ArrayLike, "*B"]  # -1: as many tokens as are free on the device
 
     @classmethod
     def of(cls, rows: Sequence[SlotSettings]) -> Self:
@@ -147,16 +147,16 @@ class RowSettings(shared.RowSettings):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Canvas:
-    """Where the slots of each row stand; slots of size 0 do not exist."""
+    """The slots of each row in the text; entries of size 0 are padding."""
 
     start: Int32[ArrayLike, "R N"]  # position of each slot's first token in the text
-    size: Int32[ArrayLike, "R N"]  # its tokens; slot_size but for the last slot of a gap
+    size: Int32[ArrayLike, "R N"]  # its tokens: slot_size, or fewer in the last slot of a gap
     may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
     per_block: Int32[ArrayLike, "R"]  # slots of a serial block
 
     @classmethod
     def of(cls, requests: Sequence[Request], slots: int) -> "Canvas":
-        """The slots of some requests, as numpy arrays of N = slots."""
+        """The slots of some requests, as numpy arrays with N = slots."""
         start, size = np.zeros((2, len(requests), slots), np.int32)
         may_end, per_block = np.zeros(start.shape, bool), np.ones(len(requests), np.int32)
         for row, request in enumerate(requests):
@@ -168,7 +168,7 @@ class Canvas:
 
 
 def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
-    """(starts, sizes, may_end) of a request's slots: each gap is cut into slots, the last of which may be short."""
+    """(starts, sizes, may_end) of a request's slots. Each gap is cut into slots, of which the last may be short."""
     K = request.settings.slot_size
     slots = [
         (start, min(K, at + length - start), ends)
@@ -179,12 +179,12 @@ def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
 
 
 def slots_a_block(request: Request) -> int:
-    """Slots of a serial block of a request."""
+    """Number of slots in a serial block of a request."""
     return -(-len(slots_of(request)[0]) // request.settings.serial_blocks)
 
 
 def tokens_a_forward(request: Request) -> int:
-    """Tokens of its widest forward: a block; fed ahead of time the next block as well, or a slot and its guesses."""
+    """Tokens of a request's widest forward: a block, and with speculation the next block, or guesses for its slots."""
     s, per_block = request.settings.resolved, slots_a_block(request)
     if not s.budget:
         return s.slot_size * per_block

@@ -1,19 +1,19 @@
-"""Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): one forward, five phases.
+"""Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): every row of a batch in one of five phases.
 
-Each row of a batch is in a phase of its own, which decides what it feeds and what it makes of the logits, so no row
-ever waits for another. Parts in brackets are fed ahead of time, as far as the budget goes (`speculate`): if all drafts
-are committed the next plan is there already, and if drafts fail where guessed so is the next draft. What they
-see is just what they would have seen in a forward of their own, so the text is the same and only forwards are saved.
+The phase of a row decides what the row feeds and how it uses the logits, so that no row waits for another. Parts in
+brackets are speculative, within the budget (`speculate`): if all drafts are committed, the next plan is already there;
+if drafts fail where guessed, the next draft is. These tokens attend to exactly what they would attend to in a forward
+of their own, so the text is the same and only forwards are saved.
 
     phase      drafts                  plan                 guesses
     plan                               remaining slots                             chooses the confident slots
     verify     chosen slots            (slots after them)   (a lone slot's rest)   commits the accepted whole slots
-    propose    their accepted runs                          the rest of each       drafts the rest anew
+    propose    their accepted runs                          the rest of each       drafts the rest again
     check      chosen slots, alone     (slots after them)   (the rest of each)     commits once all are accepted
     recompute  chosen slots            (slots after them)                          commits them all (`recompute`)
 
-With `infill=exact` a row knows plan and verify alone: it verifies until all chosen slots are committed, each time with
-the model's own next tokens where its drafts were others (`phases.repair`).
+With `infill=exact` there are only the phases plan and verify: a row verifies until all chosen slots are committed, each
+time replacing the drafts that differ from the model's own next tokens (`phases.repair`).
 
 Axes: B rows, M slots of a block, K slot size, W width of a forward.
 """
@@ -62,7 +62,7 @@ from refusion_jax.systems.refusion.phases import (
 )
 from refusion_jax.systems.refusion.reading import Draws, Hidden, Tokens, read_tokens
 
-_LEAST_PORTION = 16  # places whose logits are computed at once: fewer cost as much on CPU
+_LEAST_PORTION = 16  # places whose logits are computed at once, at least; fewer cost as much on CPU
 
 
 @jax.tree_util.register_dataclass
@@ -87,10 +87,10 @@ class State:
     settings: RowSettings
     work: Work
     block: Int32[Array, "B"]  # the serial block being decoded
-    remaining: Bool[Array, "B M"]  # its slots that are still masked
-    ended: Bool[Array, "B"]  # an EOS was committed: no further block
+    remaining: Bool[Array, "B M"]  # slots of the block that are still masked
+    ended: Bool[Array, "B"]  # an EOS was committed: no further blocks
     forwards: Int32[Array, "B"]
-    rounds: Int32[Array, "B"]  # plans followed
+    rounds: Int32[Array, "B"]  # plans that were followed
 
     @property
     def active(self) -> Bool[Array, "B"]:
@@ -109,18 +109,18 @@ class PlanAndInfill:
     slots: int  # at most, in a row
     block_slots: int  # M, at most, in a serial block
     width: int  # W, tokens a row that one forward feeds, at most
-    budget: int  # tokens that a forward of a shard may feed for the sake of speculation, where requests say how many
+    budget: int  # tokens up to which a forward of a shard may speculate, if requests set it
     cache_length: int
     chunk: int  # given tokens a forward of the prefill
 
     @property
     def block(self) -> int:
-        """Tokens of a serial block, at most: what one forward may commit."""
+        """Tokens of a serial block, at most, which one forward may commit."""
         return self.block_slots * self.slot_size
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests; the cache holds what a forward writes behind it, too."""
+        """The smallest sizes that serve all of these requests; the cache has room for what a forward writes."""
         K, block_slots = requests[0].settings.slot_size, max(map(slots_a_block, requests))
         return cls(
             ids=TokenIds.of(requests[0].settings, model),
@@ -142,7 +142,7 @@ class PlanAndInfill:
         )
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows about to make their first plan."""
+        """The initial state: prompts are prefilled, and the first forward plans."""
         canvas = layout.canvas
         B, M, K = canvas.size.shape[0], self.block_slots, self.slot_size
         zeros = jnp.zeros((B,), jnp.int32)
@@ -179,16 +179,16 @@ class PlanAndInfill:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is compiled in and known only where the batch and the device are."""
+    """Compiled sizes that depend on the batch and the device."""
 
     shards: int  # of rows
     shapes: tuple[Shape, ...]  # of a forward
-    free: int  # tokens that a forward of a shard feeds in the time in which the weights are read
+    free: int  # tokens that a forward of a shard can feed in the time that reading the weights takes
     portion: int  # places whose logits are computed at once
 
     @classmethod
     def of(cls, model: Transformer, rows: int, decoder: PlanAndInfill) -> Self:
-        """Of a batch of so many rows, on the mesh of `jax.set_mesh`."""
+        """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`."""
         shards, itemsize = shard_count_here("batch"), jax.tree.leaves(model.output_head)[0].dtype.itemsize
         free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)
         budget = max(decoder.budget, free)
@@ -214,7 +214,7 @@ def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
     after = dataclasses.replace(s, cache=kv.write(s.cache, new), work=work)
     after = settle(after, s.work.drafts, committed, feed, decoder)
 
-    # The plan is ready if it was fed, and everything in front of it was committed.
+    # The next plan is ready if it was fed and all drafts before it were committed.
     is_valid = jnp.sum(committed, axis=(1, 2)) == jnp.sum(plan.drafted, axis=1)
     ready = jnp.any(plan.planned, axis=1) & is_valid & after.active
     return dataclasses.replace(
@@ -226,7 +226,7 @@ def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
 
 
 def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tuple[FeedPlan, Int32[Array, ""]]:
-    """(what each row feeds, in which of the shapes): what its phase needs, and ahead of time what likely comes next."""
+    """(what each row feeds, index of the shape): what its phase needs, and speculative tokens for the next forward."""
     work = s.work
     phase = work.phase[:, None]
     plans, verifies, proposes, checks, recomputes = (phase == p for p in (PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE))
@@ -234,12 +234,12 @@ def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tu
     drafted = jnp.where(chosen, jnp.where(proposes, work.accepted, here.size), 0)
 
     rest = s.remaining & ~chosen
-    is_last = ~jnp.any(rest, axis=1)  # of its block: if all is accepted, the next block is planned
+    is_last = ~jnp.any(rest, axis=1)  # if all is accepted, the next block is to be planned
     following = block_of(s.canvas, s.block + 1, decoder.block_slots)
     plan_block = select(is_last, following, here)
     ahead_there = (following.size > 0) & ~s.ended[:, None]
     ahead = (verifies | checks | recomputes) & jnp.where(is_last[:, None], ahead_there, rest)
-    # Only a slot that is verified without others sees what it would see alone.
+    # Only a slot that is verified without others attends to the same tokens as if it were alone.
     is_lone = jnp.sum(chosen, axis=1, keepdims=True) == 1
     is_exact = (s.settings.infill == EXACT)[:, None]
     guess = jnp.where(chosen & (checks | (verifies & is_lone & ~is_exact)), here.size - work.guess, 0)
@@ -252,7 +252,7 @@ def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tu
     asked = jnp.where(s.settings.budget != 0, next_plan + jnp.sum(guess, axis=1), 0)
     shape, room = choose(needed, jnp.minimum(asked, decoder.width - needed), budget, sizes.shapes, sizes.shards)
 
-    # The next plan first, and guesses take what room it leaves.
+    # The next plan comes first; guesses use the remaining room.
     ahead &= (next_plan <= room)[:, None]
     room -= jnp.sum(jnp.where(ahead, plan_block.size, 0), axis=1)
     fits = (guess > 0) & (jnp.cumsum(guess, axis=1) <= room[:, None])
@@ -273,14 +273,14 @@ def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tu
 def forward_in(
     shape: Shape, model: Transformer, s: State, feed: PackedFeed, sizes: Sizes, decoder: PlanAndInfill
 ) -> Callable[[], tuple[Hidden, KeyValues]]:
-    """The forward in one shape: what the head reads, and the entries of each row's first tokens."""
+    """The forward in one shape: input of the output head, and cache entries of each row's first tokens."""
     width, most = min(shape.width, decoder.width), sizes.shapes[-1].places
 
     def run():
         ragged = Ragged.of(feed.length, width, shape.tile, shape.tiles, sizes.shards)
         tokens, positions, visible = feed.tokens[:, :width], feed.positions[:, :width], feed.visible[:, :width, :width]
         x, new = model.extend_hidden(tokens, positions, s.cache.entries, s.cache.length, visible, ragged)
-        drafts = min(width, decoder.block)  # whatever is committed stands in front
+        drafts = min(width, decoder.block)  # only these can be committed
         new = jax.tree.map(lambda x: jax.vmap(lambda x: ragged.spread(x, drafts))(x), new)
         hidden = Hidden(_widen(x, most, 1), _widen(ragged.index(), decoder.width, 1))
         return hidden, jax.tree.map(lambda x: _widen(x, decoder.block, 2), new)
@@ -289,12 +289,12 @@ def forward_in(
 
 
 def _widen(x: jax.Array, size: int, axis: int) -> jax.Array:
-    """Zeros behind it along an axis, up to this size."""
+    """Pads an axis with zeros to this size."""
     return jnp.pad(x, [(0, (size - n) * (i == axis)) for i, n in enumerate(x.shape)])
 
 
 def read(tokens: Tokens, s: State, feed: PackedFeed) -> Reading:
-    """What the tokens at each place of the feed say about drafts, plan and guesses."""
+    """Sorts what was read at each place of the feed into drafts, plan and guesses."""
     chosen, chance, weighed = (feed.to_grid(x, s.work.drafts) for x in (tokens.chosen, tokens.chance, tokens.weighed))
     (following, plan, guesses), (following_chance, plan_chance, guesses_chance) = chosen, chance
     draft_chance, following, following_chance = (
@@ -313,10 +313,10 @@ def settle(
     feed: PackedFeed,
     decoder: PlanAndInfill,
 ) -> State:
-    """Commits these drafts; moves rows whose block is finished to the next, or ends them.
+    """Commits drafts, and moves rows with a finished block to the next one or ends them.
 
-    A committed EOS (it is then the last token committed) drops the slots behind it and stops further blocks; slots of
-    the block that lie before it go on being decoded.
+    A committed EOS, which is then the last committed token, drops the slots behind it and all further blocks; remaining
+    slots of the block before it are still decoded.
     """
     slot = jnp.arange(drafts.shape[1])[None]
     count = jnp.sum(committed, axis=(1, 2), dtype=jnp.int32)

@@ -1,13 +1,13 @@
-"""What one forward of the ReFusion decoder feeds behind the cache: the packed feed of each row.
+"""The packed feed: what one forward of the ReFusion decoder feeds on top of each row's cache.
 
 A feed has three parts, each of which may be empty:
 
-    drafts    tokens that are to be checked, or that masks behind them build on, slot by slot in text order
-    plan      mask tokens of whole slots that wait for a plan: the block's remaining ones, or the next block's
-    guesses   mask tokens for the rest of slots whose drafts are taken to be right up to their `cut`
+    drafts    tokens to verify, or that masks behind them attend to, slot by slot in text order
+    plan      mask tokens of whole slots that need a plan: the remaining ones of the block, or those of the next block
+    guesses   mask tokens for the rest of slots whose drafts are assumed to be right up to their `cut`
 
-Laid out on the grid [3 parts, M slots, K tokens] most places are empty; the packed feed is the others, moved together.
-What is committed is always a prefix of the drafts, and so its cache entries are a prefix of those just written.
+On the grid [3 parts, M slots, K tokens] most places are empty; the packed feed holds the others contiguously. Committed
+tokens are always a prefix of the drafts, so their cache entries are a prefix of those that were just written.
 
 Axes: B rows, N slots of a row, M slots of a block, K slot size, U = 3 M K places of the grid, W width of the
 packed feed.
@@ -25,7 +25,7 @@ from refusion_jax.systems.refusion.canvas import Canvas
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The slots of each row's serial block."""
+    """The slots of the serial block of each row."""
 
     start: Int32[Array, "B M"]  # position of each slot's first token
     size: Int32[Array, "B M"]  # 0 where there is no slot
@@ -34,43 +34,43 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class FeedPlan:
-    """What to feed, on the grid."""
+    """What to feed, as places of the grid."""
 
-    drafted: Int32[Array, "B M"]  # tokens of each slot's draft
-    planned: Bool[Array, "B M"]  # slots of `plan_block`
+    drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
+    planned: Bool[Array, "B M"]  # which slots of `plan_block` are planned
     plan_block: Block
     guessed: Bool[Array, "B M"]
-    cut: Int32[Array, "B M"]  # where the guess begins
-    alone: Bool[Array, "B"]  # drafts do not see those of other slots
-    read: Bool[Array, "B M K"]  # drafts whose logits somebody reads; those of plan and guesses are read always
+    cut: Int32[Array, "B M"]  # place in the slot where its guess begins
+    alone: Bool[Array, "B"]  # whether drafts do not attend to those of other slots
+    read: Bool[Array, "B M K"]  # drafts whose logits are needed; those of plan and guesses always are
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedFeed:
-    """What a forward feeds; behind `length` stands filler."""
+    """The packed feed, padded from index `length` on."""
 
     tokens: Int32[Array, "B W"]
     positions: Int32[Array, "B W"]  # in the text
     visible: Bool[Array, "B W W"]
     may_end: Bool[Array, "B W"]  # an EOS may be written there
-    weighed: Int32[Array, "B W"]  # at drafts: the token whose probability is asked for, of those behind this one
+    weighed: Int32[Array, "B W"]  # at drafts: a token for the next place, whose probability is wanted
     is_draft: Bool[Array, "B W"]
     is_guess: Bool[Array, "B W"]
-    is_read: Bool[Array, "B W"]  # its logits are of use
+    is_read: Bool[Array, "B W"]  # whether its logits are needed
     length: Int32[Array, "B"]
-    place: Int32[Array, "B U"]  # where in the feed each place of the grid stands; no meaning for empty ones
+    place: Int32[Array, "B U"]  # index in the feed of each place of the grid; undefined for empty ones
 
     def to_grid(
         self, x: Shaped[Array, "B W"], like: Shaped[Array, "B M K"]
     ) -> tuple[Shaped[Array, "B M K"], Shaped[Array, "B M K"], Shaped[Array, "B M K"]]:
-        """Values of the feed as those of drafts, plan and guesses; of `like` the shape counts alone."""
+        """Values of the feed on the grid, for drafts, plan and guesses; only the shape of `like` is used."""
         B, M, K = like.shape
         parts = jnp.take_along_axis(x, self.place, axis=1).reshape(B, 3, M, K)
         return parts[:, 0], parts[:, 1], parts[:, 2]
 
 
 def block_of(canvas: Canvas, index: Int32[Array, "B"], block_slots: int) -> Block:
-    """The slots of serial block `index` of each row; none behind the last."""
+    """The slots of serial block `index` of each row; empty behind the last block."""
     M, N = block_slots, canvas.size.shape[1]
     slot = jnp.arange(M)[None]
     at = index[:, None] * canvas.per_block[:, None] + slot
@@ -89,15 +89,15 @@ def pack_feed(
     width: int,
     mask_id: int,
 ) -> PackedFeed:
-    """Moves the parts of the plan together.
+    """Packs the parts of a plan into a feed.
 
     Args:
-      plan: at most W tokens a row.
-      here: the block that drafts and guesses belong to.
+      plan: with at most W tokens a row.
+      here: the block of drafts and guesses.
       drafts: of its slots.
-      weighed: tokens of the same places whose probability is asked for.
+      weighed: tokens at the same places whose probabilities are wanted.
       width: W.
-      mask_id: the mask token.
+      mask_id: id of the mask token.
     """
     B, M, K = drafts.shape
     W = width
@@ -112,8 +112,10 @@ def pack_feed(
         axis=1,
     ).reshape(B, 3 * M * K)
     seen = jnp.cumsum(is_fed, axis=1, dtype=jnp.int32)
-    source = jnp.sum(seen[:, None] <= jnp.arange(W)[None, :, None], axis=2, dtype=jnp.int32)  # [B, W], feed -> grid
-    source = jnp.minimum(source, 3 * M * K - 1)  # filler
+    source = jnp.sum(
+        seen[:, None] <= jnp.arange(W)[None, :, None], axis=2, dtype=jnp.int32
+    )  # [B, W], index in the feed -> place on the grid
+    source = jnp.minimum(source, 3 * M * K - 1)  # padding
 
     def pick(*parts):  # three of [B, M, K], or that broadcast to it -> [B, W]
         grid = jnp.stack([jnp.broadcast_to(part, (B, M, K)) for part in parts], axis=1).reshape(B, 3 * M * K)
@@ -138,10 +140,10 @@ def pack_feed(
 
 
 def visibility(source: Int32[Array, "B W"], plan: FeedPlan, M: int, K: int) -> Bool[Array, "B W W"]:
-    """Which tokens of the feed each one sees: always itself and nothing behind it.
+    """Which tokens of the feed each one attends to: always itself, and nothing behind it.
 
-    For two slots a and b of two tokens that are checked together, a plan for slot c and a guess for the second token
-    of b (row: query, column: key); `x` only where drafts are not alone
+    Example: two slots a and b of two tokens that are verified together, a plan for slot c, and a guess for the second
+    token of b (row: query, column: key). `x` is 0 where drafts are alone.
 
                a1 a2 b1 b2  c1 c2  B2
         a1      1  .  .  .   .  .   .
@@ -154,7 +156,7 @@ def visibility(source: Int32[Array, "B W"], plan: FeedPlan, M: int, K: int) -> B
 
     Args:
       source: the place on the grid of each token of the feed.
-      plan: says who is alone, and where guesses are cut.
+      plan: which rows are alone, and where guesses begin.
       M, K: of the grid.
     """
     part, slot, offset = source // (M * K), source // K % M, source % K

@@ -1,14 +1,14 @@
 """The exact likelihood of a text under a ReFusion model, for a given order of its slots.
 
-By the chain rule: a slot's first token is predicted by a mask token at its place, which sees exactly what was committed
-before the slot (each slot is planned alone, as if it were the only one left); each further token of the slot by the
-token before it, as in training. So one forward scores all slots. A prompt token `p` and the slots (ab)(cd) in the order
+By the chain rule. The first token of a slot is predicted by a mask token at its place that attends to exactly what was
+committed before the slot, as if this slot were the only one to plan; the other tokens of the slot are predicted by the
+token before them, as in training. One forward scores all slots. A prompt token `p` and the slots (ab)(cd) in the order
 (cd)(ab) are fed as
 
     tokens       p  c  d  a  b  M  M
     positions    0  3  4  1  2  1  3
-    rank         0  2  4  6  8  5  1     a mask stands between what was committed before its slot and the slot
-    group        0  0  0  0  0  2  1     and is seen by nobody but itself
+    rank         0  2  4  6  8  5  1     a mask ranks between what was committed before its slot and the slot
+    group        0  0  0  0  0  2  1     and no other token attends to it
     labels       .  d  .  b  .  a  c
 
 Axes: P tokens of the prompt, R of the continuation, N slots.
@@ -21,7 +21,7 @@ from refusion_jax.systems.likelihood import Feed, Text
 
 
 def slot_feed(text: Text) -> Feed:
-    """The feed of a text, whose slots are cut from the first token of its continuation; the last may be short.
+    """The feed of a text. Slots start at the first token of the continuation; the last one may be short.
 
     Raises:
       UserError: where the order does not name every slot once.
@@ -38,12 +38,12 @@ def slot_feed(text: Text) -> Feed:
             f"{text.name}: order={list(order)[:20]} must name each of its {len(first)} slots of slot_size={slot_size} "
             f"once, counted from 0"
         )
-    place = np.argsort(order)  # [N] when each slot is written
+    place = np.argsort(order)  # [N] place of each slot in the order
     index = np.arange(R)
     written = np.argsort(place[index // slot_size], kind="stable")  # [R] the continuation in the order of writing
     slot_of = written // slot_size
     has_next = np.append(slot_of[1:] == slot_of[:-1], np.zeros(min(R, 1), bool))
-    at = np.argsort(written)[first]  # [N] tokens of the continuation that are written before each slot
+    at = np.argsort(written)[first]  # [N] number of tokens of the continuation before each slot in the order
     clean = np.arange(P + R)
     return Feed(
         *(

@@ -1,4 +1,4 @@
-"""The hybrid loss of slot diffusion: rows are cut into slots, some are masked, finished ones move to the front.
+"""The training objective of slot diffusion: a hybrid of next-token and masked-token cross-entropy.
 
 Axes: B rows, T row length.
 """
@@ -20,16 +20,18 @@ from refusion_jax.systems.refusion import slots
 KEYS = {
     "sizes": Setting((4, 8, 16, 32), "slot sizes, drawn uniformly per document"),
     "eps": Setting(1e-3, "least probability of masking a slot", above=0, below=1),
-    "mdm_weight": Setting(1.0, "of the masked term beside the next-token term (lambda)", at_least=0, at_most=1e6),
+    "mdm_weight": Setting(
+        1.0, "weight of the masked term, relative to the next-token term (lambda)", at_least=0, at_most=1e6
+    ),
 }
 _LARGEST_SLOT = 4096
 
 
 def check(section: ml_collections.ConfigDict) -> None:
-    """Refuses slot sizes that are none.
+    """Refuses impossible slot sizes.
 
     Raises:
-      SettingError: with what would be right.
+      SettingError: with an example of possible ones.
     """
     if not section.sizes or not all(type(size) is int and 1 <= size <= _LARGEST_SLOT for size in section.sizes):
         raise SettingError(
@@ -51,7 +53,7 @@ class SlotDiffusion:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """ar: the next token inside clean slots; mdm: the tokens of masked slots."""
+        """Weights of `ar`, the next token inside clean slots, and `mdm`, the tokens of masked slots."""
         return {"ar": 1.0, "mdm": self.mdm_weight}
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -59,7 +61,7 @@ class SlotDiffusion:
         return hybrid_batch(slots.corrupt(rows, slots.draw_noise(keys, rows, self.sizes, self.eps), self.mask_id))
 
     def input_length(self, row_length: int) -> int:
-        """T: slots only change places."""
+        """T: slots are only reordered."""
         return row_length
 
 

@@ -1,6 +1,6 @@
-"""What the rows of the ReFusion decoder make of a forward: which drafts they commit, and what they do next.
+"""The phases of the ReFusion decoder: which drafts each row commits after a forward, and what it does next.
 
-Everything here is arithmetic on the grid of a block's slots; `refusion` feeds the forwards and keeps the state.
+Everything here is arithmetic on the grid of a block's slots; decoder.py runs the forwards and keeps the state.
 
 Axes: B rows, M slots of a block, K slot size.
 """
@@ -20,23 +20,23 @@ DONE, PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE = range(6)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a row is busy with inside its block."""
+    """The work of each row in its block."""
 
     phase: Int32[Array, "B"]
     chosen: Bool[Array, "B M"]  # the slots being verified or infilled
     drafts: Int32[Array, "B M K"]
-    planned: Int32[Array, "B M K"]  # the drafts as the plan made them
-    planned_probability: Float32[Array, "B M K"]  # which the plan gave them
-    accepted: Int32[Array, "B M"]  # length of each chosen slot's accepted run
-    guess: Int32[Array, "B M"]  # where its draft will most likely fail; its size where it cannot
+    planned: Int32[Array, "B M K"]  # the drafts of the plan
+    planned_probability: Float32[Array, "B M K"]  # probabilities of these drafts in the plan
+    accepted: Int32[Array, "B M"]  # length of each chosen slot's accepted prefix
+    guess: Int32[Array, "B M"]  # where its draft will most likely fail; its size if it cannot fail
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What the logits of one forward say about each part of the feed, on the grid."""
+    """What the logits of a forward tell about each part of the feed, on the grid."""
 
-    trusted: Bool[Array, "B M K"]  # drafts that the token before them accepts; means nothing at a slot's first
-    wanted: Int32[Array, "B M K"]  # with exact infilling: what the token before them would have there instead
+    trusted: Bool[Array, "B M K"]  # whether the token before accepts the draft; undefined at the first of a slot
+    wanted: Int32[Array, "B M K"]  # with exact infilling: the token to have at each place
     plan: Int32[Array, "B M K"]
     plan_probability: Float32[Array, "B M K"]
     guesses: Int32[Array, "B M K"]
@@ -46,7 +46,7 @@ class Reading:
 def judge(
     work: Work, here: Block, plan: FeedPlan, reading: Reading, settings: RowSettings, eos_id: int
 ) -> tuple[Work, Bool[Array, "B M K"]]:
-    """What each row does next, a ready plan aside, and which of its drafts it commits."""
+    """The next work of each row, unless a next plan is ready, and the drafts to commit."""
     phase, drafts = work.phase, work.drafts
     is_verify, is_propose, is_exact = phase == VERIFY, phase == PROPOSE, settings.infill == EXACT
     is_check = (phase == CHECK) | (phase == RECOMPUTE)
@@ -56,13 +56,13 @@ def judge(
 
     infills = ((is_verify & ~is_exact) | is_check) & ~jnp.any(committed, axis=(1, 2))
     saw_less = (phase == CHECK) & jnp.any(committed, axis=(1, 2)) & (jnp.sum(chosen, axis=1) > 1)
-    recomputes = saw_less & settings.recompute  # all are accepted: fed once more, and committed then
+    recomputes = saw_less & settings.recompute  # all are accepted: they are fed once more, and then committed
     committed = committed & ~recomputes[:, None, None]
     was_guessed = jnp.all(~chosen | (runs == here.size) | (plan.guessed & (plan.cut == runs)), axis=1)
     is_drafted = is_propose | (infills & was_guessed)
     is_new = is_drafted[:, None, None] & (jnp.arange(drafts.shape[2])[None, None] >= runs[:, :, None])
     guess = likely_failure(reading.guesses_probability, runs, here.size, settings)
-    # Of phase's own dtype: a weak one would compile again.
+    # Keeps the dtype of phase: a weak type would recompile.
     otherwise = jnp.where(phase == DONE, phase, jnp.where(recomputes, RECOMPUTE, PLAN))
     after = dataclasses.replace(
         work,
@@ -82,18 +82,19 @@ def blend(
     following_probability: Float32[Array, "B M K"],
     settings: RowSettings,
 ) -> Int32[Array, "B M K"]:
-    """Exact infilling: the token that is wanted at each place, the next token's or the plan's.
+    """Exact infilling: the token to have at each place, either the predicted next token or the plan's draft.
 
-    Two conditionals tell of the same token: the one given the tokens before it, and the plan's, given mask tokens. With
-    a share `infill_blend` of the second, the plan's draft is compared to the next token (of which the plan's
-    probability is taken to be 0, so that no distribution need be kept). The choice depends on nothing but the tokens
-    before it and the plan, so the text is the same however many forwards it took.
+    There are two conditional distributions of the same token: given the tokens before it, and the plan's, given mask
+    tokens. They are mixed with a share `infill_blend` of the plan's, and the plan's draft is compared with the
+    predicted next token. (The plan's probability of the latter is taken to be 0, so that no distribution has to be
+    kept.) The choice depends only on the tokens before it and the plan, so the text does not depend on the number of
+    forwards.
 
     Args:
-      work: planned, planned_probability.
+      work: its planned and planned_probability are used.
       planned: probability of the plan's draft, given the tokens before it.
-      following: the choice given the tokens before it.
-      following_probability: of that choice.
+      following: the predicted next token.
+      following_probability: of that token.
       settings: temperature, infill_blend [B, 1, 1].
     """
     share = settings.infill_blend
@@ -104,19 +105,19 @@ def blend(
 def repair(
     work: Work, reading: Reading, runs: Int32[Array, "B M"], committed: Bool[Array, "B M K"], eos_id: int
 ) -> Work:
-    """Exact infilling: what rows do after a forward that commits these drafts of the chosen slots.
+    """Exact infilling: the next work of rows after a forward that commits these drafts of the chosen slots.
 
-    Whatever lies behind a committed EOS is dropped. Of the slots that are left, a draft that its predecessor would not
-    have is replaced by what it would have (Jacobi iteration, arXiv 2305.10427): behind the first of them that is
-    another draft, at the first it is final, since everything before it is. So one token more at least is known to be
-    final after each forward, whatever rounding does to the next.
+    All behind a committed EOS is dropped. In the remaining slots, each draft that differs from the token to have at its
+    place is replaced by it (Jacobi iteration, arXiv 2305.10427). The first such replacement is final, since all tokens
+    before it are; the later ones are new drafts. So every forward makes at least one more token final, whatever
+    rounding does to the next forward.
 
     Args:
       work: before the forward.
       reading: of the forward.
-      runs: accepted tokens of each slot, the slots before it aside.
-      committed: by this forward.
-      eos_id: the end of text.
+      runs: length of each slot's accepted prefix, regardless of the slots before it.
+      committed: drafts that this forward commits.
+      eos_id: id of the end-of-text token.
     """
     slot = jnp.arange(runs.shape[1])[None]
     offset = jnp.arange(work.drafts.shape[2])[None, None]
@@ -132,7 +133,7 @@ def repair(
 
 
 def follow(candidates: Bool[Array, "B M"], block: Block, reading: Reading, settings: RowSettings) -> Work:
-    """Chooses every candidate above the threshold, or else the single best one."""
+    """The work that follows a plan: all candidates above the threshold are chosen, or else the best one."""
     confidence = reading.plan_probability[:, :, 0]
     confident = candidates & (confidence > settings.slot_threshold[:, None])
     best = jnp.argmax(jnp.where(candidates, confidence, -1.0), axis=1)
@@ -147,19 +148,19 @@ def follow(candidates: Bool[Array, "B M"], block: Block, reading: Reading, setti
 def likely_failure(
     chance: Float32[Array, "B M K"], runs: Int32[Array, "B M"], size: Int32[Array, "B M"], settings: RowSettings
 ) -> Int32[Array, "B M"]:
-    """Where drafts will most likely fail: the first token below the threshold, or else the least probable one.
+    """Where drafts will most likely be rejected: the first token below the threshold, or else the least probable one.
 
-    Their probabilities given mask tokens stand in for those given the drafts, which are not known yet. A slot's next
-    token behind its accepted run cannot fail.
+    The probabilities given mask tokens are used in place of those given the drafts, which are not known yet. The token
+    right behind the accepted prefix of a slot cannot fail.
 
     Args:
-      chance: of each draft, where it was made.
-      runs: accepted before.
+      chance: probability of each draft when it was made.
+      runs: length of each slot's accepted prefix.
       size: of each slot.
       settings: token_threshold.
 
     Returns:
-      The place in the slot; the slot's size where no token can fail.
+      The place in the slot; the size of the slot if no token can fail.
     """
     offset = jnp.arange(chance.shape[2])[None, None]
     can_fail = (offset > runs[:, :, None]) & (offset < size[:, :, None])
@@ -172,17 +173,17 @@ def likely_failure(
 def verify(
     work: Work, here: Block, reading: Reading, eos_id: int
 ) -> tuple[Bool[Array, "B M"], Int32[Array, "B M"], Bool[Array, "B M K"]]:
-    """(chosen slots, their own accepted runs, the drafts to commit).
+    """The phase verify: (chosen slots, length of each one's accepted prefix, drafts to commit).
 
-    Committed is what the accepted prefix of the concatenation covers: up to its first EOS, or else its whole slots. A
-    slot's first token is accepted always, and so is the one behind the run that exact infilling knows to be final. An
-    EOS behind the accepted prefix is ignored.
+    Commits up to the first EOS in the accepted prefix of all chosen slots in sequence; otherwise the whole slots in
+    that prefix. The first token of a slot is always accepted, and so are tokens that exact infilling knows to be final.
+    An EOS behind the accepted prefix is ignored.
     """
     B, M, K = work.drafts.shape
     offset = jnp.arange(K)[None, None]
     is_fed = work.chosen[:, :, None] & (offset < here.size[:, :, None])
     accepted = reading.trusted | (offset <= work.accepted[:, :, None])
-    prefix = first((is_fed & ~accepted).reshape(B, M * K))[:, None, None]  # in places of the grid, empty ones too
+    prefix = first((is_fed & ~accepted).reshape(B, M * K))[:, None, None]  # in places of the grid, empty ones included
     eos = first((is_fed & (work.drafts == eos_id)).reshape(B, M * K))[:, None, None]
     place = jnp.arange(M * K).reshape(1, M, K)
     covered = jnp.where(eos < prefix, place <= eos, (place // K + 1) * K <= prefix)
@@ -192,17 +193,17 @@ def verify(
 def check(
     work: Work, here: Block, reading: Reading, eos_id: int
 ) -> tuple[Bool[Array, "B M"], Int32[Array, "B M"], Bool[Array, "B M K"]]:
-    """(chosen slots, their accepted runs, the drafts to commit): none until all runs are whole.
+    """The phase check: (chosen slots, length of their accepted prefixes, drafts to commit, once all are accepted).
 
-    Runs grow by one token at least. Once an accepted token is EOS, the rest of its slot counts as accepted and the
-    chosen slots behind it are dropped. (The authors' code drops by the index among the chosen slots and can lose
-    earlier, unfinished ones; this does not.)
+    Each prefix grows by at least one token. Once an accepted token is EOS, the rest of its slot counts as accepted and
+    the chosen slots behind it are dropped. (The authors' code drops by the index among the chosen slots, which can lose
+    earlier, unfinished slots.)
     """
     B, M, K = work.drafts.shape
     offset, slot = jnp.arange(K)[None, None], jnp.arange(M)[None]
     runs = jnp.minimum(run_length(reading.trusted | (offset <= work.accepted[:, :, None])), here.size)
     is_eos = (work.drafts == eos_id) & (offset < here.size[:, :, None]) & work.chosen[:, :, None]
-    eos_slot = first(jnp.any(is_eos & (offset < runs[:, :, None]), axis=2))[:, None]  # M where there is none
+    eos_slot = first(jnp.any(is_eos & (offset < runs[:, :, None]), axis=2))[:, None]  # M if there is none
     chosen = work.chosen & (slot <= eos_slot)
     runs = jnp.where(slot == eos_slot, here.size, runs)
 
@@ -224,5 +225,5 @@ def run_length(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
 
 
 def first(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
-    """Index of the first True over the last axis, its length where there is none."""
+    """Index of the first True over the last axis; the length of the axis if there is none."""
     return run_length(~flags)

@@ -1,8 +1,8 @@
-"""What the logits of a forward say, computed only where somebody reads them.
+"""Samples tokens and reads probabilities from the logits of a forward, computed only at the places where needed.
 
-A vocabulary of 152 k costs more than a layer, and of many places nobody reads the logits: the last token of a slot that
-is checked, drafts that only stand there to be seen. So the places that are read are worked off in portions, as many as
-there are, and all that is wide as the vocabulary lives for one portion.
+With a vocabulary of 152 k the output head costs more than a layer, and the logits of many places are not needed, such
+as those of the last token of a slot that is verified. So the needed places are processed in portions, and arrays with
+the size of the vocabulary exist for one portion at a time.
 
 Axes: B rows, W places of a row, S shards of rows, R places of a shard's rows, P packed ones, C places of a portion, V
 vocabulary, D hidden size.
@@ -25,18 +25,18 @@ from refusion_jax.systems.refusion.feeding import PackedFeed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """What the output head reads, packed as the forward left it."""
+    """The input of the output head, packed as in the forward."""
 
     packed: Float[Array, "S P D"]
-    index: Int32[Array, "B W"]  # where each place of the feed stands in its shard's
+    index: Int32[Array, "B W"]  # index in its shard of each place of the feed
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """What is read at each place of a feed; means nothing where nobody reads."""
+    """What was read at each place of a feed; undefined elsewhere."""
 
-    chosen: Int32[Array, "B W"]  # the best token, or the one that was drawn
+    chosen: Int32[Array, "B W"]  # the most probable token, or a sample
     chance: Float32[Array, "B W"]  # its probability
     weighed: Float32[Array, "B W"]  # at drafts: the probability of `PackedFeed.weighed`
 
@@ -44,22 +44,22 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """What decides which token is drawn at a place of a row, beside its logits."""
+    """Noise and settings by which tokens are sampled."""
 
-    keys: Key[Array, "*B"]  # of what is drawn now
-    planned: Key[Array, "*B"]  # that the drafts were drawn with
+    keys: Key[Array, "*B"]  # of the new samples
+    planned: Key[Array, "*B"]  # that the drafts were sampled with
     settings: RowSettings
 
 
 def read_tokens(
     model: Transformer, hidden: Hidden, feed: PackedFeed, draws: Draws, ids: TokenIds, portion: int, shards: int
 ) -> Tokens:
-    """The tokens at all places of a feed that are read.
+    """Reads the tokens at all places of a feed whose logits are needed.
 
     Args:
-      model: whose output head is used.
+      model: its output head is used.
       hidden: of the forward.
-      feed: says which places those are.
+      feed: its `is_read` selects the places.
       draws: of each row.
       ids: of the special tokens.
       portion: C.
@@ -78,10 +78,10 @@ def read_tokens(
     def read(i, out):
         rank = i * portion + jnp.arange(portion)
         at = jnp.sum(seen[:, None] <= rank[None, :, None], axis=2, dtype=jnp.int32)  # [S, C]
-        at = jnp.minimum(at, R - 1)  # filler behind the last place
+        at = jnp.minimum(at, R - 1)  # padding behind the last place
         index, position, may_end, is_draft, weighed = jax.tree.map(lambda x: take(x, at), places)
         own = jax.tree.map(lambda x: take(x, at // W), rows)
-        # A draft's next token is drawn with the noise that the plan drew it with: so they are most likely the same.
+        # The token behind a draft is sampled with the same noise as in the plan, so that both are most likely equal.
         keys = jnp.where(is_draft, own.planned, own.keys)
         is_drawn = ~is_draft | (own.settings.infill == EXACT)
         is_drawn &= take(by_shard(~feed.is_guess), at)

@@ -1,8 +1,8 @@
-"""The method in plain Python: one request, lists, no cache, greedy. Read this file first.
+"""ReFusion's decoding in plain Python: one request, lists, no cache, greedy. Read this file first.
 
-The text is committed slot by slot in any order; every token sees all that was committed before it, and of its own
-forward the tokens before it. The jitted decoders in this folder compute the same, many requests at a time, without ever
-computing a key or value twice, and are held to these functions token by token.
+The text is committed slot by slot, in any order. Every token attends to all that was committed before it, and to the
+tokens before it in its own forward. The jitted decoders in this folder compute the same for many requests at a time,
+with a cache; tests compare them with these functions token by token.
 """
 
 import math
@@ -17,7 +17,7 @@ Fed = list[tuple[int, int]]  # (token, place in the text)
 
 
 class Text:
-    """What is committed, and which of the committed tokens each one has seen."""
+    """The committed tokens, and which of them each one attended to."""
 
     def __init__(self, model: Transformer, request: Request):
         self.plain, self.tokens, self.places, self.seen = Plain(model, request), [], [], []
@@ -34,7 +34,7 @@ class Text:
         return list(zip(self.tokens, self.places, strict=True))[self.given :]
 
     def commit(self, fed: Fed, alone: list | None = None) -> None:
-        """Keeps tokens that were fed together; `alone` names the slot of each, where slots did not see each other."""
+        """Commits tokens that were fed together; `alone` has the slot of each if slots did not see each other."""
         before = len(self.tokens)
         for i, (token, place) in enumerate(fed):
             self.tokens.append(token)
@@ -42,7 +42,7 @@ class Text:
             self.seen.append([*range(before), *(before + j for j in sees(i, alone))])
 
     def probabilities(self, phase: str, fed: Fed, alone: list | None = None) -> dict[int, np.ndarray]:
-        """place -> [V] of every fed token; each sees all that is committed, and what `sees` says of the others."""
+        """place -> [V] for every fed token, which attends to all committed tokens and to fed ones as `sees` tells."""
         n = len(self.tokens)
         visible = np.zeros((n + len(fed), n + len(fed)), bool)
         for i in range(n):
@@ -59,12 +59,12 @@ class Text:
 
 
 def sees(i: int, alone: list | None) -> list[int]:
-    """Which of the tokens fed together the i-th sees: those before it and itself, or of those its slot's."""
+    """Which of the tokens fed together the i-th attends to: all up to itself, or only those of its own slot."""
     return [j for j in range(i + 1) if alone is None or alone[j] == alone[i]]
 
 
 def plan_and_infill(model: Transformer, request: Request) -> dict:
-    """The decoder `refusion`: plan, then infill what was chosen (arXiv 2512.13586, section 3.3)."""
+    """The decoder `refusion`: plan, then infill the chosen slots (arXiv 2512.13586, section 3.3)."""
     text, s, rounds = Text(model, request), request.settings.resolved, 0
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
@@ -91,16 +91,16 @@ def plan_and_infill(model: Transformer, request: Request) -> dict:
 
 
 def infill_exactly(text: Text, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
-    """Exact infilling: commits all chosen slots, just as if they were written one token after the other.
+    """Exact infilling: commits all chosen slots, with the same text as one token at a time.
 
-    The slots, one behind the other, are one sequence. Its drafts are fed at once, and where one is not what the token
-    before it wants, it is replaced: the first of these by a token that is final, since all before it is.
+    The chosen slots in sequence are fed together. Each draft that differs from the token to have at its place is
+    replaced by it; the first replacement is final, since all tokens before it are.
 
     Args:
-      text: what is committed.
+      text: the committed text.
       chosen: slots in text order.
-      draft: place -> the plan's token; a slot's first token is final.
-      chance: place -> its probability by the plan.
+      draft: place -> the plan's token; the first token of a slot is final.
+      chance: place -> the probability of that token in the plan.
     """
     blend, eos, now = text.plain.request.settings.infill_blend, text.plain.ids.eos_id, dict(draft)
     while chosen:
@@ -108,7 +108,7 @@ def infill_exactly(text: Text, chosen: list[range], draft: dict[int, int], chanc
         p = text.probabilities("verify", [(now[place], place) for place in places])
 
         def wanted(place, p=p):
-            """The next token, or the plan's where the two conditionals of it, blended, have it more probable."""
+            """The predicted next token, or the plan's if the mix of both distributions makes it more probable."""
             following = text.plain.best(p[place - 1], place)
             plan = (1 - blend) * p[place - 1][draft[place]] + blend * chance[place]
             is_better = following != draft[place] and text.plain.above(plan, (1 - blend) * p[place - 1][following])
@@ -125,23 +125,23 @@ def infill_exactly(text: Text, chosen: list[range], draft: dict[int, int], chanc
 
 
 def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
-    """The authors' infilling: commits the chosen slots whose drafts are accepted, or if there are none, all of them.
+    """The authors' infilling: commits the chosen slots whose drafts are accepted, or if there are none, infills all.
 
     Args:
-      text: what is committed.
+      text: the committed text.
       chosen: slots in text order.
       draft: place -> the plan's token.
-      chance: of no use here.
+      chance: not used.
     """
     s, above = text.plain.request.settings.resolved, text.plain.above
     mask, eos = text.plain.ids.mask_id, text.plain.ids.eos_id
 
     def accepted(p, slot, before):
-        """How many leading tokens of a slot are accepted, if the first `before + 1` are anyway."""
+        """Length of a slot's accepted prefix, at least `before + 1`."""
         trusted = (i <= before or above(p[place - 1][draft[place]], s.token_threshold) for i, place in enumerate(slot))
         return next((i for i, ok in enumerate(trusted) if not ok), len(slot))
 
-    # Verify: the drafts of the chosen slots together; commit the whole slots that the accepted prefix covers.
+    # Verify the drafts of all chosen slots together; commit the whole slots in the accepted prefix.
     places = [place for slot in chosen for place in slot]
     p = text.probabilities("verify", [(draft[place], place) for place in places])
     runs = {slot: accepted(p, slot, 0) for slot in chosen}
@@ -152,7 +152,7 @@ def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], 
     count = ends[0] + 1 if ends else prefix
     text.commit([(draft[place], place) for place in places[:count]])
 
-    # Infill: none was covered. Each slot alone: draft the rest anew, check, until all of them are accepted.
+    # If there are none, infill, with each slot alone: draft the rest again and check it, until all are accepted.
     while not count:
         alone = [slot for slot in chosen for _ in slot]
         fed = [(draft[at] if i < runs[slot] else mask, at) for slot in chosen for i, at in enumerate(slot)]
@@ -168,20 +168,20 @@ def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], 
             fed = [(draft[at], at) for slot in chosen for at in slot]
             count = next((i + 1 for i, (token, _) in enumerate(fed) if token == eos), len(fed))
             alone = [slot for slot in chosen for _ in slot]
-            if s.recompute and len(chosen) > 1:  # one forward more, in which they see each other
+            if s.recompute and len(chosen) > 1:  # one more forward, in which they attend to each other
                 text.probabilities("recompute", fed)
                 alone = None
             text.commit(fed[:count], alone)
 
 
 def one_by_one(model: Transformer, request: Request) -> dict:
-    """The decoder `sequential`: slots in text order; the first token from its mask, the others from the one before."""
+    """The decoder `sequential`: slots in text order, first tokens from a mask, the others from the token before."""
     text = Text(model, request)
     for slot in text.slots:
         for place in slot:
             if place == slot[0]:
                 p = text.probabilities("first", [(text.plain.ids.mask_id, place)])
-            else:  # the last committed token is fed once more, and seen once: by itself
+            else:  # feeds the last committed token again in place of its committed copy
                 last = text.tokens.pop(), text.places.pop()
                 text.seen.pop()
                 p = {place: text.probabilities("next", [last])[last[1]]}

@@ -1,8 +1,8 @@
 """One token a forward from a slot-diffusion model, in text order.
 
-A slot's first token comes from a mask token at its place, each further one from the token before it. It is the baseline
-for speed, and the check for the cache. A forward feeds the last token, whose keys and values are still to be committed,
-and at the start of a slot a mask token behind it.
+The first token of a slot is predicted by a mask token at its place, the others by the token before them. This is the
+baseline for speed, and a check of the cache. A forward feeds the last token, whose keys and values are not committed
+yet, and a mask token, which is used at the start of a slot.
 
 Axes: B rows, K slot size.
 """
@@ -34,15 +34,15 @@ class State:
     canvas: Canvas
     keys: Key[Array, "B"]
     settings: RowSettings
-    last: Int32[Array, "B"]  # the last token, not in the cache yet unless it was given
-    slot: Int32[Array, "B"]  # the slot that the next token belongs to
-    offset: Int32[Array, "B"]  # its place in the slot
+    last: Int32[Array, "B"]  # the last token, which is not in the cache yet unless it was given
+    slot: Int32[Array, "B"]  # slot of the next token
+    offset: Int32[Array, "B"]  # place of the next token in its slot
     active: Bool[Array, "B"]
     forwards: Int32[Array, "B"]
 
     @property
     def rounds(self) -> Int32[Array, "B"]:
-        """Every forward plans one token."""
+        """Every forward counts as a round."""
         return self.forwards
 
 
@@ -51,7 +51,7 @@ class Sequential:
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[SequentialSettings]] = SequentialSettings
-    width: ClassVar[int] = 2  # the last token, and a mask token
+    width: ClassVar[int] = 2  # the last token and a mask token
 
     ids: TokenIds
     slot_size: int  # K
@@ -79,7 +79,7 @@ class Sequential:
         )
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """Rows about to decode their first token."""
+        """The initial state, after the prefill."""
         given = layout.given
         zeros = jnp.zeros_like(given.length)
         return State(
@@ -102,7 +102,7 @@ class Sequential:
             for x in (s.canvas.start, s.canvas.size, s.canvas.may_end)
         )
         from_mask = s.offset == 0
-        last_is_new = s.record.count > 0  # else it was given, and is in the cache already
+        last_is_new = s.record.count > 0  # otherwise it was given and is already in the cache
         behind = jnp.maximum(s.record.count - 1, 0)[:, None]
         last_position = jnp.take_along_axis(s.record.positions, behind, axis=1)[:, 0]
         place = start + s.offset

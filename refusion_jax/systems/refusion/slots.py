@@ -1,14 +1,14 @@
-"""The paper's idea in one file: cut a response into slots, mask some of them, move the finished ones to the front.
+"""The corruption of slot diffusion: cuts responses into slots, masks some of them, and permutes the clean ones.
 
-Everything here is pure jnp with static shapes and runs inside the jitted step, on packed rows: slot size, mask ratio
-and permutation are drawn per document (ReFusion, arXiv 2512.13586, section 3; where paper and code differ, the code).
+Pure jnp with static shapes, run inside the jitted step on packed rows. Slot size, mask ratio and permutation are drawn
+per document (ReFusion, arXiv 2512.13586, section 3; where the paper and the authors' code differ, as in the code).
 
-A document of one prompt token `p` and six response tokens, slot size 2, of whose slots (ab)(cd)(ef) the middle one is
-masked and the clean ones were drawn in the order (ef)(ab), becomes
+Example: a document of one prompt token `p` and six response tokens with slot size 2. Of its slots (ab)(cd)(ef) the
+middle one is masked, and the clean ones come in the random order (ef)(ab):
 
     text         p  a  b  c  d  e  f
     inputs       p  e  f  a  b  M  M     prompt, clean slots in random order, masked slots in text order
-    positions    0  5  6  1  2  3  4     every token keeps its place in the text
+    positions    0  5  6  1  2  3  4     every token keeps its position in the text
     labels       .  f  .  b  .  c  d     clean: the next token of the same slot; masked: the token itself
 
 Axes: B rows, T row length.
@@ -26,12 +26,12 @@ from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_posi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """The random draws of the corruption, one value a token: equal over a document, or over a slot."""
+    """The random draws of the corruption, one value for each token, equal over a document or a slot."""
 
     slot_size: Int32[Array, "B T"]  # per document
     mask_probability: Float32[Array, "B T"]  # per document
     is_masked: Bool[Array, "B T"]  # per slot
-    rank: UInt32[Array, "B T"]  # per slot: clean slots of a document are ordered by it
+    rank: UInt32[Array, "B T"]  # per slot; orders the clean slots of a document
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,7 @@ class Corrupted:
     inputs: Int32[Array, "B T"]
     positions: Int32[Array, "B T"]  # in the text of the document
     segment_ids: Int32[Array, "B T"]
-    labels: Int32[Array, "B T"]  # meaningful where clean_label or masked_label
+    labels: Int32[Array, "B T"]  # valid where clean_label or masked_label
     clean_label: Bool[Array, "B T"]  # a clean token that predicts the next one of its slot
     masked_label: Bool[Array, "B T"]  # a mask token that predicts its own
     slot_size: Int32[Array, "B T"]  # of the token's document
@@ -51,9 +51,9 @@ class Corrupted:
 
 
 def slot_starts(rows: Rows, slot_size: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Where in the row each token's slot begins; prompt and padding tokens are slots of one."""
+    """Index in the row where each token's slot begins; prompt and padding tokens are slots of one token."""
     index = row_index(rows.tokens)
-    offset = text_positions(rows.segment_ids * 2 + rows.is_response)  # place in the prompt, or in the response
+    offset = text_positions(rows.segment_ids * 2 + rows.is_response)  # place in the prompt or in the response
     return jnp.where(rows.is_response, index - offset % slot_size, index)
 
 
@@ -64,7 +64,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: f
     slots come in a uniformly random order (ReFusion, section 3.2).
 
     Args:
-      keys: one a row: a row's noise depends on nothing else.
+      keys: one a row; a row's noise depends on nothing else.
       rows: the packed rows.
       sizes: slot sizes to draw from.
       eps: the least mask probability.
@@ -81,7 +81,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: f
             jax.random.bits(rank_key, (T,)),
         )
 
-    # One draw for every index of the row; a document or slot uses the one at its first token.
+    # One draw for every index of the row; a document or slot uses that at its first token.
     size, p, u, rank = jax.vmap(draw)(keys)
     size, p = (jnp.take_along_axis(x, document, axis=1) for x in (size, p))
     starts = slot_starts(rows, size)
@@ -90,9 +90,9 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: f
 
 
 def corrupt(rows: Rows, noise: Noise, mask_id: int) -> Corrupted:
-    """Masks and permutes: prompt, clean slots by rank, masked slots in text order, document by document.
+    """Masks and permutes each document: prompt, clean slots by rank, masked slots in text order.
 
-    One stable sort by (document, class, rank) and gathers along it: no token is lost or doubled.
+    Done by one stable sort by (document, class, rank) and gathers along it, so that no token is lost or duplicated.
     """
     index = row_index(rows.tokens)
     positions = text_positions(rows.segment_ids)
@@ -111,7 +111,7 @@ def corrupt(rows: Rows, noise: Noise, mask_id: int) -> Corrupted:
     return Corrupted(
         inputs=permute(jnp.where(noise.is_masked, mask_id, rows.tokens)),
         positions=permute(positions),
-        segment_ids=rows.segment_ids,  # a document stays where it is, so per-document values do, too
+        segment_ids=rows.segment_ids,  # documents stay in place, and so do per-document values
         labels=permute(jnp.where(noise.is_masked, rows.tokens, next_token)),
         clean_label=permute(rows.is_response & ~noise.is_masked & same_slot_next),
         masked_label=permute(noise.is_masked),

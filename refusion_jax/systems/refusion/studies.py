@@ -5,15 +5,15 @@ from typing import Any
 
 from refusion_jax.systems.interface import Claim
 
-# arXiv 2512.13586, abstract: 34 % more often right and 18 times as fast as masked diffusion models before it, and 2.33
-# times as fast as strong autoregressive models, which it comes close to.
+# arXiv 2512.13586, abstract: 34 % better and 18 times as fast as earlier masked diffusion models, and 2.33 times as
+# fast as strong autoregressive models, with about their quality.
 CLAIMS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, speed=2.33))
 
 _EXACT = {"infill": "exact", "infill_blend": 0.5, "slot_threshold": 0.6}
 
 
 def slots_and_blocks(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each slot size that was trained, and twice the largest, with one to four serial blocks."""
+    """Each slot size of training, and twice the largest, with one to four serial blocks."""
     sizes = [*trained["sizes"], 2 * max(trained["sizes"])]
     return [
         _EXACT | {"slot_size": size, "serial_blocks": blocks}
@@ -24,13 +24,13 @@ def slots_and_blocks(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[s
 
 
 def order(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Slots by confidence, and strictly from left to right: as many serial blocks as slots."""
+    """Slots by confidence, or strictly left to right, with as many serial blocks as slots."""
     size = min(trained["sizes"])
     return [_EXACT | {"slot_size": size, "serial_blocks": blocks} for blocks in (1, -(-new_tokens // size))]
 
 
 def infilling(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The authors' threshold at three heights, exact infilling, and three blends of it."""
+    """The authors' infilling with three thresholds, and exact infilling with four blends."""
     own = {"slot_size": min(trained["sizes"]), "slot_threshold": 0.6}
     return [own | {"token_threshold": sure} for sure in (0.9, 0.6, 0.3)] + [
         own | {"infill": "exact", "infill_blend": blend} for blend in (0.0, 0.3, 0.5, 0.7)
@@ -38,7 +38,7 @@ def infilling(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def recomputing(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Keys and values as they were when a slot was infilled, and computed again in text order."""
+    """Keys and values from the infilling of each slot, or recomputed in text order."""
     own = {"slot_size": min(trained["sizes"]), "slot_threshold": 0.6, "token_threshold": 0.3}
     return [own | {"recompute": recompute} for recompute in (False, True)]
 
