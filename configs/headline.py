@@ -40,7 +40,6 @@ def get_config(size="small"):
     c.model.vocab_size = 512
     c.model.rope_theta = 1000.0
     c.model.tie_word_embeddings = True
-    c.remat = "outputs" if size == "gpu" else "full"  # on a CPU, computing again is faster than storing
     c.dtype = "bfloat16" if size == "gpu" else "float32"
     # Pieces and blocks no longer than the answers, which have 20 to 40 tokens.
     c.slots.sizes = (4, 8)

@@ -24,7 +24,6 @@ def get_config(variant=""):
     c.final_lr_ratio = 0.05
     c.warmup_steps = 100
     c.beta2 = 0.98
-    c.remat = "full"  # faster than "none" on CPU: storing the activations costs more than computing them again
     c.log_every = 100
     c.mesh.data = -1  # the weights are small: every device holds them all
     c.mesh.fsdp = 1

@@ -18,7 +18,6 @@ def get_config(variant=""):
     c.warmup_steps = 100
     c.schedule = "wsd"
     c.decay_steps = 1000
-    c.remat = "full"
     c.model.hidden_size = 384
     c.model.num_hidden_layers = 6
     c.model.num_attention_heads = 6

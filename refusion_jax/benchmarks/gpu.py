@@ -163,7 +163,6 @@ def trained(size: str) -> dict:
     config = default_config()
     config.batch_size, config.row_length = (2, 128) if is_tiny else (8, 2048)
     config.dtype = "float32" if is_tiny else "bfloat16"
-    config.remat = "none" if is_tiny else "full"
     shape = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K}
     shape |= {"head_dim": H, "intermediate_size": F, "vocab_size": V, "tie_word_embeddings": tied}
     config.model.update(shape)

@@ -51,7 +51,7 @@ _TRAINING = {
     "beta2": Setting(0.95, "of AdamW", at_least=0, below=1),
     "clip_norm": Setting(1.0, "gradients are scaled down to this global norm", above=0, at_most=1e6),
     "accumulation": _count(1, "micro-batches a step: less memory, same result"),
-    "remat": Setting("none", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
+    "remat": Setting("products", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
     "dtype": Setting(
         "float32",
         "of computation, float32 | bfloat16; weights, softmax and loss are float32 always",

@@ -1,16 +1,19 @@
 """Attention, behind one function: every objective and every decoder attends through here.
 
 Axes: B rows, T queries, S keys, U new keys, N query heads, K key/value heads, G = N / K query heads a key head serves,
-H head size.
+R = G T queries that it serves, H head size.
 """
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
 from refusion_jax.model.int8 import Int8Array, factors
+from refusion_jax.model.remat import ATTENTION
 
 
+@jax.custom_vjp
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -19,15 +22,45 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Scaled dot-product attention with grouped heads; the softmax is float32 whatever the inputs are.
 
-    A query that may see no key at all (padding) gets finite numbers without meaning, not NaN.
+    A query that may see no key at all (padding) gets finite numbers without meaning, not NaN. The backward pass keeps
+    no [T, S] array: it computes the weights anew from the scores and the two numbers a query that normalize them
+    (FlashAttention-2, arXiv 2307.08691, section 3.1), and needs no reduction over keys.
 
     Args:
       q: float32 or bfloat16.
       k, v: of q's dtype, as is what is returned.
       mask: True where the query may see the key.
     """
-    weights = jax.nn.softmax(_scores(q, k, mask), axis=-1)
-    return _mix(weights, v, q.dtype)
+    return _forward(q, k, v, mask)[0]
+
+
+def _forward(q, k, v, mask):
+    scores = _scores(q, k, mask)
+    highest = jnp.max(scores, axis=-1)  # [B, K, G, T]
+    exponentials = jnp.exp(scores - highest[..., None])
+    total = jnp.sum(exponentials, axis=-1)
+    heads = _mix(exponentials / total[..., None], v, q.dtype)
+    heads, highest, total = (checkpoint_name(x, ATTENTION) for x in (heads, highest, total))
+    return heads, (q, k, v, mask, heads, highest, total)
+
+
+def _backward(kept, cotangent):
+    q, k, v, mask, heads, highest, total = kept
+    weights = jnp.exp(_scores(q, k, mask) - highest[..., None]) / total[..., None]  # [B, K, G, T, S]
+    B, K, G, T, S = weights.shape
+    # Of softmax: sum over keys of weight x its cotangent, which is that of head x its cotangent over H.
+    mean = jnp.einsum("btnh,btnh->btn", heads, cotangent, preferred_element_type=jnp.float32)
+    mean = mean.reshape(B, T, K, G).transpose(0, 2, 3, 1)[..., None]
+    rows, values = _rows(cotangent, K), v.transpose(0, 2, 1, 3)
+    dweights = jnp.einsum("bkqh,bksh->bkqs", rows, values, preferred_element_type=jnp.float32).reshape(weights.shape)
+    dscores = jnp.where(mask[:, None, None], weights * (dweights - mean), 0).astype(q.dtype).reshape(B, K, G * T, S)
+    dv = jnp.einsum("bkqs,bkqh->bskh", weights.astype(q.dtype).reshape(B, K, G * T, S), rows)
+    dk = jnp.einsum("bkqs,bkqh->bskh", dscores, _rows(q * q.shape[-1] ** -0.5, K))
+    dq = jnp.einsum("bkqs,bskh->bkqh", dscores, k) * q.shape[-1] ** -0.5
+    return _tokens(dq, G), dk, dv, None
+
+
+attention.defvjp(_forward, _backward)
 
 
 def cached_attention(
@@ -62,12 +95,11 @@ def _scores(
     k, scale = factors(k, q.dtype)
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    G = N // K
     # Heads before tokens and the group folded into the queries: plain batched products, and a third faster on CPU
     # than jax.nn.dot_product_attention, forward and backward.
-    q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    q = _rows(q * H**-0.5, K)
     k = k.transpose(0, 2, 1, 3)  # [B, K, S, H]
-    scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32).reshape(B, K, G, T, S)
+    scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32).reshape(B, K, N // K, T, S)
     scores = scores if scale is None else scores * _per_key(scale)
     return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
@@ -81,7 +113,19 @@ def _mix(
     B, K, G, T, S = weights.shape
     v = v.transpose(0, 2, 1, 3)  # [B, K, S, H]
     heads = jnp.einsum("bkqs,bksh->bkqh", weights.astype(dtype).reshape(B, K, G * T, S), v)
-    return heads.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, -1)
+    return _tokens(heads, G)
+
+
+def _rows(x: Float[Array, "B T N H"], K: int) -> Float[Array, "B K R H"]:
+    """The queries of all heads that a key head serves, behind each other."""
+    B, T, N, H = x.shape
+    return x.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+
+
+def _tokens(x: Float[Array, "B K R H"], G: int) -> Float[Array, "B T N H"]:
+    """The inverse of `_rows`."""
+    B, K, rows, H = x.shape
+    return x.reshape(B, K, G, rows // G, H).transpose(0, 3, 1, 2, 4).reshape(B, rows // G, K * G, H)
 
 
 def _per_key(scale: Float32[Array, "B S K 1"]) -> Float32[Array, "B K 1 1 S"]:

@@ -12,6 +12,10 @@ INPUT, ATTENTION, GATE, UP = "layer_input", "attention", "gate", "up"  # of a la
 # From the fastest to the one that takes the least memory; None: everything stays.
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
+    "products": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # those with weights
+        jax.checkpoint_policies.save_only_these_names(ATTENTION),
+    ),
     "outputs": jax.checkpoint_policies.save_only_these_names(ATTENTION, GATE, UP),
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -22,4 +26,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
         offload_dst="pinned_host",
     ),
 }
-HELP = "what the backward pass computes again: none | outputs (keeps attention and mlp) | attention | full | offload"
+HELP = (
+    "what the backward pass computes again: none | products (keeps those with weights, and attention) | "
+    "outputs (keeps attention and mlp) | attention (keeps it) | full | offload"
+)

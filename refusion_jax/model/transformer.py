@@ -26,7 +26,7 @@ from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, stored_like, widened
 from refusion_jax.model.layers import linear, rms_norm, rope_rotation, rotate, scattered_along_embed, weight
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.remat import ATTENTION, GATE, INPUT, REMAT_POLICIES, UP
+from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP
 from refusion_jax.runtime.sharding import constrain
 
 
@@ -227,7 +227,7 @@ class Transformer(nnx.Module):
         """What the output head reads, of packed rows; the arguments are those of a call."""
 
         def attend(q, k, v, _):
-            return checkpoint_name(packed.packed_attention(q, k, v, visibility, self.backend), ATTENTION), None
+            return packed.packed_attention(q, k, v, visibility, self.backend), None
 
         return self._run(tokens, positions, attend, None)[0]
 
