@@ -33,21 +33,19 @@ def test_changing_thresholds_temperature_seed_and_prompts_compiles_nothing(metho
 
 
 def test_nothing_is_transferred_while_the_device_decodes():
-    """Requests go in and records come out between runs of the loop; inside it there is no way to the host."""
+    """From admission to the records of a batch there is one program, which has no way to the host."""
     model = sharp_model()
     requests = prepare(PROMPTS, settings(), model.config)
     graphdef, params = nnx.split(model)
     decoder = decoder_for(requests, model.config)
-    state = batching._empty(graphdef, params, decoder.lay_out(requests[:1]), 4, decoder)
-    newcomers = batching.newcomers({0: 0, 1: 1}, requests, 2, 4, decoder)
-    state = batching._admit(graphdef, params, state, newcomers, decoder)
-    wanted, most = jnp.int32(4), jnp.int32(10**6)
+    newcomers = jax.device_put(batching.newcomers({0: 0, 1: 1}, requests, 2, 4, decoder))
+    lowered = jax.jit(batching.decode_once, static_argnums=(0, 3, 4)).lower(graphdef, params, newcomers, 4, decoder)
+    assert "while" in lowered.as_text()
+    assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered.as_text()]
+    program = lowered.compile()
     with jax.transfer_guard("disallow_explicit"):
-        state, _ = batching._run(graphdef, params, state, None, wanted, most, decoder)
-    assert not state.active.any()
-    lowered = batching._run.lower(graphdef, params, state, None, wanted, most, decoder).as_text()
-    assert "while" in lowered
-    assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered]
+        record = program(params, newcomers)
+    assert ((record.count > 0) == jnp.array([True, True, False, False])).all()
 
 
 def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
@@ -174,7 +172,8 @@ def test_a_mesh_changes_no_answer():
     with jax.set_mesh(mesh):
         requests = prepare(PROMPTS, s, model.config)
         decoder = decoder_for(requests, model.config)
-        state = batching._empty(*nnx.split(split), decoder.lay_out(requests[:1]), 4, decoder)
+        layout, keys = decoder.lay_out(requests[:4]), jax.random.split(jax.random.key(0), 4)
+        state = jax.jit(lambda model, *rows: decoder.init(model, *rows))(split, layout, keys)
     assert state.cache.entries.keys.sharding.shard_shape(state.cache.entries.keys.shape)[1:4:2] == (2, 1)
 
 

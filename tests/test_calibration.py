@@ -73,7 +73,8 @@ def test_bench_plan_prints_every_run_and_every_generation():
 
 def test_bench_plan_writes_only_what_it_compiled():
     _, err = run("bench", "plan", "--output=new.json", code=2)
-    assert err == "error: --output=new.json: only --compile makes new counts to write\n"
+    assert err.startswith("error: --output=new.json: ")
+    assert "--compile" in err
 
 
 @pytest.mark.slow

@@ -30,13 +30,13 @@ def test_a_template_renders_turn_after_turn():
     ],
 )
 def test_what_it_may_not_do(source, said, monkeypatch):
-    monkeypatch.setattr(chat_template, "_SECONDS", 1.0)
+    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     with pytest.raises(UserError, match=said):
         ChatTemplate(source, "here").render(messages=TURNS)
 
 
 def test_one_failure_does_not_spoil_the_next_conversation(monkeypatch):
-    monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
     template = ChatTemplate("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}{{ n }}", "here")
     for n in (2, 99999, 3, 100001, 4):
         if n < 9:

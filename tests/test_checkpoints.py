@@ -311,7 +311,7 @@ def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, ca
 
 
 def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk, monkeypatch):
-    monkeypatch.setattr(checkpoints_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(checkpoints_module, "PAUSE_SECONDS", 0.01)
     with Checkpoints(tmp_path, 3, failures=1000) as checkpoints:
         full_disk(1)
         with pytest.raises(UserError, match="the last checkpoint, 1, could not be written in 4 attempts"):

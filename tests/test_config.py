@@ -31,7 +31,7 @@ def load(path: Path):
 def test_every_config_file_passes_the_checks_and_keeps_to_the_known_keys(path):
     made = load(path)()
     config.check(made)
-    assert set(config._flatten(made.to_dict())) == set(config._flatten(config.default_config().to_dict()))
+    assert set(config.flatten(made.to_dict())) == set(config.flatten(config.default_config().to_dict()))
 
 
 def test_a_variant_changes_the_config_and_an_unknown_one_is_refused():
@@ -87,14 +87,14 @@ def test_the_real_sizes_are_the_published_ones(size):
 
 
 def test_every_key_and_every_decode_setting_has_a_meaning():
-    assert set(keys()) == set(config._flatten(config.default_config().to_dict()))
+    assert set(keys()) == set(config.flatten(config.default_config().to_dict()))
     assert all(own.help for own in (*keys().values(), *all_settings().values()))
     for decoder in decoders().values():
         assert set(declared(decoder.settings)) == {field.name for field in dataclasses.fields(decoder.settings)}
 
 
 def test_the_keys_that_must_hold_are_there():
-    flat = set(config._flatten(config.default_config().to_dict()))
+    flat = set(config.flatten(config.default_config().to_dict()))
     promised = "seed steps batch_size row_length objective learning_rate schedule weight_decay clip_norm accumulation"
     promised += " remat dtype slots.sizes slots.eps slots.mdm_weight data.path data.tokenizer checkpoint.every"
     promised += " checkpoint.keep log_every mesh.replica mesh.data mesh.fsdp mesh.tensor mesh.sequence"

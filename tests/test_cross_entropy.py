@@ -40,8 +40,8 @@ def assert_equal(got, expected):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Several blocks and chunks, the last of each with filler."""
-    monkeypatch.setattr(ce, "_BLOCK", 17)
-    monkeypatch.setattr(ce, "_CHUNK", 30)
+    monkeypatch.setattr(ce, "BLOCK", 17)
+    monkeypatch.setattr(ce, "CHUNK", 30)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -14,7 +14,6 @@ from flax import nnx
 from hypothesis import strategies as st
 
 from refusion_jax import DecodeSettings, UserError, decode
-from refusion_jax.decoding import queue as batching
 from refusion_jax.decoding.queue import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.runtime.chips import free_tokens
@@ -32,14 +31,11 @@ THRESHOLDS = [(1, 0.6, 0.4), (1, 0.7, 0.02), (1, 0.2, 0.7), (2, 0.4, 0.2), (4, 0
 def phases_of(model, requests: list[Request], decoder: PlanAndInfill) -> list[tuple[list[str], Answer]]:
     """Decodes all requests as one batch: (the phases each went through, its answer)."""
     graphdef, params = nnx.split(model)
-    B = len(requests)
-    state = batching._empty(graphdef, params, decoder.lay_out(requests[:1]), B, decoder)
-    newcomers = batching.newcomers(dict(enumerate(range(B))), requests, B, B, decoder)
-    state = batching._admit(graphdef, params, state, newcomers, decoder)
-    state, phases_seen = run_and_look(graphdef, params, state, decoder)
+    seeds, noise = (np.array(x, np.uint32) for x in zip(*[(r.settings.seed, r.noise) for r in requests], strict=True))
+    state, phases_seen = run_and_look(graphdef, params, decoder.lay_out(requests), seeds, noise, decoder)
     seen, record = np.asarray(phases_seen), jax.device_get((state.record, state.forwards, state.rounds))
     names = {PLAN: "plan", VERIFY: "verify", PROPOSE: "propose", CHECK: "check", RECOMPUTE: "recompute"}
-    of_row = [[names[phases[row]] for phases in seen if phases[row] != DONE] for row in range(B)]
+    of_row = [[names[phases[row]] for phases in seen if phases[row] != DONE] for row in range(len(requests))]
     return [
         (of_row[row], read_answer(request, *jax.tree.map(lambda x, row=row: x[row], record), decoder.ids.eos_id))
         for row, request in enumerate(requests)
@@ -47,10 +43,12 @@ def phases_of(model, requests: list[Request], decoder: PlanAndInfill) -> list[tu
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "decoder"))
-def run_and_look(graphdef, params, state, decoder):
-    """The loop of the decoder, which also notes the phases [steps, B] that rows are in before each forward."""
-    seen = jnp.full((200, len(state.active)), DONE)
+def run_and_look(graphdef, params, layout, seeds, noise, decoder):
+    """Runs the decoder to its end: (its last state, the phases [steps, B] that rows are in before each forward)."""
     model = nnx.merge(graphdef, params)
+    keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(seeds, noise)
+    state = decoder.init(model, layout, keys)
+    seen = jnp.full((200, len(state.active)), DONE)
 
     def step(loop):
         state, i, seen = loop

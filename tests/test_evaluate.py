@@ -136,7 +136,7 @@ def test_an_answer_ends_where_its_first_stop_string_begins_and_its_row_sooner(lo
     common = max(letters, key=letters.count)
     stops = Stops((common, f"no {common}"))
     directory = tasks(GENERATE.replace('until: ["\\n\\n"]', f"until: {json.dumps(stops.texts)}"))
-    monkeypatch.setattr(queue, "_LOOK", 2)
+    monkeypatch.setattr(queue, "LOOK", 2)
     ended, samples = evaluate(loaded, tmp_path / "ended", "sums", directory, **how)
     assert answers(samples) == {i: [[stops.cut(text)[0]]] for i, [[text]] in answers(expected).items()}
     reasons = [sample["decoding"][0]["finish_reason"] for sample in samples]

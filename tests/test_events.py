@@ -92,12 +92,11 @@ class Written(list):
     ],
 )
 def test_devices_are_busy_from_a_dispatch_or_the_step_before_to_the_end(monkeypatch, fetches, ends, busy, starved):
-    monkeypatch.setattr(events, "_when_ready", lambda end: end)
+    monkeypatch.setattr(events, "when_ready", lambda end: end)
     written = Written()
-    clock = events.StepClock(written, 7)
-    clock._done = 0.0
+    clock, start = events.StepClock(written, 7), time.monotonic()
     for (began, ended), end in zip(fetches, ends, strict=True):
-        clock.dispatched(began, ended, end)
+        clock.dispatched(start + began, start + ended, start + end)
     clock.flush()
     assert written == [{"first": 8, "last": 10, "seconds": busy, "data_seconds": starved}]
 
@@ -106,7 +105,7 @@ def test_a_failing_step_is_not_swallowed(monkeypatch):
     def fail(_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(events, "_when_ready", fail)
+    monkeypatch.setattr(events, "when_ready", fail)
     clock = events.StepClock(Written(), 0)
     clock.dispatched(0.0, 0.0, None)
     with pytest.raises(RuntimeError, match="out of memory"):

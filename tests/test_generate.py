@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import stat
 import time
@@ -73,7 +74,7 @@ def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
     assert 2 <= len(kept) < 200
 
     _, err = run("generate", *many, f"--output={output}", "--decode.temperature=0.5", code=2)
-    assert "out.jsonl.partial holds answers of a call that was cut off, with another settings: give" in err
+    assert re.search("out.jsonl.partial holds answers .* another settings", err)
     with journal.open("a") as file:
         file.write('{"key": 199, "rec')  # torn by the kill
     out, _ = run("generate", *many, f"--output={output}")

@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers(tmp_path, shape):
 
 def test_many_shards_are_read_and_written_as_one(tmp_path, monkeypatch):
     one = saved(tmp_path / "one")
-    monkeypatch.setattr(huggingface, "_SHARD_BYTES", 4096)
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 4096)
     many = saved(tmp_path / "many")
     files = sorted(path.name for path in many.glob("*.safetensors"))
     assert len(files) > 3

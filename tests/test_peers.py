@@ -41,7 +41,8 @@ def test_who_does_not_come_is_named_by_everybody():
 
 def test_a_first_process_that_does_not_come_is_named():
     (error,), address = call(2, (1,), 0.5)
-    assert str(error) == f"JAX_COORDINATOR_ADDRESS={address}: process 0 did not come within 0.5 s"
+    assert str(error).startswith(f"JAX_COORDINATOR_ADDRESS={address}: process 0 ")
+    assert "0.5 s" in str(error)
 
 
 def test_a_port_in_use_is_refused_at_once():

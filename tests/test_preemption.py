@@ -48,7 +48,7 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
     compiled = {path.name for path in (tmp_path / "compilation_cache").glob("*-cache")}
     assert any(name.startswith("jit_train_step") for name in compiled)
     assert 10 <= step < 60, "too late to show anything"
-    assert f"interrupted: saved step {step} of 60; start it again to resume" in out
+    assert f"interrupted: saved step {step} of 60" in out
     assert "Traceback" not in err
     out, _ = run("train", *FLAGS, f"--workdir={tmp_path}")
     assert f"step {step} of 60" in out
@@ -130,7 +130,7 @@ def test_a_maintenance_notice_becomes_sigterm(metadata_server, monkeypatch, befo
     monkeypatch.setattr(preemption.os, "kill", lambda pid, number: heard.append(number))
     metadata_server.answers["maintenance-event"] = before
     address = f"localhost:{metadata_server.server_port}"
-    watcher = threading.Thread(target=preemption._watch_maintenance, args=(address,), daemon=True)
+    watcher = threading.Thread(target=preemption.watch_maintenance, args=(address,), daemon=True)
     watcher.start()
     wait_until_asked(metadata_server, 3)
     assert not heard
@@ -145,7 +145,7 @@ def test_a_notice_that_stands_already_does_not_stop_the_run_again(metadata_serve
     monkeypatch.setattr(preemption.os, "kill", lambda pid, number: heard.append(number))
     metadata_server.answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
     address = f"localhost:{metadata_server.server_port}"
-    watcher = threading.Thread(target=preemption._watch_maintenance, args=(address,), daemon=True)
+    watcher = threading.Thread(target=preemption.watch_maintenance, args=(address,), daemon=True)
     watcher.start()
     wait_until_asked(metadata_server, 3)
     assert not heard

@@ -15,6 +15,7 @@ from conftest import ROOT, TINY_RUN, config_with, run
 from test_prepare import make, tokenizer_file, write_pairs
 
 from refusion_jax import UserError
+from refusion_jax.data import prepared as prepared_module
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs, host_batches, host_rows, row_order
 from refusion_jax.data.order import RowOrder
@@ -218,11 +219,12 @@ def test_damage_is_found(tokenizer_file, tmp_path):
         PreparedRows(str(tmp_path / "out"))
 
 
-def test_a_row_that_is_not_as_it_was_written_is_named(prepared):
-    rows, unchecked = PreparedRows(str(prepared / "a"), verify=True), PreparedRows(str(prepared / "a"))
-    damaged = bytearray(rows.record(0))
+def test_a_row_that_is_not_as_it_was_written_is_named(prepared, monkeypatch):
+    damaged = bytearray(PreparedRows(str(prepared / "a")).record(0))
     damaged[-1] ^= 1
-    rows._records = unchecked._records = [bytes(damaged)]  # as if ArrayRecord's own checksum had let it pass
+    # As if ArrayRecord's own checksum had let it pass.
+    monkeypatch.setattr(prepared_module, "ArrayRecordDataSource", lambda shards: [bytes(damaged)])
+    rows, unchecked = PreparedRows(str(prepared / "a"), verify=True), PreparedRows(str(prepared / "a"))
     with pytest.raises(UserError, match="a: row 0: the checksum of this row is wrong"):
         rows[0]
     assert unchecked[0].keys() == {"tokens", "segment_ids", "is_response"}

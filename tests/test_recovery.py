@@ -75,7 +75,7 @@ def test_a_state_that_must_not_be_saved_is_named(value):
 def test_the_guard_counts_what_does_not_count():
     guard = train_step.Guard(jnp.float32(2.0), jnp.int32(50), jnp.int32(4), jnp.int32(0))
     for is_good, loss, spike_free in ((True, 2.5, True), (False, jnp.nan, False)):
-        after = train_step._watch(guard, jnp.asarray(is_good), jnp.float32(loss))
+        after = guard.after(jnp.asarray(is_good), jnp.float32(loss))
         assert (int(after.skipped) == 4) == spike_free
         assert (int(after.in_a_row) == 0) == spike_free
         assert np.isfinite(after.loss_mean)

@@ -118,7 +118,7 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
 
 def _check_keys(c: ml_collections.ConfigDict) -> None:
     """Refuses a config file that invents a key or leaves one out (another type ml_collections refuses by itself)."""
-    known, given = _flatten(default_config().to_dict()), _flatten(c.to_dict())
+    known, given = flatten(default_config().to_dict()), flatten(c.to_dict())
     for found, what in ((given.keys() - known, "is no config key"), (known.keys() - given, "is missing")):
         if found:
             raise UserError(
@@ -157,14 +157,15 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
 
 def differing_keys(a: dict, b: dict) -> list[str]:
     """Dotted names of the keys in which two nested configs differ."""
-    a, b = _flatten(a), _flatten(b)
+    a, b = flatten(a), flatten(b)
     return [key for key in sorted(a | b) if a.get(key) != b.get(key)]
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict:
+def flatten(tree: dict, prefix: str = "") -> dict:
+    """{dotted key: value} of a nested dict."""
     flat = {}
     for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from refusion_jax.runtime.errors import UserError
 
-_SECONDS = 5.0  # of processor time, for one conversation
+SECONDS = 5.0  # of processor time, for one conversation
 _PATIENCE = 60.0  # seconds on the clock, on however busy a machine
 _BYTES = 1 << 30  # of address space; Python and jinja2 take 60 MB of it
 _CHARACTERS = 1 << 24  # of one conversation
@@ -56,7 +56,7 @@ class ChatTemplate:
 
     def _start(self) -> None:
         self._process = _Process()
-        limits = {"seconds": _SECONDS, "bytes": _BYTES, "characters": _CHARACTERS}
+        limits = {"seconds": SECONDS, "bytes": _BYTES, "characters": _CHARACTERS}
         self._ask({"template": self._source, **limits}, "cannot be read")
 
     def _ask(self, question: dict[str, Any], what: str) -> str:

@@ -31,7 +31,7 @@ from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
 
 REFILL = 8  # a batch is refilled by eighths, as each refill costs a prefill and a host-device synchronization
-_LOOK = 16  # forwards between two checks of whether the caller stops answers
+LOOK = 16  # forwards between two checks of whether the caller stops answers
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -113,7 +113,7 @@ def stream(
             # Where fewer requests wait than a refill takes, so many free rows are enough.
             wanted = min(refill, len(waiting)) if waiting else B
             counts = feeds.Counts.none(decoder, shapes, B) if recorder else None
-            state, counts = _run(graphdef, params, state, counts, wanted, _LOOK if is_over else _NEVER, decoder)
+            state, counts = _run(graphdef, params, state, counts, wanted, LOOK if is_over else _NEVER, decoder)
             active, counts, *answers = _fetch((state.active, counts, state.record, state.forwards, state.rounds), mesh)
             if recorder:
                 recorder.add_forwards(counts)

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.runtime import sharding
 
-_BLOCK = 2048  # tokens: enough to keep a matrix unit busy
-_CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits a block
+BLOCK = 2048  # tokens: enough to keep a matrix unit busy
+CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits a block
 
 
 @jax.custom_vjp
@@ -77,7 +77,7 @@ def _blocks(x, labels, is_labelled) -> tuple[_Blocks, jax.Array]:
     """The blocks, and [B * T] int32: where each of their tokens stood."""
     tokens = labels.size
     order = jnp.argsort(~is_labelled.ravel(), stable=True)
-    count = -(-tokens // _BLOCK)
+    count = -(-tokens // BLOCK)
     size = -(-tokens // count)
     has_label = jnp.arange(count) * size < jnp.sum(is_labelled)
     x, labels = x.reshape(tokens, -1)[order], labels.ravel()[order]
@@ -102,7 +102,7 @@ def _chunks(head) -> tuple[jax.Array, jax.Array]:
     D comes first, so that gathering and scattering the shards of D moves whole lanes of a TPU.
     """
     rows = head.shape[0]
-    count = -(-rows // _CHUNK)
+    count = -(-rows // CHUNK)
     size = -(-rows // count)
     if count > 1:
         size = -(-size // 128) * 128  # whole lanes of a TPU

@@ -39,7 +39,7 @@ _LAYER = {
 }
 _TOP = {"embed_tokens": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
 _INDEX = "model.safetensors.index.json"
-_SHARD_BYTES = 4 << 30  # of the shards we write
+SHARD_BYTES = 4 << 30  # of the shards we write
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of those that weights may have
 
 # What a config.json may say beside the sizes; anything else would need another transformer.
@@ -268,7 +268,7 @@ def save(model: Transformer, path: Path) -> None:
         shard, size = {}, 0
 
     for name, tensor in _their_tensors(nnx.to_pure_dict(nnx.state(model))):
-        if shard and size + tensor.nbytes > _SHARD_BYTES:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
             flush()
         shard[name], size, total = tensor, size + tensor.nbytes, total + tensor.nbytes
     flush()

@@ -49,7 +49,7 @@ class Preemption:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wishes
                 signal.signal(number, self._hear)
         if server := _metadata_server():
-            threading.Thread(target=_watch_maintenance, args=(server,), name="maintenance", daemon=True).start()
+            threading.Thread(target=watch_maintenance, args=(server,), name="maintenance", daemon=True).start()
 
     def _hear(self, number: int, frame: types.FrameType | None) -> None:
         if not self.training:
@@ -111,11 +111,14 @@ def _metadata_server() -> str | None:
     return "metadata.google.internal" if is_google else None
 
 
-def _watch_maintenance(server: str) -> None:
-    """Turns a notice into SIGTERM, which is heard on every host.
+def watch_maintenance(server: str) -> None:
+    """Watches for a maintenance notice and then sends SIGTERM to this process. Does not return before.
 
-    A notice that stands already when we begin is left alone: the run has just been started in spite of it, and a
-    second SIGTERM comes when the machine really goes.
+    A notice that exists already at the beginning is ignored: the run has just been started in spite of it, and the
+    machine sends another SIGTERM before it goes down.
+
+    Args:
+      server: address of Google's metadata server.
     """
     before = {key: _ask(server, key) for key in _NOTICES}
     while True:

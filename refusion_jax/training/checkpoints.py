@@ -35,7 +35,7 @@ from refusion_jax.training.checkpoint_writer import Items, make_checkpointer
 from refusion_jax.training.train_step import Guard, TrainState
 
 _LAST_ATTEMPTS = 4
-_PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles with every attempt
+PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles with every attempt
 
 
 class Checkpoints:
@@ -93,7 +93,7 @@ class Checkpoints:
                     f"the last checkpoint, {step}, could not be written in {attempt} attempts: make room or mend "
                     f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
                 )
-            time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1))
+            time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             self._begin(step, state, data)
 
     def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:

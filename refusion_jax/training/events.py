@@ -96,7 +96,7 @@ class StepClock:
           fetch_ended: and when they were there, and the step was dispatched.
           outputs: arrays that are ready when the step is done.
         """
-        self._pending.append((fetch_began, fetch_ended, self._watcher.submit(_when_ready, outputs)))
+        self._pending.append((fetch_began, fetch_ended, self._watcher.submit(when_ready, outputs)))
         self._settle(_IN_FLIGHT)
         if time.monotonic() - self._wrote_at > _WRITE_SECONDS:
             self._write()
@@ -123,7 +123,8 @@ class StepClock:
         self._busy = self._starved = 0.0
 
 
-def _when_ready(outputs: Any) -> float:
+def when_ready(outputs: Any) -> float:
+    """Waits for arrays; time.monotonic() when they are ready."""
     jax.block_until_ready(outputs)
     return time.monotonic()
 

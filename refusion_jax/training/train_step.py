@@ -37,6 +37,16 @@ class Guard:
     skipped: Int32[Array, ""]  # steps whose update was not made
     in_a_row: Int32[Array, ""]  # the last of them without a good one between
 
+    def after(self, is_good: Bool[Array, ""], loss: Float32[Array, ""]) -> "Guard":
+        """The guard after a step with this loss, which counts or not."""
+        mean = jnp.where(self.good == 0, loss, _SPIKE_DECAY * self.loss_mean + (1 - _SPIKE_DECAY) * loss)
+        return Guard(
+            loss_mean=jnp.where(is_good, mean, self.loss_mean),
+            good=self.good + is_good,
+            skipped=self.skipped + ~is_good,
+            in_a_row=jnp.where(is_good, 0, self.in_a_row + 1),
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -161,22 +171,11 @@ def make_train_step(
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old), (params, opt_state), (state.params, state.opt_state)
         )
-        guard = _watch(state.guard, is_good, loss)
+        guard = state.guard.after(is_good, loss)
         metrics |= {"skipped": guard.skipped, "in_a_row": guard.in_a_row}
         return TrainState(state.step + 1, metrics["tokens"], params, opt_state, guard), metrics
 
     return train_step
-
-
-def _watch(guard: Guard, is_good: Bool[Array, ""], loss: Float32[Array, ""]) -> Guard:
-    """The guard behind a step."""
-    mean = jnp.where(guard.good == 0, loss, _SPIKE_DECAY * guard.loss_mean + (1 - _SPIKE_DECAY) * loss)
-    return Guard(
-        loss_mean=jnp.where(is_good, mean, guard.loss_mean),
-        good=guard.good + is_good,
-        skipped=guard.skipped + ~is_good,
-        in_a_row=jnp.where(is_good, 0, guard.in_a_row + 1),
-    )
 
 
 def split_batch(batch: Any, parts: int) -> Any:

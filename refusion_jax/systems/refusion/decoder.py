@@ -74,6 +74,12 @@ class Layout:
     canvas: Canvas
     settings: RowSettings
 
+    @classmethod
+    def of(cls, requests: Sequence[Request], capacity: int, slots: int) -> Self:
+        """Some requests, as numpy arrays with room for `capacity` given tokens and for `slots` slots a row."""
+        settings = RowSettings.of([request.settings for request in requests])
+        return cls(Given.of(requests, capacity), Canvas.of(requests, slots), settings)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +141,7 @@ class PlanAndInfill:
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, slots and settings of some requests."""
-        return Layout(
-            Given.of(requests, self.cache_length),
-            Canvas.of(requests, self.slots),
-            RowSettings.of([request.settings for request in requests]),
-        )
+        return Layout.of(requests, self.cache_length, self.slots)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are prefilled, and the first forward plans."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -72,11 +72,7 @@ class Sequential:
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, slots and settings of some requests."""
-        return Layout(
-            Given.of(requests, self.cache_length),
-            Canvas.of(requests, self.slots),
-            RowSettings.of([request.settings for request in requests]),
-        )
+        return Layout.of(requests, self.cache_length, self.slots)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state, after the prefill."""
