@@ -29,39 +29,43 @@ class Settings:
 
     companions: ClassVar[tuple[str, ...]] = ()  # settings that name further models, see companions.py
 
-    method: str = setting("", "Which decoder; by default the one the model was trained for", scope="compiled")
+    method: str = setting(
+        "", "Name of the decoder; by default the one for the system that trained the model", scope="compiled"
+    )
     max_new_tokens: int = setting(
-        0, "Tokens to decode at most, rounded up to what the decoder writes at once; 0: 128, or what fits", at_least=0,
+        0, "Tokens to decode at most, rounded up to whole slots or blocks; 0: 128, or what fits", at_least=0,
         at_most=2**24,
     )  # fmt: skip
-    temperature: float = setting(0.0, "0 is greedy", at_least=0, at_most=1e4)
+    temperature: float = setting(0.0, "Of sampling; 0: greedy", at_least=0, at_most=1e4)
     top_k: int = setting(
-        0, "With a temperature: draw among this many most probable tokens; 0: all", at_least=0, below=2**31
+        0, "With a temperature: sample from this many most probable tokens; 0: all", at_least=0, below=2**31
     )
     top_p: float = setting(
-        1.0, "With a temperature: draw among the fewest tokens that hold this share of the probability", above=0,
+        1.0, "With a temperature: sample from the fewest tokens whose probabilities sum to this", above=0,
         at_most=1,
     )  # fmt: skip
-    seed: int = setting(0, "Of the sampling noise; prompt i of a call draws from (seed, i)", at_least=0, below=2**32)
+    seed: int = setting(0, "Seed of the sampling noise; prompt i of a call uses (seed, i)", at_least=0, below=2**32)
     batch_size: int = setting(64, "Prompts decoded at once, at most", scope="batch", at_least=1, at_most=2**20)
     cache_length: int = setting(
-        0, "Tokens, prompt and answer together, that a row may hold; 0: what the longest prompt needs", scope="batch",
+        0, "Tokens of prompt and answer that a row has room for; 0: as many as the longest needs", scope="batch",
         at_least=0, at_most=2**28,
     )  # fmt: skip
     weights: str = setting(
-        "same", "The weights while decoding: same (as --dtype) | int8, with one scale for every output channel",
+        "same", "Weights while decoding: same (as --dtype) | int8, with a scale for every output channel",
         scope="compiled", choices=("same", "int8"),
     )  # fmt: skip
     cache: str = setting(
-        "same", "Keys and values in the cache: same (as --dtype) | int8, with one scale for every token and head",
+        "same", "Keys and values in the cache: same (as --dtype) | int8, with a scale for every token and head",
         scope="compiled", choices=("same", "int8"),
     )  # fmt: skip
     head_rows: int = setting(
-        0, "Rows of the output head that are computed exactly for a token, the best by a cheap int8 product with all; "
-        "the others count as impossible; 0: all", scope="compiled", at_least=0, at_most=2**24,
+        0, "Rows of the output head that are computed exactly for a token, chosen by a cheap int8 product with all; "
+        "the other tokens get probability 0; 0: all", scope="compiled", at_least=0, at_most=2**24,
     )  # fmt: skip
-    eos_id: int = setting(-1, "End of text; -1: the model's own", scope="compiled", at_least=-1, below=2**31)
-    mask_id: int = setting(-1, "Mask token; -1: the model's own", scope="compiled", at_least=-1, below=2**31)
+    eos_id: int = setting(
+        -1, "Id of the end-of-text token; -1: the model's own", scope="compiled", at_least=-1, below=2**31
+    )
+    mask_id: int = setting(-1, "Id of the mask token; -1: the model's own", scope="compiled", at_least=-1, below=2**31)
 
     def __post_init__(self):
         for name, own in declared(type(self)).items():

@@ -62,10 +62,10 @@ class CheckedSettings(shared.Settings):
     companions: ClassVar[tuple[str, ...]] = ("verifier",)
 
     verifier: str = setting(
-        "", "Run of a left-to-right model with the same tokenizer, which checks the drafts", scope="compiled"
+        "", "Run of a left-to-right model with the same tokenizer, which verifies the drafts", scope="compiled"
     )
     drafter_weight: float = setting(
-        0.6, "Share of the drafting model in what is committed, the verifier's being the rest", at_least=0, at_most=1
+        0.6, "Weight of the drafting model's logits in the target; the verifier has the rest", at_least=0, at_most=1
     )
     lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))

@@ -139,8 +139,10 @@ class BlockSettings(shared.Settings):
         0, f"Tokens that are denoised together; 0: as the model was trained, or {_BLOCK} if unknown",
         scope="compiled", at_least=0, at_most=4096,
     )  # fmt: skip
-    sub_block: int = setting(8, "Parts of a block, finished one after the other", at_least=1, at_most=4096)
-    threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
+    sub_block: int = setting(
+        8, "Tokens of a sub-block; sub-blocks are decoded one after the other", at_least=1, at_most=4096
+    )
+    threshold: float = setting(0.9, "Tokens more probable than this are revealed", at_least=0, at_most=1)
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ from refusion_jax.systems.interface import System
 
 KEYS = {
     "tail": Setting(
-        1.5, "masks lie in the last so many times their number of tokens (lambda)", at_least=1, at_most=1e6
+        1.5, "masks lie among the last `tail` times their number of tokens (lambda)", at_least=1, at_most=1e6
     ),
     "beta": Setting(1.0, "in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6),
     "decay": Setting(0.5, "how fast the count of a mask decays with distance (p)", at_least=0, at_most=1),
@@ -141,7 +141,7 @@ class PassSettings(shared.Settings):
 
     draft_length: int = setting(16, "Masks of a block", scope="compiled", at_least=1, at_most=4096)
     passes: int = setting(8, "Forwards over a block's masks, at most", at_least=1, at_most=2**20)
-    threshold: float = setting(0.9, "Tokens are revealed that are more probable than this", at_least=0, at_most=1)
+    threshold: float = setting(0.9, "Tokens more probable than this are revealed", at_least=0, at_most=1)
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:

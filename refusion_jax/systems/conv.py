@@ -45,7 +45,7 @@ class ConvSettings(shared.Settings):
 
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
     conv_window: int = setting(
-        512, "Places around a mask in which known tokens count for it", at_least=1, at_most=2**24
+        512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )
     conv_scale: float = setting(1.0, "c: how fast confidence saturates with known tokens nearby", above=0, at_most=1e4)
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))

@@ -149,9 +149,9 @@ class PipelineSettings(shared.Settings):
         4, "Blocks that one forward feeds, at most", scope="compiled", at_least=2, at_most=2**16
     )
     threshold: float = setting(0.9, "Tokens more probable than this are committed at once", at_least=0, at_most=1)
-    open_at: float = setting(0.1, "A block is opened where this share of the one before it is committed", at_least=0,
+    open_at: float = setting(0.1, "A block is opened once this share of the one before it is committed", at_least=0,
                              at_most=1)  # fmt: skip
-    force_at: float = setting(0.95, "A block commits a token every forward where this share of the one before it is "
+    force_at: float = setting(0.95, "A block commits a token in every forward once this share of the one before it is "
                               "committed", at_least=0, at_most=1)  # fmt: skip
 
     @classmethod

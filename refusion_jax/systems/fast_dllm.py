@@ -57,19 +57,23 @@ class FastSettings(shared.Settings):
     """How to decode a masked diffusion model with a cache."""
 
     block_length: int = setting(
-        _BLOCK, "Tokens of a block; blocks are finished one after the other; 0: the whole answer", at_least=0,
+        _BLOCK, "Tokens of a block; blocks are decoded one after the other; 0: the whole answer", at_least=0,
         at_most=2**24,
     )  # fmt: skip
     reuse: str = setting(
-        "dual", "What is kept between the forwards of a block: dual | prefix (only what stands before it) | none",
+        "dual", "Keys and values kept between the forwards of a block: dual | prefix (only those before it) | none",
         scope="compiled", choices=("dual", "prefix", "none"),
     )  # fmt: skip
     rule: str = setting(
-        "threshold", "What is committed: threshold (all that are sure enough) | factor (surer ones, and more of them)",
+        "threshold", "Which tokens are committed: by threshold | by factor (more of them the surer they are)",
         scope="compiled", choices=("threshold", "factor"),
     )  # fmt: skip
-    threshold: float = setting(0.9, "Tokens at least so probable are committed at once", at_least=0, at_most=1)
-    factor: float = setting(1.0, "The n-th token is committed with p >= 1 - factor / (n + 1)", above=0, at_most=1e4)
+    threshold: float = setting(
+        0.9, "With rule=threshold: tokens at least this probable are committed at once", at_least=0, at_most=1
+    )
+    factor: float = setting(
+        1.0, "With rule=factor: the n-th token is committed if p >= 1 - factor / (n + 1)", above=0, at_most=1e4
+    )
     shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod

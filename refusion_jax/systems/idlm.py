@@ -116,7 +116,7 @@ class StrideSettings(shared.Settings):
     """How to decode a model that verifies its own drafts."""
 
     stride: int = setting(
-        0, "Tokens that a forward yields at most: N - 1 drafts are checked, and N - 1 made; 0: one more than the masks "
+        0, "Tokens that a forward yields at most, of which it verifies N - 1 drafts; 0: one more than the masks "
         f"of a block in training, or {_BLOCK + 1} if unknown", scope="compiled", at_least=0, at_most=65,
     )  # fmt: skip
 

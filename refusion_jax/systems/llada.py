@@ -84,11 +84,11 @@ class DiffusionSettings(shared.Settings):
 
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
     block_length: int = setting(
-        0, "Tokens of a block; blocks are finished one after the other; 0: the whole answer", at_least=0, at_most=2**24
+        0, "Tokens of a block; blocks are decoded one after the other; 0: the whole answer", at_least=0, at_most=2**24
     )
 
     merge: int = setting(
-        1, "Masks behind the block that one of them stands for: fewer tokens a forward, an approximation",
+        1, "Only one of this many masks behind the block is fed: fewer tokens a forward, an approximation",
         scope="compiled", at_least=1, at_most=2**24,
     )  # fmt: skip
 

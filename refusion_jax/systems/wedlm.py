@@ -124,10 +124,10 @@ class WindowSettings(shared.Settings):
 
     window: int = setting(16, "Places that are decoded at once", scope="compiled", at_least=1, at_most=4096)
     entropy_threshold: float = setting(
-        0.4, "Masks with less entropy (nats) are filled together", at_least=0, at_most=1e4
+        0.4, "Masks with less entropy (in nats) than this are filled together", at_least=0, at_most=1e4
     )
     distance_penalty: float = setting(
-        0.02, "Added to a mask's entropy for every place behind the first one", at_least=0, at_most=1e4
+        0.02, "Added to the entropy of a mask for every place behind the first one", at_least=0, at_most=1e4
     )
 
     @classmethod

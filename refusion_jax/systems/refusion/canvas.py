@@ -30,33 +30,33 @@ class SlotSettings(shared.Settings):
 
     slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
     serial_blocks: int = setting(
-        1, "The answer is cut into this many equal runs of slots, finished one after the other", at_least=1,
+        1, "The answer is cut into this many equal blocks of slots, decoded one after the other", at_least=1,
         at_most=2**20,
     )  # fmt: skip
     slot_threshold: float = setting(
-        0.9, "Slots are chosen whose first token is more probable than this", at_least=0, at_most=1
+        0.9, "Slots with a first token more probable than this are chosen", at_least=0, at_most=1
     )
     token_threshold: float = setting(
-        -1.0, "With infill=threshold: drafted tokens are accepted to which their predecessor gives more than this; "
-        "-1: 0.9. Where it is given, infill=auto is threshold", at_least=-1, at_most=1,
+        -1.0, "With infill=threshold: drafted tokens more probable than this are accepted; -1: 0.9. "
+        "If it is given, infill=auto is threshold", at_least=-1, at_most=1,
     )  # fmt: skip
     infill: str = setting(
-        AUTO, "How drafts become text: 'threshold', the authors' way, accepts those above token_threshold and drafts "
-        "the others anew; 'exact' takes the model's own next token wherever a draft is another; 'auto': exact, unless "
-        "token_threshold is given",
+        AUTO, "How drafts become text: 'threshold', the authors' algorithm, accepts those above token_threshold and "
+        "drafts the others again; 'exact' takes the model's own next token wherever a draft differs from it; 'auto': "
+        "exact, unless token_threshold is given",
         choices=INFILLS,
     )  # fmt: skip
     infill_blend: float = setting(
-        0.5, "With infill=exact and no temperature: the share that the plan's own probability of its draft has in the "
-        "choice between draft and next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
+        0.5, "With infill=exact and no temperature: weight of the plan's probabilities in the choice between its draft "
+        "and the next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
     )  # fmt: skip
     recompute: bool = setting(
-        False, "With infill=threshold: compute keys and values of slots that were infilled without seeing each other "
-        "again, in text order, which the authors never do",
+        False, "With infill=threshold: recompute keys and values of slots that were infilled without attending to each "
+        "other, in text order, which the authors do not",
     )  # fmt: skip
     speculate: str = setting(
-        AUTO, "Tokens that a forward may feed, in each shard of the rows, to do ahead of time what comes next: the "
-        "same text in fewer forwards. 'auto': as many as cost no time on this device; 0: nothing is done ahead of time",
+        AUTO, "Tokens up to which a forward speculates, in each shard of the rows: the same text in fewer forwards. "
+        "'auto': as many as cost no time on this device; 0: no speculation",
         choices=(AUTO,), or_number=True,
     )  # fmt: skip
 
