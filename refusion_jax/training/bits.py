@@ -1,10 +1,10 @@
-"""Bits per byte of a run's held-out responses, given their prompts, while it trains.
+"""Bits per byte of held-out responses, given their prompts, during training.
 
-The exact likelihood for the slots in reading order, or the ordinary one of a left-to-right model; of masked diffusion
-one draw of the bound for each document, the same at every evaluation. By which forward a text is scored is its system's
-affair, as in `evaluation/likelihood.py`; here the rows are made once, and stay on the devices.
+This is the exact likelihood for slots in reading order, or the usual one of a left-to-right model; for masked
+diffusion, one draw of the bound for each document, the same in every evaluation. The system defines the forward that
+scores a text, as in `evaluation/likelihood.py`; here the rows are made once and stay on the devices.
 
-Axes: N rows, filled up with empty ones to whole batches of B; T tokens of a row.
+Axes: N rows, padded with empty ones to whole batches of B; T tokens of a row.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +23,8 @@ from refusion_jax.systems.likelihood import Text
 from refusion_jax.systems.registry import find_system
 from refusion_jax.training.train_step import split_batch
 
-_ROUNDING = 256  # T is a multiple of this: short documents share a row
-_SLOT_SIZE = 8  # as of `evaluate`
+_ROUNDING = 256  # T is a multiple of this; short documents share a row
+_SLOT_SIZE = 8  # as in `evaluate`
 
 
 def bits_per_byte(
@@ -34,17 +34,17 @@ def bits_per_byte(
     graphdef: nnx.GraphDef,
     mesh: Mesh,
 ) -> Callable[[dict], dict[str, jax.Array | bool]] | None:
-    """Builds (weights) -> {"eval_bits_per_byte": float32 scalar}, marked where it is a bound.
+    """Builds (weights) -> {"eval_bits_per_byte": float32 scalar}, with a mark if it is a bound.
 
     Args:
       config: the run's.
-      rows: of the held-out set, as its data set gives them.
-      tokenizer: that made them.
+      rows: of the held-out set.
+      tokenizer: of the rows.
       graphdef: of the transformer.
-      mesh: that the weights lie on.
+      mesh: of the weights.
 
     Returns:
-      None where the likelihood of the run's objective is not known, or the rows hold no text.
+      None if the likelihood of the objective is not known, or the rows hold no text.
     """
     system = find_system(config.objective)
     if system.feed is None:

@@ -1,20 +1,20 @@
-"""What the time of a run goes into: its event log, and the goodput that follows from it.
+"""The event log of a run, which tells where its time went, and the goodput computed from it.
 
-DIR/events.jsonl holds one object an event, over all sessions (starts) of the run: `time` (Unix seconds, for people),
-`clock` (seconds since the machine's boot, whatever its time is set to), `event`, and
+DIR/events.jsonl holds one object for each event, over all sessions (starts) of the run: `time` (Unix seconds), `clock`
+(seconds since the boot of the machine, a clock that cannot be set), `event`, and
 
-  start       step: what the session resumed from; boot: of which boot; time and clock: when the process began
+  start       step: that the session resumed from; boot: id of the boot; time and clock: when the process began
   passed_over step, why: a checkpoint that could not be read
-  rolled_back from_step, to_step, why: behind steps that did not count; the rows between are left out
-  init        seconds from there to the first compilation, without restoring
+  rolled_back from_step, to_step, why: after steps that did not count; the rows in between are left out
+  init        seconds from the start to the first compilation, without restoring
   restore     seconds to read the checkpoint
   compile     seconds to compile the step (or to find it in the compilation cache)
-  steps       first, last; seconds the devices worked on them; data_seconds they idled for want of rows
-  save        step, seconds the loop stood still for the checkpoint
+  steps       first, last; seconds that devices worked on them; data_seconds that devices waited for rows
+  save        step, seconds that the loop was blocked by the checkpoint
   end         step, reason: complete | preempted; seconds to finish writing
 
-Goodput is the share of the time since the first start in which devices took steps that count. Steps that were taken
-again after a kill are lost, whichever session took them.
+Goodput is the share of the time since the first start that devices spent on steps that count. Steps that had to be
+repeated after a kill are lost.
 """
 
 import collections
@@ -39,18 +39,18 @@ FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
 _PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
 _NEEDED = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
-_WRITE_SECONDS = 10.0  # a kill leaves no more than this unaccounted
-_IN_FLIGHT = 2  # steps dispatched and not done: the devices never wait for the host, nor is a notice heard late
+_WRITE_SECONDS = 10.0  # at most this much is missing after a kill
+_IN_FLIGHT = 2  # steps dispatched but not finished: enough to keep devices busy, few enough to notice a preemption soon
 
 
 class EventLog:
-    """Appends events; only process 0 does."""
+    """Appends events to the log, in process 0 only."""
 
     def __init__(self, path: Path):
         self._file = Appender(path) if jax.process_index() == 0 else None
 
     def write(self, event: str, ago: float = 0.0, **values: Any) -> None:
-        """Adds an event that happened now, or so many seconds ago."""
+        """Adds an event that happened now or `ago` seconds ago."""
         if self._file:
             when = {"time": time.time() - ago, "clock": round(_clock() - ago, 4)}
             self._file.append(json.dumps({**when, "event": event, **values}))
@@ -61,22 +61,22 @@ class EventLog:
 
     @contextlib.contextmanager
     def timed(self, event: str, **values: Any) -> Iterator[None]:
-        """Adds an event with the seconds that the block took."""
+        """Adds an event with the duration of the block."""
         began = time.monotonic()
         yield
         self.write(event, seconds=round(time.monotonic() - began, 4), **values)
 
     def close(self) -> None:
-        """Writes what is left and closes the file."""
+        """Flushes and closes the file."""
         if self._file:
             self._file.close()
 
 
 class StepClock:
-    """Measures what the devices do, beside a loop that never waits for the step it has just dispatched.
+    """Measures how long devices work and wait, while the loop dispatches steps ahead.
 
-    A step occupies them from its dispatch, or from the end of the step before it, to its own end. They idle for data
-    where the loop fetches rows and nothing is in flight.
+    A step occupies the devices from its dispatch, or the end of the step before it, to its own end. They wait for data
+    while the loop fetches rows and no step is in flight.
     """
 
     def __init__(self, log: EventLog, first_step: int):
@@ -89,12 +89,12 @@ class StepClock:
         self._busy = self._starved = 0.0
 
     def dispatched(self, fetch_began: float, fetch_ended: float, outputs: Any) -> None:
-        """Notes a step; waits for the one before the one before it.
+        """Records a dispatched step, and waits for the step two before it.
 
         Args:
-          fetch_began: time.monotonic() when its rows were asked for.
-          fetch_ended: and when they were there, and the step was dispatched.
-          outputs: arrays that are ready when the step is done.
+          fetch_began: time.monotonic() when its rows were requested.
+          fetch_ended: time.monotonic() when they had arrived and the step was dispatched.
+          outputs: arrays that are ready when the step is finished.
         """
         self._pending.append((fetch_began, fetch_ended, self._watcher.submit(when_ready, outputs)))
         self._settle(_IN_FLIGHT)
@@ -102,7 +102,7 @@ class StepClock:
             self._write()
 
     def flush(self) -> None:
-        """Waits for all steps and writes them down."""
+        """Waits for all steps and writes them to the log."""
         self._settle(0)
         self._write()
 
@@ -130,7 +130,7 @@ def when_ready(outputs: Any) -> float:
 
 
 def process_age() -> float:
-    """Seconds since this process was started; imports take some of it. 0 where the system does not tell."""
+    """Seconds since this process was started, imports included; 0 where the system does not tell."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -139,7 +139,7 @@ def process_age() -> float:
 
 
 def _clock() -> float:
-    """Seconds that also count while the machine sleeps, and go on over all processes of a boot."""
+    """Seconds since boot, including sleep, so that processes of one boot can be compared."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -151,7 +151,7 @@ def _boot() -> str | None:
 
 
 def read_log(path: epath.Path) -> str:
-    """The text of a log, whatever is in it; empty where there is none, or it cannot be read."""
+    """The text of a log; empty if it does not exist or cannot be read."""
     try:
         return read_file(path, largest=None).decode(errors="replace")
     except UserError:
@@ -159,7 +159,7 @@ def read_log(path: epath.Path) -> str:
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
-    """The events of a log; what a kill cut off, or is no event, is left out."""
+    """The valid events of a log; lines that were cut off are skipped."""
     events = []
     for event in parse_log(text):
         if isinstance(event, dict) and isinstance(event.get("event"), str):
@@ -176,16 +176,17 @@ def _is_number(value: Any) -> bool:
 def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Seconds by PARTS, which add up to `total`; `goodput`: the share of `step`; and the number of `sessions`.
 
-    `other` is what sessions did besides; `down` lies between sessions, with the steps a kill left unwritten.
+    `other` is the remaining time of sessions; `down` is between sessions, with steps that were not logged before a
+    kill.
     """
     sessions = []
     for event in events:
         if event["event"] == "start":
             sessions.append([])
-        if sessions:  # a first line that was cut off takes its session's others with it
+        if sessions:  # events before the first start belong to a session whose start was cut off
             sessions[-1].append(event)
     spent = dict.fromkeys(PARTS, 0.0)
-    resumed_from = float("inf")  # by any later session: what was done behind that step was done again
+    resumed_from = float("inf")  # by any later session: steps behind it were repeated
     total = 0.0
     for index in reversed(range(len(sessions))):
         session = sessions[index]
@@ -210,18 +211,18 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def _between(first: dict[str, Any], last: dict[str, Any], is_one_boot: bool) -> float:
-    """Seconds between two events; by the clock on the wall, which may have been set, only where there is no other."""
+    """Seconds between two events; by wall time, which may have been set, only if `clock` cannot be compared."""
     name = "clock" if is_one_boot and all(_is_number(e.get("clock")) for e in (first, last)) else "time"
     return max(0.0, last[name] - first[name])
 
 
 def summary(workdir: epath.Path) -> str:
-    """The goodput of a run, in one line for people."""
+    """The goodput of a run as one line of text."""
     return describe(account(read_events(read_log(workdir / FILE))))
 
 
 def describe(spent: dict[str, float]) -> str:
-    """One line for people."""
+    """The result of `account` as one line of text."""
     minutes, seconds = divmod(round(spent["total"]), 60)
     whole = max(spent["total"], 1e-9)
     shares = ", ".join(f"{part} {spent[part] / whole:.1%}" for part in PARTS if spent[part] > 0)

@@ -1,4 +1,4 @@
-"""A save that fails is said once, by us: what Orbax and asyncio say of it besides is left out."""
+"""Suppresses what Orbax and asyncio print about failed saves, which we report in one line."""
 
 import functools
 import logging
@@ -16,10 +16,10 @@ _OF_ORBAX = (
 
 @functools.cache
 def say_once() -> None:
-    """Leaves out the tracebacks of failed saves.
+    """Suppresses the tracebacks of failed saves.
 
-    Orbax logs one itself. The writes that were under way beside the first that failed end in one each: as tasks or
-    coroutines that nobody has awaited, when they are collected, or behind the end of their event loop.
+    Orbax logs one itself. Every other write that was under way prints one more: for tasks or coroutines that were never
+    awaited, when they are garbage-collected, or after their event loop has ended.
     """
     absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
     logging.getLogger("asyncio").addFilter(lambda record: not _is_of_orbax(record.exc_info))

@@ -1,10 +1,10 @@
 """Held-out loss: the objective on rows that are never trained on.
 
-Noise is a function of the row alone, so that evaluations of any step, run, number of hosts and devices compare. The
-whole set is one batch to the objective, whose weights are normalized over all of it, and is then run part by part: the
-loss is exact, whatever the size of the last part.
+The noise of a row depends on nothing but the row, so that evaluations can be compared between steps, runs and numbers
+of devices. The objective sees the whole set as one batch, with weights normalized over all of it, which is then run
+part by part: so the loss is exact, whatever the size of the last part.
 
-Axes: N rows of the set, filled up with empty ones to whole batches of B; T row length.
+Axes: N rows of the set, padded with empty ones to whole batches of B; T row length.
 """
 
 import collections
@@ -34,8 +34,8 @@ from refusion_jax.training.bits import bits_per_byte
 from refusion_jax.training.program import Program
 from refusion_jax.training.train_step import split_batch
 
-_MOST = 16  # values of a fact that are told apart
-_SEED = 0  # the same for every run: they compare
+_MOST = 16  # values of a fact for which losses are reported
+_SEED = 0  # the same for every run, for comparison
 
 
 class HeldOut:
@@ -49,14 +49,14 @@ class HeldOut:
         objective: Objective,
         bits: Callable[[dict], dict[str, jax.Array | bool]] | None = None,
     ):
-        """Compiles the corruption alone.
+        """Compiles the corruption, to find the values of facts.
 
         Args:
           config: the run's.
           rows: [N, T], from `place`.
           graphdef: of the transformer.
           objective: of the run.
-          bits: also the bits per byte, from `bits_per_byte`.
+          bits: from `bits_per_byte`, to evaluate that as well.
         """
         self._every, self._rows, self._bits = config.eval.every, rows, bits
         parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
@@ -71,7 +71,7 @@ class HeldOut:
         return step % self._every == 0
 
     def __call__(self, params: dict) -> dict[str, jax.Array | bool]:
-        """eval_loss, its terms, their means by what the objective tells apart, bits per byte: float32 scalars."""
+        """Float32 scalars: eval_loss, its terms, the mean of each term by group, and bits per byte."""
         return self._evaluate(params, self._rows) | (self._bits(params) if self._bits else {})
 
 
@@ -81,17 +81,17 @@ def _keys(rows: Rows) -> jax.Array:
 
 
 def _distinct(facts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The values, at most _MOST, of each fact that counts something."""
+    """The values, at most _MOST, of each integer fact."""
     counts = {name: x for name, x in facts.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     return {name: jnp.unique(x, size=_MOST, fill_value=x[0, 0]) for name, x in counts.items()}
 
 
 def tell_apart(facts: dict[str, jax.Array], values: dict[str, list[int]]) -> dict[str, jax.Array]:
-    """Groups of tokens, [N, T] bool, by the facts of a batch: each value of a count, each quarter of a share.
+    """Groups of tokens, [N, T] bool, by the facts of a batch: one for each value of a count or quarter of a share.
 
     Args:
       facts: of the batch, [N, T] each: int32 counts, or float32 shares from 0 to 1.
-      values: that each count takes.
+      values: of each count.
     """
     groups = {}
     for name, x in facts.items():
@@ -110,9 +110,9 @@ def make_evaluation(
 
     Args:
       graphdef: of the transformer.
-      objective: whose loss it is.
-      parts: forwards; divides N.
-      sizes: values of the facts that count something, which are told apart.
+      objective: defines the loss.
+      parts: number of forwards; divides N.
+      sizes: values of the integer facts, with a group for each.
     """
 
     def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
@@ -142,10 +142,10 @@ def make_evaluation(
 def evaluate_model(
     config: ml_collections.ConfigDict, model: Transformer, sets: list[RowSource]
 ) -> dict[str, float | None]:
-    """The held-out loss of a trained model, as its run would log it; None for groups that no document is in.
+    """The held-out loss of a trained model, as logged in training; None for groups without documents.
 
     Args:
-      config: of its run, with row_length and eval.rows those of the sets.
+      config: of its run, with the row_length and eval.rows of the sets.
       model: from `load_model`, on one device or a mesh.
       sets: to evaluate on.
     """
@@ -158,7 +158,7 @@ def evaluate_model(
 
 
 def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> list[RowSource]:
-    """The held-out sets of a run: what eval.path names, or those that were prepared with its data; none at all.
+    """The held-out sets of a run: eval.path, or those that were prepared with its data; may be empty.
 
     Raises:
       UserError: where eval.path cannot be used.
@@ -183,12 +183,12 @@ def make_held_out(
 
 
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
-    """(set, index) of eval.rows rows of the sets, in equal parts of each and evenly spaced in it.
+    """(set, index) of eval.rows rows, equally many from each set and evenly spaced in it.
 
-    Packing puts long documents first: the first rows of a set are no sample of it.
+    Packing puts long documents first, so that the first rows of a set are not representative.
 
     Raises:
-      UserError: where there is none, or not the same on all hosts.
+      UserError: where there are none, or hosts have different ones.
     """
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))
@@ -201,7 +201,7 @@ def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple
 
 
 def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:
-    """The rows that `pick` chooses, on the devices; each host reads only its own."""
+    """The rows of `pick`, on the devices; each host reads only its own."""
     picked = pick(config, sets)
     N, T = -(-len(picked) // config.batch_size) * config.batch_size, config.row_length
     dtypes = {"tokens": np.int32, "segment_ids": np.int32, "is_response": np.bool_}

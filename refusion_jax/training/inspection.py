@@ -1,4 +1,4 @@
-"""A row as it is trained on, for people: its documents, their corruption and labels, for any system."""
+"""Prints a row as it is trained on, for any system: its documents, their corruption and labels."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}
 
 
 def training_batch(config: ml_collections.ConfigDict, workdir: epath.Path, step: int) -> tuple:
-    """(tokenizer, rows, batch) that `train` takes its step `step` + 1 on, whole."""
+    """(tokenizer, rows, batch) of step `step` + 1 of `train`, for the global batch."""
     tokenizer, data = load_dataset(config, workdir)
     places = range(config.batch_size)
     steps = {"batch_size": config.batch_size, "seed": config.seed, "first_step": step, "last_step": step + 1}
@@ -31,7 +31,7 @@ def training_batch(config: ml_collections.ConfigDict, workdir: epath.Path, step:
 
 
 def corrupted(config: ml_collections.ConfigDict, tokenizer: Tokenizer, rows: Rows, keys: jax.Array) -> Batch:
-    """The batch that a config's objective makes of some rows [B, T] by keys [B]."""
+    """The batch that a config's objective makes of rows [B, T] with keys [B]."""
     return jax.jit(make_objective(config, tokenizer.mask_id).corrupt)(jax.tree.map(jnp.asarray, rows), keys)
 
 
@@ -39,11 +39,11 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
     """Prints a row.
 
     Args:
-      console: where to.
-      tokenizer: that made it.
-      rows: [B, T], as packed.
-      batch: what the objective made of them.
-      place: of the row among them.
+      console: to print on.
+      tokenizer: of the rows.
+      rows: [B, T], packed.
+      batch: that the objective made of them.
+      place: index of the row.
       labels: whether to list the labels, one a line.
     """
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
@@ -59,7 +59,10 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
             highlight=False,
         )
         is_mask, positions = batch.inputs[given] == tokenizer.mask_id, batch.positions[given]
-        in_prompt, is_in = ~rows.is_response[text], positions < len(text)  # behind it a system may have put filler
+        in_prompt, is_in = (
+            ~rows.is_response[text],
+            positions < len(text),
+        )  # a system may have put padding behind the text
         from_prompt = is_in & in_prompt[np.minimum(positions, len(text) - 1)]
         kinds = np.where(from_prompt, "prompt", np.where(is_mask, "masked", "clean"))
         of_text = np.where(in_prompt, "prompt", "clean")
@@ -86,7 +89,7 @@ def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, position
 
 
 def _decode(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
-    """Text in which special tokens can be seen."""
+    """Text with visible special tokens."""
     special = {tokenizer.mask_id: "▒", tokenizer.eos_id: "<eos>", tokenizer.bos_id: "<bos>"}
     text, plain = "", []
     for token in [*tokens.tolist(), None]:
@@ -110,7 +113,7 @@ def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) 
 
 
 def verify(path: str) -> int:
-    """Compares the checksums of all files and rows; how many rows there are.
+    """Verifies the checksums of all files and rows, and returns the number of rows.
 
     Raises:
       UserError: naming the first file or row that differs.

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl, TensorBoard, and the terminal."""
+"""Writes the metrics of a run to metrics.jsonl, TensorBoard and the terminal."""
 
 import contextlib
 import json
@@ -27,14 +27,14 @@ from refusion_jax.training.events import read_log
 from refusion_jax.training.train_step import wide_to_int
 
 FILE = "metrics.jsonl"
-_NOT_LOGGED = ("in_a_row", "finite")  # they are for the run itself
-_FLUSH_SECONDS = 60.0  # of TensorBoard's file
+_NOT_LOGGED = ("in_a_row", "finite")  # for internal use
+_FLUSH_SECONDS = 60.0  # between flushes of TensorBoard's file
 
 
 class MetricsWriter:
-    """Writes each logged step; a resumed run continues the files as if it had never stopped.
+    """Writes the metrics of logged steps. A resumed run continues the files as if it had never stopped.
 
-    Rates are taken between logged steps. `seconds` counts the time spent training, over all sessions of the run.
+    Rates are between logged steps. `seconds` counts the time of training, over all sessions of the run.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class MetricsWriter:
         flops_per_step: float,
         devices: np.ndarray,
     ):
-        """Opens the files and drops what a killed run had logged behind its last checkpoint.
+        """Opens the files, and drops records behind the checkpoint from which the run resumes.
 
         Args:
           workdir: the run's directory.
-          logs: where its files are appended to.
+          logs: directory of the files that are appended to.
           last_step: steps of the whole run.
           first_step: steps taken so far.
           tokens: trained on so far.
@@ -79,7 +79,7 @@ class MetricsWriter:
             self._bar.start()
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Waits for the metrics of a step and writes its record; null stands for numbers that are not finite."""
+        """Waits for the metrics of a step and writes its record, with null for numbers that are not finite."""
         metrics = jax.device_get({name: value for name, value in metrics.items() if name not in _NOT_LOGGED})
         tokens = wide_to_int(metrics.pop("tokens"))
         now = time.monotonic()
@@ -105,7 +105,7 @@ class MetricsWriter:
             self._board.show(step, texts)
 
     def paused(self, seconds: float) -> None:
-        """Leaves seconds in which nothing was trained out of the rates."""
+        """Excludes seconds without training from the rates."""
         step, tokens, before = self._last
         self._last = step, tokens, before + seconds
 
@@ -131,7 +131,7 @@ class MetricsWriter:
 
 
 def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
-    """The logged records of a run by step, up to one; what a kill cut off, or is no record, is left out."""
+    """The records of a run in the order of steps, up to one step; invalid lines are skipped."""
     records = {}
     for record in parse_log(read_log(workdir / FILE)):
         step = record.get("step") if isinstance(record, dict) else None
@@ -145,7 +145,7 @@ def _finite(value: np.ndarray | float | bool) -> float | bool | None:
 
 
 class _Board:
-    """TensorBoard's copy of the metrics. The run goes on without it while it cannot be written."""
+    """Writes metrics for TensorBoard; while that fails, the run goes on without it."""
 
     def __init__(self, directory: Path, first_step: int):
         self._directory, self._first_step, self._files = directory, first_step, 0
@@ -176,7 +176,9 @@ class _Board:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._files += 1
         writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{self._first_step}.{self._files}")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)  # what stands behind this step is void
+        start = event_pb2.SessionLog(
+            status=event_pb2.SessionLog.START
+        )  # tells TensorBoard to drop older records from this step on
         writer.write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step, session_log=start))
         return writer
 
@@ -184,7 +186,7 @@ class _Board:
         self._writer.write_event(event_pb2.Event(wall_time=time.time(), **what))
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes the file."""
         if self._writer:
             with contextlib.suppress(OSError):
                 self._writer.close()

@@ -25,12 +25,12 @@ def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
 def make_optimizer(
     config: ml_collections.ConfigDict, schedule: optax.Schedule, axes: dict
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then the config's optimizer; norm scales do not decay.
+    """Clips by global norm, then applies the optimizer of the config, without weight decay of norm scales.
 
     adamw      two moments of every weight (arXiv 1711.05101)
-    adafactor  of a matrix only the row and column means of its second moment (arXiv 1804.04235)
-    muon       one moment; the update of a layer's matrix is made orthogonal, and scaled so that AdamW's learning rates
-               serve (arXiv 2502.16982); embedding, output head and norms by AdamW
+    adafactor  only row and column means of the second moment of a matrix (arXiv 1804.04235)
+    muon       one moment; updates of matrices in layers are orthogonalized, and scaled so that learning rates of AdamW
+               can be used (arXiv 2502.16982); embedding, output head and norms use AdamW
 
     Args:
       config: the run's.
@@ -68,7 +68,7 @@ def _map_axes(function: Callable, axes: dict) -> dict:
 
 
 def _as_matrix(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes of a stacked layer weight are its inputs and outputs; None for what is no matrix of a layer."""
+    """Input and output axes of a stacked layer weight; None for weights that are no matrix of a layer."""
     if names[0] != "layers" or "embed" not in names:
         return None
     embed, others = names.index("embed"), tuple(i for i, name in enumerate(names) if name not in ("layers", "embed"))

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from wherever they are: a run of ours, or a Hugging Face directory."""
+"""Loads models and tokenizers from runs and from Hugging Face directories."""
 
 from typing import Any
 
@@ -28,17 +28,17 @@ def load_model(
     mesh: jax.sharding.Mesh | None = None,
     weights: str = "same",
 ) -> Transformer:
-    """Reads a trained model onto one device, or split over a mesh of them.
+    """Loads a trained model onto one device or a mesh.
 
     Args:
-      path: a run's directory (its newest checkpoint is taken), its checkpoints/, one step in it, or a Hugging Face
-        directory of the Qwen3 family.
+      path: the directory of a run or its checkpoints/, for the newest checkpoint; the directory of one step; or a
+        Hugging Face directory of the Qwen3 family.
       dtype: of weights and computation, "float32" or "bfloat16".
       mesh: from `sharding.make_mesh`; the first device by default.
-      weights: "same", or "int8": read and rounded in the host's memory, so that the devices need hold no more.
+      weights: "same", or "int8": rounded in host memory, so that the devices never hold the unrounded weights.
 
     Raises:
-      UserError: where no model is there, or none that we can read, or its weights cannot be split like that.
+      UserError: where there is no model that we can read, or the mesh does not fit its weights.
     """
     path = epath.Path(path)
     config = read_model_config(path)
@@ -60,10 +60,10 @@ def load_model(
 def load_for(
     path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> Transformer:
-    """`load_model`, with the further models that a decoder's settings name beside it.
+    """`load_model`, with the companions that the settings of a decoder name.
 
     Raises:
-      SettingError: where one of them is of another tokenizer.
+      SettingError: where one of them has another tokenizer.
     """
     companions = {}
     for name in settings.companions:
@@ -77,21 +77,29 @@ def load_for(
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:
-    """The shape of the model at a path; UserError where there is none."""
+    """The shape of the model at a path.
+
+    Raises:
+      UserError: where there is none.
+    """
     if huggingface.is_huggingface(path):
         return huggingface.read_model_config(path, find_tokenizer(path))
     return workdir.read_model_config(find_step(path)[0])
 
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
-    """Weights into arrays of the target's shapes, dtypes and shardings."""
+    """Weights with the shapes, dtypes and shardings of the target."""
     if huggingface.is_huggingface(path):
         return huggingface.load_params(path, target)
     return restore_params(path, target)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
-    """The tokenizer of a run or model, given as for `load_model`; UserError where it has none."""
+    """The tokenizer of a run or model; the path is as for `load_model`.
+
+    Raises:
+      UserError: where it has none.
+    """
     tokenizer = find_tokenizer(epath.Path(path))
     if tokenizer is None:
         raise UserError(f"{path} holds no tokenizer.model or tokenizer.json: give its prompts as prompt_ids")
@@ -99,10 +107,10 @@ def load_tokenizer(path: epath.PathLike) -> Tokenizer:
 
 
 def check_fits(path: epath.Path, config: ModelConfig) -> None:
-    """Refuses weights that are not those of this model.
+    """Refuses weights of another model.
 
     Raises:
-      UserError: naming the key, its value, and the one it should have.
+      UserError: naming the key, its value, and the value it should have.
     """
     if not path.is_dir():
         raise UserError(f"--config.init_from={path} is no directory")
@@ -127,19 +135,19 @@ def find_tokenizer(path: epath.Path) -> Tokenizer | None:
 
 
 def _tokenizer_place(path: epath.Path) -> epath.Path:
-    """Where the tokenizer of a run or model lies, if it has one."""
+    """The directory that holds the tokenizer of a run or model, if any."""
     return path if huggingface.is_huggingface(path) else find_step(path)[0]
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:
-    """The decoder: the one asked for, else the first that serves what the model was trained for.
+    """Name of the decoder: the requested one, or the first for the system that trained the model.
 
     Raises:
       SettingError: where the model was not trained for the decoder.
     """
     is_foreign = huggingface.is_huggingface(checkpoint)
     if is_foreign or not (run := find_step(checkpoint)[0] / "config.json").exists():
-        return method or decoders_for(default_system().name)[0]  # nobody says what it was trained for
+        return method or decoders_for(default_system().name)[0]  # the objective is unknown
     objective = workdir.read_config(run.parent).objective
     fitting = decoders_for(objective)
     if not fitting:

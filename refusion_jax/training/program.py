@@ -1,4 +1,4 @@
-"""The training program of a run: from its config to a jitted step and the layout of its state, with no array made."""
+"""The training program of a run: the jitted step and the shapes and shardings of its state, from the config alone."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,12 +34,12 @@ class Program:
 
     @property
     def shardings(self) -> TrainState:
-        """Where each array of the state lives."""
+        """The sharding of each array of the state."""
         return jax.tree.map(lambda x: x.sharding, self.target)
 
 
 def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
-    """The program of a run's config for a model on a mesh, whose devices need not be there."""
+    """The program of a config for a model on a mesh, whose devices may be abstract."""
     platform = mesh.devices.flat[0].platform
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
@@ -75,7 +75,7 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
 
 
 def abstract_rows(config: ml_collections.ConfigDict, mesh: Mesh) -> Rows:
-    """The shape of a batch of rows, and where it lives."""
+    """The shapes and shardings of a batch of rows."""
     shape = config.batch_size, config.row_length
     dtypes = jnp.int32, jnp.int32, jnp.bool_
     rows = jax.eval_shape(lambda: Rows(*(jnp.zeros(shape, dtype) for dtype in dtypes)))

@@ -1,8 +1,9 @@
-"""What a run does about steps that do not count: when it rolls back, and which rows it leaves out from then on.
+"""Recovery from loss spikes and non-finite steps: when a run rolls back, and which rows it leaves out afterwards.
 
-DIR/left_out.json lists windows [first, last) of steps: behind a checkpoint of step `first` training failed at step
-`last`. Each moves all rows behind it up, so the rows of a step are a function of the step and of this list: a run that
-is killed resumes with the same rows, and from an older checkpoint, too. No row is trained on twice.
+DIR/left_out.json lists windows [first, last) of steps: after the checkpoint of step `first` training failed at step
+`last`. All later rows move up by the length of each window, so the rows of a step are a function of the step and of
+this list. A killed run therefore resumes with the same rows, also from an older checkpoint, and no row is trained on
+twice.
 """
 
 import collections
@@ -21,14 +22,18 @@ from refusion_jax.runtime.storage import read_file, write_file
 from refusion_jax.training.train_step import TrainState
 
 FILE = "left_out.json"
-_BEHIND = 2  # steps: what the loop does not wait for anyway
+_BEHIND = 2  # steps; the loop does not wait for the newest two anyway
 
 
 class LeftOut:
-    """The windows of a run."""
+    """The windows of steps whose rows a run leaves out."""
 
     def __init__(self, workdir: epath.Path):
-        """Reads them; UserError where the file cannot be read: the rows of the run would be others."""
+        """Reads the file.
+
+        Raises:
+          UserError: where it cannot be read, since the run would then train on other rows.
+        """
         self._path = workdir / FILE
         self.windows: list[tuple[int, int]] = []
         if self._path.exists():
@@ -41,32 +46,32 @@ class LeftOut:
             self.windows = [(first, last) for first, last in windows]
 
     def batch_of(self, step: int) -> int:
-        """Which batch of the data follows a number of steps."""
+        """The batch of the data that follows a number of steps."""
         return step + sum(last - first for first, last in self.windows if first <= step)
 
     def add(self, first: int, last: int) -> None:
-        """Leaves out the rows that led from one step to another."""
+        """Leaves out the rows between two steps."""
         self.windows.append((first, last))
         if jax.process_index() == 0:
             write_file(self._path, json.dumps(self.windows) + "\n")
 
     def rollbacks_to(self, step: int) -> int:
-        """How often a checkpoint has been rolled back to."""
+        """How often the run has rolled back to a checkpoint."""
         return sum(first == step for first, _ in self.windows)
 
 
 def leave_out(left_out: LeftOut, first: int, last: int, why: str, most: int) -> None:
-    """Leaves out the rows behind a checkpoint that led to trouble.
+    """Leaves out the rows behind a checkpoint after which training failed.
 
     Args:
       left_out: the windows of the run.
       first: step of the checkpoint.
-      last: step of the trouble.
-      why: what it was.
-      most: how often this may help at the same checkpoint.
+      last: step of the failure.
+      why: what failed.
+      most: how often to roll back to the same checkpoint.
 
     Raises:
-      UserError: where it has not helped as often as that: the diagnosis.
+      UserError: where that did not help, with the diagnosis.
     """
     if left_out.rollbacks_to(first) >= most:
         raise UserError(
@@ -78,21 +83,21 @@ def leave_out(left_out: LeftOut, first: int, last: int, why: str, most: int) -> 
 
 
 class Health:
-    """Looks at every step, two behind the newest, so that devices never wait for it."""
+    """Checks every step, two steps late, so that devices never wait for the check."""
 
     def __init__(self, skips: int):
         self._skips = skips
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
-        self.step = 0  # the newest that was looked at
-        self.is_in_doubt = False  # the newest step that was looked at does not count
+        self.step = 0  # the newest that was checked
+        self.is_in_doubt = False  # whether the newest step that was checked does not count
 
     def saw(self, step: int, metrics: dict[str, Any]) -> str | None:
-        """Why to roll back, if the newest step that is done was one too many."""
+        """The reason to roll back, if too many steps in a row do not count; else None."""
         self._pending.append((step, metrics))
         return self._look() if len(self._pending) > _BEHIND else None
 
     def settle(self, step: int, state: TrainState) -> str | None:
-        """The same for all steps so far, and for what would be saved: a norm that is not finite is no weight."""
+        """As `saw`, for all steps so far; also checks that all weights and optimizer state to be saved are finite."""
         while self._pending:
             if why := self._look():
                 return why
@@ -115,7 +120,7 @@ class Health:
 
 
 def first_bad(metrics: dict[str, Any]) -> str:
-    """With --config.debug_nans: which weight, gradient or update is the first that is not finite."""
+    """With --config.debug_nans: the first weight, gradient or update that is not finite."""
     for kind, tree in metrics.get("finite", {}).items():
         if bad := [path for path, is_finite in jax.tree.leaves_with_path(tree) if not is_finite]:
             return f"; first not finite: {kind} {jax.tree_util.keystr(bad[0])}, of {len(bad)} such"
@@ -128,6 +133,6 @@ def _name(bad: list[str]) -> str:
 
 @jax.jit
 def _sizes(params: Any, opt_state: Any) -> Any:
-    """Squares of weights are summed in float32: beyond it (weights of 1e19) training is lost, too."""
+    """Sums of squares in float32; weights so large that these overflow (1e19) count as not finite."""
     squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), params)
     return {"weight": squares, "optimizer": jax.tree.map(lambda x: jnp.max(jnp.abs(x)), opt_state)}

@@ -1,8 +1,8 @@
-"""Tasks that are decoded and scored while a model trains: as `evaluate` does, with the weights where they lie.
+"""Decodes and scores tasks during training, as `evaluate` does, with the weights in place.
 
-All hosts decode together: the batch is split over the mesh of the training, so nothing is copied, and every host learns
-every answer. Nothing of it is written but the scores; draws are a function of (seed, task, problem), so that scores of
-any two steps compare.
+All hosts decode together: the batch is split over the training mesh, so that no weights are copied, and every host gets
+all answers. Only the scores are written. Sampling is a function of (seed, task, problem), so that scores of different
+steps can be compared.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES
 from refusion_jax.training.program import Program
 
-_TEXTS = 5  # answers of a task that are shown
+_TEXTS = 5  # answers of each task that TensorBoard shows
 
 
 class TaskScores:
-    """The tasks of a run, and how they are decoded."""
+    """The tasks of a run and their decode settings."""
 
     def __init__(self, config: ml_collections.ConfigDict, tokenizer: Tokenizer, program: Program):
-        """Loads the tasks and checks all that will be asked.
+        """Loads the tasks and checks all their requests.
 
         Args:
           config: the run's.
-          tokenizer: its own.
-          program: of the run, for the shape of the weights.
+          tokenizer: of the run.
+          program: of the run, for the shapes of the weights.
 
         Raises:
-          UserError: where a task is unknown or cannot be asked, or the hosts have different ones.
+          UserError: where a task is unknown or cannot be served, or hosts have different tasks.
         """
         e = config.eval
         for name in ("include_path", "task_data"):
@@ -63,7 +63,7 @@ class TaskScores:
         return step % self._every == 0
 
     def check(self, params: dict) -> None:
-        """Refuses what cannot be asked, or will not fit into the memory that is free now.
+        """Refuses requests that cannot be served, or do not fit into free memory.
 
         Args:
           params: the weights, or their shapes and shardings.
@@ -80,10 +80,10 @@ class TaskScores:
 
         Args:
           params: the weights.
-          alive: called at every answer; what it raises ends the evaluation.
+          alive: called after every answer; what it raises ends the evaluation.
 
         Returns:
-          (eval_TASK_METRIC, of lm_eval, and of decoding; a few answers in Markdown, by the title to show them under).
+          (scores of lm_eval and of decoding as eval_TASK_METRIC; a few answers in Markdown, by title).
         """
         with _naming_the_key(self._plan.tasks):
             results = benchmark.run_tasks(self._model(params, alive), self._plan, self._tasks)
@@ -105,9 +105,9 @@ def _naming_the_key(tasks: Sequence[str]) -> Iterator[None]:
 
 
 def for_decoding(params: dict) -> dict:
-    """The weights on a mesh that splits batches where that of the training splits rows: decoding has none to split.
+    """The weights on a mesh whose `sequence` axis is merged into `data`, as decoding cannot split rows.
 
-    No weight moves: none is split over the axis `sequence`.
+    No weight moves, as none is split over `sequence`.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     if mesh.shape["sequence"] == 1:
@@ -128,7 +128,7 @@ def for_decoding(params: dict) -> dict:
 
 
 def scores_of(results: dict[str, Any]) -> dict[str, float]:
-    """The scores of lm_eval's results by the names of metrics.jsonl: eval_TASK_METRIC, or eval_TASK_METRIC_FILTER."""
+    """The scores in lm_eval's results, named as in metrics.jsonl: eval_TASK_METRIC or eval_TASK_METRIC_FILTER."""
     scores = {}
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
@@ -142,7 +142,7 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
 
 
 def texts_of(results: dict[str, Any]) -> dict[str, str]:
-    """The first answers of each task that writes some, as Markdown."""
+    """The first answers of each task that generates any, as Markdown."""
     texts = {}
     for task in results["decoding"]["tasks"]:
         samples = {sample["doc_id"]: sample for sample in results["samples"][task]}  # one of several filters
@@ -153,5 +153,5 @@ def texts_of(results: dict[str, Any]) -> dict[str, str]:
 
 
 def _block(text: object) -> str:
-    """As a block of code, which shows every character as it is."""
+    """Text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in str(text).splitlines() or [""])

@@ -23,22 +23,22 @@ from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.runtime import sharding
 from refusion_jax.systems.interface import Objective
 
-SPIKE_AFTER = 20  # good steps before the mean of the loss is trusted
-_SPIKE_DECAY = 0.95  # of that mean, a step
+SPIKE_AFTER = 20  # good steps before spikes are detected
+_SPIKE_DECAY = 0.95  # decay of the running mean of the loss, per step
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """What decides whether a step counts, and how many did not: scalars. All zero where a run begins."""
+    """The state of spike detection: scalars, all zero at the start of a run."""
 
-    loss_mean: Float32[Array, ""]  # of the last good steps
+    loss_mean: Float32[Array, ""]  # running mean over good steps
     good: Int32[Array, ""]  # steps that counted
-    skipped: Int32[Array, ""]  # steps whose update was not made
-    in_a_row: Int32[Array, ""]  # the last of them without a good one between
+    skipped: Int32[Array, ""]  # steps whose update was left out
+    in_a_row: Int32[Array, ""]  # how many of the last steps in a row were left out
 
     def after(self, is_good: Bool[Array, ""], loss: Float32[Array, ""]) -> "Guard":
-        """The guard after a step with this loss, which counts or not."""
+        """The guard after a step with this loss, which counts if `is_good`."""
         mean = jnp.where(self.good == 0, loss, _SPIKE_DECAY * self.loss_mean + (1 - _SPIKE_DECAY) * loss)
         return Guard(
             loss_mean=jnp.where(is_good, mean, self.loss_mean),
@@ -51,10 +51,10 @@ class Guard:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes, and that a checkpoint must hold."""
+    """All that a step changes and a checkpoint holds."""
 
     step: Int32[Array, ""]  # steps taken
-    tokens: UInt32[Array, "2"]  # high and low word: real tokens trained on (int32 would last for 2 G tokens)
+    tokens: UInt32[Array, "2"]  # high and low word of the number of real tokens so far (int32 would overflow at 2 G)
     params: dict[str, Any]  # float32 master weights
     opt_state: optax.OptState
     guard: Guard
@@ -62,15 +62,15 @@ class TrainState:
 
 def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
-    zero = functools.partial(jnp.zeros, (), jnp.int32)  # a new one each: the state is donated, buffer by buffer
+    zero = functools.partial(jnp.zeros, (), jnp.int32)  # separate arrays, because the state is donated buffer by buffer
     guard = Guard(jnp.zeros(()), zero(), zero(), zero())
     return TrainState(zero(), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard)
 
 
 def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
-    """Where each array of the state lives: weights by their logical axes, their optimizer moments alike.
+    """The sharding of each array of the state: weights by their logical axes, optimizer moments like their weights.
 
-    A moment that lacks one axis of its weight (means over rows or columns) is split as the axes that are left.
+    A moment without one axis of its weight (means over rows or columns) is split by the remaining axes.
 
     Args:
       mesh: the devices.
@@ -90,7 +90,7 @@ def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
 
 
 def _names(path: tuple) -> tuple[str, ...]:
-    """The dictionary keys on a path: those of a weight, and of an array of the optimizer they end with its weight's."""
+    """The dictionary keys on a path; for optimizer arrays they end with those of the weight."""
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
@@ -121,12 +121,12 @@ def make_train_step(
     Args:
       graphdef: of the transformer; the state carries its weights.
       objective: what to train on.
-      optimizer: how.
-      schedule: the learning rate by step, for the metrics.
+      optimizer: of the run.
+      schedule: learning rate by step, for the metrics.
       seed: of the noise.
       accumulation: A; the step runs A forwards and backwards over B/A rows each.
-      spike: a loss above this many times its running mean is one; 0: never.
-      debug_nans: the metrics also tell, as `finite`, of each weight, gradient and update whether it is finite.
+      spike: a loss above this multiple of its running mean is a spike; 0: never.
+      debug_nans: adds `finite` to the metrics, whether each weight, gradient and update is finite.
     """
 
     def loss_fn(params, batch):
@@ -139,7 +139,7 @@ def make_train_step(
 
     def train_step(state: TrainState, rows: Rows):
         batch = objective.corrupt(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
-        batch = dataclasses.replace(batch, facts={})  # for reports only
+        batch = dataclasses.replace(batch, facts={})  # only needed for reports
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         if accumulation == 1:

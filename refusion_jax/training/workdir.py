@@ -1,4 +1,4 @@
-"""A run's directory: its config, its tokenizer, and what model its checkpoints hold.
+"""The directory of a run: its config, its tokenizer, and the shape of its model.
 
 DIR/config.json         the config the run was last started with
 DIR/model.json          the shape of the model, and what its token ids mean
@@ -43,7 +43,7 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> No
 
 
 def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Makes the directory this run's: writes its tokenizer and model, then its config."""
+    """Writes tokenizer, model and then config of a run into its directory."""
     if jax.process_index() == 0:
         for name, content in tokenizer.files.items():
             write_file(workdir / name, content)
@@ -52,7 +52,11 @@ def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelCo
 
 
 def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
-    """The config of a run, with the defaults of keys that came after it; UserError where the file cannot be read."""
+    """The config of a run, with defaults for keys that are newer than the run.
+
+    Raises:
+      UserError: where the file cannot be read.
+    """
     path, config = workdir / "config.json", default_config()
     content = read_object(path)
     try:
@@ -64,6 +68,10 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
 
 
 def read_model_config(workdir: epath.Path) -> ModelConfig:
-    """The model of a run; UserError where the file cannot be read."""
+    """The shape of a run's model.
+
+    Raises:
+      UserError: where the file cannot be read.
+    """
     path = workdir / "model.json"
     return to_model_config(path, read_object(path))
