@@ -1,1 +1,1 @@
-"""What flows between the rooms: rows of text, who sees whom, and what a model's logits are compared with."""
+"""The data structures that all packages share: packed rows, attention masks, and training batches."""

@@ -1,4 +1,4 @@
-"""The noise that systems of masked diffusion share: padding behind answers, and masks of response tokens.
+"""The noise that masked diffusion systems share: padding behind answers, and masked response tokens.
 
 Axes: B rows, T row length.
 """
@@ -10,19 +10,20 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.batch.rows import Rows, row_index, text_positions
 from refusion_jax.runtime.settings import Setting
 
-# The config key of `pad_answers`, for systems whose decoders fill a text of more masks than the answer has tokens.
+# The config key of `pad_answers`, for systems whose decoders fill more masks than the answer has tokens.
 PADDING = Setting(
-    0.3, "share of documents that give way to padding of the one before, so that a model learns where answers end",
+    0.3, "share of documents replaced by padding of the one before, so that a model learns where answers end",
     at_least=0, below=1,
 )  # fmt: skip
 
 
 def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> tuple[Rows, Int32[Array, "B T"]]:
-    """Rows in which some documents give way to padding of the one before them: repeats of its last token, its EOS.
+    """Replaces some documents by padding of the one before them: repeats of its last token, the EOS.
 
-    A decoder of masked text fills more masks than an answer has tokens, and what it fills them with behind the end must
-    be learnt (LLaDA pads answers with EOS, inside the loss). Packed rows have no room for that, so documents make room;
-    the first of a row stays, and what is empty at the end of a row is padding, too. With the second document given up:
+    A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those behind the
+    end with EOS (LLaDA pads answers with EOS, as part of the loss). Packed rows have no room for that, so some
+    documents are replaced, never the first of a row; the empty end of a row becomes padding, too. With the second one
+    replaced:
 
         tokens     p a E q b E r c E .        source    0 1 2 2 2 2 6 7 8 8
                    p a E E E E r c E E
@@ -30,10 +31,10 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> tuple[Rows, 
     Args:
       rows: of documents that end in an EOS.
       keys: one a row.
-      share: of documents given up; 0 changes nothing.
+      share: of documents to replace; 0 changes nothing.
 
     Returns:
-      (the rows, source: the index of the token that each one repeats, its own where it is no padding).
+      (the rows, source: index of the token that each one repeats, or its own if it is not padding).
     """
     if not share:
         return rows, row_index(rows.tokens)
@@ -48,14 +49,14 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> tuple[Rows, 
 def draw_masks(
     rows: Rows, source: Int32[Array, "B T"], keys: Key[Array, "B"], eps: float
 ) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
-    """Masks response tokens with a probability of each document's own; an EOS and its repeats all or none.
+    """Masks response tokens, with one probability per document; an EOS and its repeats are masked together.
 
-    One EOS that is seen would give the others away (Dream's code masks them as one, too).
+    A single visible EOS would give the others away (Dream's code also masks them together).
 
     Args:
       rows, source: from `pad_answers`.
       keys: one a row.
-      eps: least probability; p = (1 - eps) t + eps with t ~ U(0, 1) for each document.
+      eps: the least probability; p = (1 - eps) t + eps with t ~ U(0, 1) for each document.
 
     Returns:
       (which tokens are masked, p of each token's document).

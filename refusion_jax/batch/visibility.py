@@ -1,7 +1,8 @@
-"""Who sees whom, as data: the one definition from which masks, kernels and counted keys follow.
+"""Visibility: attention masks as data, the one definition behind masks, kernels and FLOP counts.
 
-A query sees a key iff both are in one segment, rank_k <= rank_q, and group_k is 0 or group_q. Causal: rank = index.
-Bidirectional: rank 0 everywhere. Two documents of two and three tokens in a causal row (row: query, column: key):
+A query sees (attends to) a key iff both are in one segment, rank_k <= rank_q, and group_k is 0 or group_q. Causal
+attention has rank = index, bidirectional attention rank 0 everywhere. Two documents of two and three tokens in a causal
+row (row: query, column: key):
 
     segment  1 1 2 2 2
     rank     0 1 2 3 4          1 . . . .
@@ -10,8 +11,8 @@ Bidirectional: rank 0 everywhere. Two documents of two and three tokens in a cau
                                 . . 1 1 .
                                 . . 1 1 1
 
-A mask of [x_t; x_0] in blocks of two, as block diffusion trains (arXiv 2503.09573), of a text of four tokens: noisy
-block b has rank 2b and group b + 1, clean block b rank 2b + 1 and group 0:
+The mask of [x_t; x_0] for block diffusion (arXiv 2503.09573), with four tokens in blocks of two: noisy block b has rank
+2b and group b + 1, clean block b has rank 2b + 1 and group 0:
 
     rank     0 0 2 2 1 1 3 3    1 1 . . . . . .
     group    1 1 2 2 0 0 0 0    1 1 . . . . . .
@@ -35,27 +36,27 @@ from jaxtyping import Array, ArrayLike, Bool, Int32
 
 
 def sees(rank_q, group_q, rank_k, group_k):
-    """The definition, but for segments: of arrays of any shapes that broadcast, of numpy or JAX."""
+    """The definition within a segment, for numpy or JAX arrays that broadcast."""
     return (rank_k <= rank_q) & ((group_k == 0) | (group_k == group_q))
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Ranks and groups that follow from the index in the row alone, so that kernels can skip what nobody sees."""
+    """Ranks and groups as a function of the index in the row, so that kernels can skip unseen keys statically."""
 
     def rank_and_group(self, length: int) -> tuple[Int32[np.ndarray, "T"], Int32[np.ndarray, "T"]]:
-        """Of every place of a row of T tokens."""
+        """(ranks, groups) of a row of T tokens."""
         raise NotImplementedError
 
     def dense(
         self, length: int, queries: slice = slice(None), keys: slice = slice(None)
     ) -> Bool[np.ndarray, "queries keys"]:
-        """A part of the mask of one row that is one document."""
+        """A part of the mask of a row with a single document."""
         rank, group = _cached(self, length)
         return sees(rank[queries, None], group[queries, None], rank[None, keys], group[None, keys])
 
     def key_range(self, length: int, begin: int, end: int) -> tuple[int, int]:
-        """First and one behind the last key that any of the queries begin .. end - 1 sees."""
+        """The range of keys that any of the queries begin .. end - 1 sees: (first, last + 1)."""
         rank, group = _cached(self, length)
         mine = group[begin:end]
         seen = (rank <= rank[begin:end].max()) & ((group == 0) | np.isin(group, mine))
@@ -63,12 +64,12 @@ class Pattern:
         return int(places[0]), int(places[-1]) + 1
 
     def keys_seen(self, length: int) -> float:
-        """Keys that a query sees on average in a row that is one document."""
+        """The mean number of keys that a query sees, in a row with a single document."""
         rank, group = _cached(self, length)
         span = int(rank.max()) + 1
 
         def count(members: np.ndarray, group_of_query: np.ndarray) -> np.ndarray:
-            """Keys of a group with a rank up to the query's, for every query; the members are sorted once."""
+            """For every query, the number of keys in a group with a rank up to its own."""
             order = np.sort(group[members].astype(np.int64) * span + rank[members])
             least = group_of_query.astype(np.int64) * span
             return np.searchsorted(order, least + rank, "right") - np.searchsorted(order, least, "left")
@@ -85,7 +86,7 @@ def _cached(pattern: Pattern, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Pattern):
-    """Every token sees itself and what stands before it."""
+    """Every token sees itself and the tokens before it."""
 
     def rank_and_group(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         return np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
@@ -101,7 +102,7 @@ class Bidirectional(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class BlockCausal(Pattern):
-    """Every token sees its own block of `size` places of the row and the blocks before it."""
+    """Every token sees its own block of `size` places and the blocks before it."""
 
     size: int
 
@@ -111,10 +112,10 @@ class BlockCausal(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class CausalStreams(Pattern):
-    """[x_t; x_0], half a row each: both causal, x_t in blocks of `size` places that see the clean text before them.
+    """[x_t; x_0], half a row each, both causal, with x_t in blocks of `size` places.
 
-    A clean token sees the clean ones up to itself; a noisy one those of its block up to itself, and the clean ones of
-    all blocks before it.
+    A clean token sees the clean tokens up to itself. A noisy token sees those of its block up to itself, and the clean
+    tokens of all earlier blocks.
     """
 
     size: int
@@ -134,7 +135,7 @@ CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
 )
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """Who sees whom in a batch. Where ranks and groups follow a pattern it is named, for the kernel to use."""
+    """Who sees whom in a batch. `pattern` is set if ranks and groups follow one, for kernels to use."""
 
     segment_ids: Int32[ArrayLike, "B T"]  # the document of each token; 0 is padding
     rank: Int32[ArrayLike, "B T"]
@@ -143,7 +144,7 @@ class Visibility:
 
     @classmethod
     def of(cls, pattern: Pattern, segment_ids: Int32[ArrayLike, "B T"]) -> "Visibility":
-        """Packed rows that follow a pattern, each document for itself."""
+        """The visibility of packed rows by a pattern, within each document."""
         rank, group = (jnp.broadcast_to(x, segment_ids.shape) for x in _cached(pattern, segment_ids.shape[1]))
         return cls(segment_ids, rank, group, pattern)
 
