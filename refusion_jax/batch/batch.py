@@ -30,8 +30,8 @@ class Batch:
     labels: Int32[Array, "B T"]
     weights: dict[str, Float32[Array, "B T"]]  # by loss term; 0 without a label
     facts: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)  # for reports; not trained on
-    # (cross-entropies, batch) -> terms, like `weigh`, if a term is not a weighted sum. Hashable; terms must be sums over
-    # rows, so that micro-batches add up.
+    # (cross-entropies, batch) -> terms, like `weigh`, if a term is not a weighted sum. Hashable. Terms must be sums
+    # over rows, so that micro-batches add up.
     combine: Callable | None = dataclasses.field(default=None, metadata={"static": True})
 
 

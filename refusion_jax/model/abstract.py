@@ -1,4 +1,4 @@
-"""A transformer before any array of it is made: its structure, and where each weight is to live."""
+"""A transformer without arrays: its structure, and the shape and sharding of each weight."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,9 +29,9 @@ def abstract_transformer(
     Args:
       config: its shape.
       dtype: of weights and computation.
-      mesh: that they are split over; its devices need not be there.
-      flags: by which its sizes were given, for the error.
-      head_rows: of its output head, see `Transformer.with_head_rows`.
+      mesh: that the weights are split over; its devices may be abstract.
+      flags: prefix of the flags that set the mesh, for error messages.
+      head_rows: see `Transformer.with_head_rows`.
       weights, cache: "same" or "int8", see `Transformer.rounded`.
 
     Raises:

@@ -1,10 +1,10 @@
-"""An output head that computes few of its rows exactly: those that a cheap product with all of them finds.
+"""An approximate output head: a cheap int8 product selects a few rows, whose logits are then computed exactly.
 
-After HiRE (Yerram et al., arXiv 2402.09360, read of it: the abstract). Head and tokens are rounded to int8, which takes
-a quarter of the bytes of float32 and half of bfloat16; the `rows` best rows by that product are computed exactly, and
-all others count as impossible. Where the vocabulary is split over chips, each finds the best of its own rows, and those
-that are among the best of all are kept: the result does not depend on the mesh. Worth it where the head is read from
-memory for few tokens: tokens * rows well below the vocabulary.
+After HiRE (Yerram et al., arXiv 2402.09360, of which we read the abstract). Head and tokens are rounded to int8, with a
+quarter of the bytes of float32 and half of bfloat16. The `rows` best rows by that product are computed exactly; all
+other tokens get probability 0. Where the vocabulary is split over chips, each finds the best of its own rows, and the
+best of all are kept, so that the result does not depend on the mesh. Worthwhile if reading the head from memory
+dominates, that is for tokens * rows well below the size of the vocabulary.
 
 Axes: B rows of the batch, T tokens, D hidden size, V rows of the head; N = B T tokens of one chip.
 """
@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Float32
 from refusion_jax.model.int8 import Int8Array, factors, is_int8
 from refusion_jax.runtime import sharding
 
-_FEWEST = 8  # tokens: XLA's int8 product of one token is a loop on CPU, ten times slower than that of eight
+_FEWEST = 8  # tokens; on CPU the int8 product of one token is a loop, ten times slower than that of eight
 
 
 def rounded_head(head: Float[Array, "V D"] | Int8Array) -> Int8Array:
-    """The head in int8, with a scale for every row; made once for many forwards."""
+    """The head in int8, with a scale for every row; computed once for many forwards."""
     rounded = head if is_int8(head) else Int8Array.of(head, [1])
     return jax.tree.map(lambda x: sharding.constrain(x, "vocab", None), rounded)
 
@@ -34,7 +34,7 @@ def shortlisted_logits(
       x: float32 or bfloat16.
       head: of x's dtype, or in int8.
       rounded: the same head, from `rounded_head`.
-      rows: how many to compute, 1 at least.
+      rows: how many to compute, at least 1.
     """
     per_token, per_row = sharding.spec("batch", None, None), sharding.spec("vocab", None)
     run = sharding.on_each_chip(
@@ -52,8 +52,8 @@ def _local(x, head, rounded, rows: int) -> jax.Array:
     x = x.reshape(B * T, D)
     tokens = Int8Array.of(jnp.pad(x, ((0, max(_FEWEST - B * T, 0)), (0, 0))), [1]).values
     product = jax.lax.dot_general(tokens, rounded.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    score = product[: B * T].astype(jnp.float32) * rounded.scale.T  # a token's own scale changes no order
-    best, index = jax.lax.approx_max_k(score, min(rows, V))  # [N, rows]; the best of all is never missed
+    score = product[: B * T].astype(jnp.float32) * rounded.scale.T  # the scale of a token does not change the order
+    best, index = jax.lax.approx_max_k(score, min(rows, V))  # [N, rows]; it always contains the best row
     everywhere = sharding.all_gather(best, "vocab", axis=1)
     least = jax.lax.top_k(everywhere, min(rows, everywhere.shape[1]))[0][:, -1:]
     picked, scale = factors(jax.tree.map(lambda w: w[index], head), x.dtype)  # [N, rows, D], [N, rows, 1]

@@ -1,9 +1,9 @@
-"""Cross-entropy of an output head, without the logits of all tokens ever being there at once.
+"""Cross-entropy of an output head without storing the logits of all tokens.
 
-The vocabulary is taken in chunks and the tokens in blocks: logits exist for one chunk of one block at a time. Each
-chunk of the head is gathered from the chips that share it, used, and let go; its gradient is summed and scattered back
-the same way. The backward pass computes the logits anew: one more product with the head, for memory that no longer
-grows with tokens x vocabulary. Tokens without a label are sorted to the back, and blocks of them are skipped.
+The vocabulary is processed in chunks and the tokens in blocks, so that logits exist for one chunk of one block at a
+time. Each chunk of the head is gathered from the chips that share it and dropped after use; its gradient is summed and
+scattered in the same way. The backward pass recomputes the logits: one more product with the head, for memory that does
+not grow with tokens x vocabulary. Tokens without a label are sorted to the back, and blocks of them are skipped.
 
 Axes, on one chip: B rows, T row length, D hidden size, V rows of the head; R tokens of a block, N blocks of them,
 W rows of a chunk of the head, C chunks.
@@ -36,7 +36,7 @@ def linear_cross_entropy(
       x: float32 or bfloat16, split over the mesh as "batch", "length", None.
       head: split as "vocab", "embed".
       labels: rows of the head.
-      is_labelled: tokens that count.
+      is_labelled: which tokens have a label.
     """
     return _forward(x, head, labels, is_labelled)[0]
 
@@ -66,15 +66,15 @@ def _in_specs():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """The tokens of one chip, labelled ones first, in blocks; filler behind them."""
+    """The tokens of one chip in blocks, labelled ones first, with padding behind."""
 
     x: Float[Array, "N R D"]
     labels: Int32[Array, "N R"]
-    has_label: Bool[Array, "N"]  # blocks that there is anything to do for
+    has_label: Bool[Array, "N"]  # blocks with any label
 
 
 def _blocks(x, labels, is_labelled) -> tuple[_Blocks, jax.Array]:
-    """The blocks, and [B * T] int32: where each of their tokens stood."""
+    """The blocks, and [B * T] int32, the original index of each of their tokens."""
     tokens = labels.size
     order = jnp.argsort(~is_labelled.ravel(), stable=True)
     count = -(-tokens // BLOCK)
@@ -85,19 +85,19 @@ def _blocks(x, labels, is_labelled) -> tuple[_Blocks, jax.Array]:
 
 
 def _split(values, count: int, size: int):
-    """[tokens, ...] -> [N, R, ...], zeros behind."""
+    """[tokens, ...] -> [N, R, ...], padded with zeros."""
     room = ((0, count * size - values.shape[0]), *((0, 0),) * (values.ndim - 1))
     return jnp.pad(values, room).reshape(count, size, *values.shape[1:])
 
 
 def _restore(values, order, shape):
-    """[N, R, ...] of sorted tokens -> [*shape, ...] in their own order."""
+    """[N, R, ...] of sorted tokens -> [*shape, ...] in the original order."""
     values = values.reshape(-1, *values.shape[2:])[: order.size]
     return jnp.zeros_like(values).at[order].set(values, unique_indices=True).reshape(*shape, *values.shape[1:])
 
 
 def _chunks(head) -> tuple[jax.Array, jax.Array]:
-    """([C, D, W] with zeros behind the last row, [C] int32 the first row of each chunk).
+    """([C, D, W], padded with zeros; [C] int32, the first row of each chunk).
 
     D comes first, so that gathering and scattering the shards of D moves whole lanes of a TPU.
     """
@@ -111,18 +111,18 @@ def _chunks(head) -> tuple[jax.Array, jax.Array]:
 
 
 def _is_row(chunk, first, rows: int):
-    """[1, W] bool: rows of the head, and not filler behind the last."""
+    """[1, W] bool: which rows of a chunk are not padding."""
     return (first + jnp.arange(chunk.shape[1]) < rows)[None]
 
 
 def _chunk_logits(x, chunk, first, rows: int):
-    """[R, W] float32; -inf for filler."""
+    """[R, W] float32; -inf for padding."""
     logits = jnp.einsum("rd,dw->rw", x, chunk, preferred_element_type=jnp.float32)
     return jnp.where(_is_row(chunk, first, rows), logits, -jnp.inf)
 
 
 def _hits(labels, chunk, first, rows: int):
-    """[R, W] bool: where each token's label stands in this chunk of this chip; the label may be another chip's."""
+    """[R, W] bool: where the label of each token is in this chunk of this chip, if it is there."""
     return (labels[:, None] == (first + jnp.arange(chunk.shape[1]))[None]) & _is_row(chunk, first, rows)
 
 

@@ -1,4 +1,4 @@
-"""How much arithmetic training takes, and how much a chip can do: for the model-FLOPs utilization (MFU).
+"""FLOPs of training, and peak FLOP/s of chips, for the model-FLOPs utilization (MFU).
 
 Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers.
 """
@@ -15,20 +15,20 @@ PEAK_FLOPS = {chip.device_kind: chip.peak_flops for chip in CHIPS.values()} | {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """bf16 FLOP/s of a chip, or None where we know no documented peak (CPUs)."""
+    """Documented peak bf16 FLOP/s of a chip, or None if unknown (CPUs)."""
     matches = [kind for kind in PEAK_FLOPS if device_kind.startswith(kind)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
-    """FLOPs of forward and backward a position of a row: 3 x the forward's, recomputation (remat) not counted.
+    """FLOPs of forward and backward for one token: 3 x those of the forward, without recomputation (remat).
 
-    Forward: 2 a weight of every matrix product (the embedding look-up is none), and for attention 2 N H (scores)
-    + 2 N H (values) a key seen: of causal attention, (T + 1) / 2 on average over whole rows.
+    The forward has 2 for every weight in a matrix product (not the embedding look-up), and for attention 2 N H (scores)
+    + 2 N H (values) for every key seen; with causal attention (T + 1) / 2 keys on average.
 
     Args:
       c: the model.
-      keys_seen: by a query, on average: `Pattern.keys_seen`.
+      keys_seen: by a query, on average; see `Pattern.keys_seen`.
     """
     D, N, K, H, F = (
         c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size

@@ -1,12 +1,12 @@
-"""Arrays in int8, for decoding: half the bytes of bfloat16, a quarter of float32, where a forward waits for memory.
+"""Arrays in int8, for decoding, which is bound by memory: half the bytes of bfloat16, a quarter of float32.
 
-Symmetric rounding with the largest magnitude as its scale (LLM.int8(), arXiv 2208.07339, has the same for vectors): a
-weight has a scale for every output channel, a key or value one for every token and head. A scale is constant along the
-axes that a product sums over. So int8 values enter the product as they are, widened to the dtype of computation, and
-the scale multiplies what comes out: a widened copy is never kept.
+Rounding is symmetric, with the largest magnitude as the scale (as in LLM.int8(), arXiv 2208.07339, for vectors).
+Weights have a scale for every output channel, keys and values for every token and head. A scale is constant along the
+axes that a product sums over, so int8 values enter the product converted to the dtype of computation, and the result is
+multiplied by the scale. A converted copy is never stored.
 
-Libraries that quantize a model, such as qwix, replace the products of weights that are parameters of a module of their
-own; ours are stacked over layers and sliced by a scan.
+Libraries that quantize models, such as qwix, replace products with weights that are parameters of their own module;
+ours are stacked over layers and sliced by a scan.
 """
 
 import dataclasses
@@ -24,45 +24,45 @@ _LARGEST = 127.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Array:
-    """values * scale; every axis of `values` that shares a scale has size 1 in `scale`."""
+    """The array values * scale; axes of `values` that share a scale have size 1 in `scale`."""
 
     values: Int8[Array | jax.ShapeDtypeStruct, "..."]
     scale: Float32[Array | jax.ShapeDtypeStruct, "..."]
 
     @classmethod
     def of(cls, x: Float[Array, "..."], axes: Sequence[int]) -> "Int8Array":
-        """Rounds x, with one scale for all that these axes span."""
+        """Rounds x, with one scale for all elements along these axes."""
         return cls(*_round(x, tuple(axes)))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the values."""
+        """Shape of the values."""
         return self.values.shape
 
 
 def factors(x: "Array | Int8Array", dtype: jnp.dtype) -> tuple[Array, Float32[Array, "..."] | None]:
-    """(what enters a product, what to multiply its outcome by): an array without a scale enters as it is."""
+    """(operand of a product, factor of its result): for an array without a scale, (itself, None)."""
     return (x.values.astype(dtype), x.scale) if isinstance(x, Int8Array) else (x, None)
 
 
 def widened(x: "Array | Int8Array", dtype: jnp.dtype) -> Array:
-    """An int8 array in another dtype; any other array as it is."""
+    """An int8 array converted to another dtype; other arrays unchanged."""
     values, scale = factors(x, dtype)
     return values if scale is None else (values * scale).astype(dtype)
 
 
 def in_dtype(weights: Any, dtype: jnp.dtype) -> Any:
-    """A tree of weights in the dtype of computation, but for those in int8."""
+    """A tree of weights in the dtype of computation, except those in int8."""
     return jax.tree.map(lambda w: w if is_int8(w) else w.astype(dtype), weights, is_leaf=is_int8)
 
 
 def stored_like(x: Float[Array, "B T K H"], cached: "Array | Int8Array") -> "Array | Int8Array":
-    """Keys or values as a cache keeps them."""
+    """Keys or values in the format of a cache."""
     return Int8Array.of(x, [-1]) if is_int8(cached) else x
 
 
 def is_int8(x: Any) -> bool:
-    """Whether it is an array in int8; for `is_leaf`."""
+    """Whether x is an array in int8; for `is_leaf`."""
     return isinstance(x, Int8Array)
 
 

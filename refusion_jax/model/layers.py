@@ -1,4 +1,4 @@
-"""The layers of the transformer as functions of arrays: products, RMSNorm and RoPE; and how a weight is declared.
+"""The layers of the transformer as functions of arrays: products, RMSNorm, RoPE; and the declaration of a weight.
 
 Axes: B rows, T tokens, D hidden size, N query heads, H head size.
 """
@@ -17,14 +17,14 @@ from refusion_jax.runtime.sharding import constrain
 def weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float | None, summed: tuple[str, ...] = ()
 ) -> nnx.Param:
-    """Declares one float32 weight; sharding, names, conversion and rounding all follow from this declaration.
+    """Declares one float32 weight, from which sharding, names, conversion and rounding follow.
 
     Args:
       rngs: source of randomness.
       shape: of the weight.
       axes: a logical name per axis; `refusion_jax.runtime.sharding.RULES` maps each to mesh axes.
       std: standard deviation of the initial normal draw; None means ones (the scale of a norm).
-      summed: the axes that its product sums over, by name; none where it is in no product.
+      summed: names of the axes that its product sums over; empty if it is in no product.
     """
     if std is None:
         value = jnp.ones(shape, jnp.float32)
@@ -36,8 +36,8 @@ def weight(
 def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: int = 1) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of x with the first ones of w.
 
-    The product is taken over flattened axes, [tokens, in] x [in, out]: a free relabelling on every backend, and on
-    CPU it spares XLA a strided copy of each operand of the weight gradient (MLP forward and backward 2.5x faster).
+    The product is over flattened axes, [tokens, in] x [in, out]. That is free on every backend, and on CPU it saves XLA
+    a strided copy of each operand of the weight gradient (MLP forward and backward are 2.5x faster).
     """
     w, scale = factors(w, x.dtype)
     size = math.prod(w.shape[:inputs])
@@ -47,10 +47,10 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
 
 
 def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, "N H D"] | Int8Array:
-    """The weight itself, seen from its last axis, so that a mesh scatters its gradient along that axis.
+    """The same weight, so constrained that a mesh reduce-scatters its gradient along the last axis.
 
-    XLA for TPUs scatters along the first axis; along the last of three it sums all of the gradient on every chip. A
-    rounded weight has no gradient and is left alone.
+    XLA for TPUs scatters along the first axis only; for the last of three axes it would all-reduce the whole gradient.
+    Rounded weights have no gradient and are left unchanged.
     """
     return w if is_int8(w) else constrain(w.transpose(2, 0, 1), "embed", "heads", "head_dim").transpose(1, 2, 0)
 

@@ -1,10 +1,10 @@
-"""Rows of different lengths in one forward: what is done token by token is done on the real tokens only.
+"""Packs rows of different lengths for one forward, so that padding is not computed.
 
-A batch whose rows feed 5, 90 and 20 tokens of at most 128 needs 115 tokens of every matrix product, not 384. The tokens
-of each row are cut into tiles, and the tiles of all rows are packed; a tile attends to the keys of its row, so that
-attention too costs what the rows need, not what the widest of them would (32 rows of at most 64 tokens, 288 keys: 26 ms
-a layer on a CPU, and 1 ms as 48 tiles of 8). A row of no tokens has no tiles, and costs nothing.
-Where rows are split over devices each shard is packed alone, so nothing moves between devices.
+A batch whose rows feed 5, 90 and 20 tokens of at most 128 needs 115 tokens in every matrix product, not 384. The tokens
+of each row are cut into tiles, and the tiles of all rows are packed. A tile attends to the keys of its own row, so that
+attention also costs only what the rows need (32 rows of at most 64 tokens, 288 keys: 26 ms a layer on a CPU, and 1 ms
+as 48 tiles of 8). A row without tokens has no tiles and costs nothing. Where rows are split over devices, each shard is
+packed separately, so that nothing moves between devices.
 
 Axes: B rows, T places of a row, S shards of rows, M tiles of a shard, Q tokens of a tile, N = M Q packed tokens of a
 shard.
@@ -19,19 +19,19 @@ from jaxtyping import Array, Int32, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """Where the tokens of rows [B, T] stand when they are packed to [S, N]."""
+    """The packing of rows [B, T] to [S, N]."""
 
     rows: int  # B
     width: int  # T
     shards: int  # S
     tile: int  # Q
-    row: Int32[Array, "S M"] | None = None  # the row, of its shard, that a tile is of; None: every row is a tile
-    source: Int32[Array, "S N"] | None = None  # row of the shard * T + place in the row
-    place: Int32[Array, "S _ T"] | None = None  # where each place of the rows went; no meaning for filler
+    row: Int32[Array, "S M"] | None = None  # row of each tile in its shard; None: every row is a tile
+    source: Int32[Array, "S N"] | None = None  # index of each packed token: row of the shard * T + place in the row
+    place: Int32[Array, "S _ T"] | None = None  # packed index of each place of the rows; undefined for padding
 
     @classmethod
     def whole(cls, rows: int, width: int) -> "Ragged":
-        """Rows as they stand, each of them one tile, and a shard of its own: packed is as it was, [B, T]."""
+        """No packing: every row is one tile and one shard, [B, T]."""
         return cls(rows, width, rows, width)
 
     @classmethod
@@ -53,44 +53,44 @@ class Ragged:
         start = end - each
         index = jnp.arange(tiles, dtype=jnp.int32)[None]
         row = jnp.sum(end[:, :, None] <= index[:, None], axis=1, dtype=jnp.int32)  # [S, M]
-        row = jnp.minimum(row, each.shape[1] - 1)  # filler behind the last tile
+        row = jnp.minimum(row, each.shape[1] - 1)  # padding behind the last tile
         first = (index - jnp.take_along_axis(start, row, axis=1)) * Q
         column = jnp.minimum(first[:, :, None] + jnp.arange(Q)[None, None], T - 1)
         place = jnp.minimum(start[:, :, None] * Q + jnp.arange(T)[None, None], tiles * Q - 1)
         return cls(B, T, shards, Q, row, (row[:, :, None] * T + column).reshape(shards, -1), place)
 
     def pack(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "S N ..."]:
-        """Moves the tokens together; filler repeats some token of the row, or of the last one."""
+        """Packs tokens; padding repeats other tokens."""
         x = x.reshape(self.shards, -1, *x.shape[2:])
         return x if self.source is None else take(x, self.source)
 
     def spread(self, x: Shaped[Array, "S N ..."], width: int | None = None) -> Shaped[Array, "B _ ..."]:
-        """Moves the tokens back, or of each row the first `width` places; filler gets the values of some token."""
+        """Unpacks all places of each row, or the first `width`; places without a token get values of other tokens."""
         if self.place is None:
             return x.reshape(self.rows, self.width, *x.shape[2:])[:, :width]
         place = self.place[:, :, :width]
         return take(x, place.reshape(self.shards, -1)).reshape(self.rows, place.shape[2], *x.shape[2:])
 
     def index(self) -> Int32[Array, "B T"]:
-        """Where each place of the rows stands among the packed tokens of its shard."""
+        """The packed index of each place of the rows, in its shard."""
         place = self.place
         if place is None:
             place = jnp.tile(jnp.arange(self.rows // self.shards * self.width, dtype=jnp.int32), self.shards)
         return place.reshape(self.rows, self.width)
 
     def tiles(self, x: Shaped[Array, "S N ..."]) -> Shaped[Array, "tiles Q ..."]:
-        """The packed tokens tile by tile, those of all shards."""
+        """The packed tokens as tiles, of all shards."""
         return x.reshape(-1, self.tile, *x.shape[2:])
 
     def rows_of_tiles(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "tiles ..."]:
-        """What belongs to the row of each tile."""
+        """For each tile, the entry of its row."""
         if self.row is None:
             return x
         taken = take(x.reshape(self.shards, -1, *x.shape[1:]), self.row)
         return taken.reshape(-1, *x.shape[1:])
 
     def keys_of_tiles(self, x: Shaped[Array, "S N ..."]) -> Shaped[Array, "tiles T ..."]:
-        """The packed tokens of each tile's whole row."""
+        """For each tile, the tokens of its whole row."""
         if self.place is None:
             return self.tiles(x)
         place = take(self.place, self.row)  # [S, M, T]
@@ -98,5 +98,5 @@ class Ragged:
 
 
 def take(x: Shaped[Array, "S M ..."], index: Int32[Array, "S ..."]) -> Shaped[Array, "S ..."]:
-    """Of every shard some entries of its first axis."""
+    """Selects entries of the first axis in every shard."""
     return jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)

@@ -1,4 +1,4 @@
-"""Which shapes a transformer can have: what a file says of one is checked before anything is built."""
+"""Reads and checks the shape of a transformer from a file, before anything is built."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ _LARGEST = {
 
 
 def to_model_config(path: Path, content: dict[str, Any]) -> ModelConfig:
-    """The model that the values read from a file describe.
+    """The shape of a model, from the values in a file.
 
     Raises:
       UserError: naming the file and the key that is missing, of another type, or impossible.
