@@ -18,7 +18,7 @@ tokens and three places:
 It decodes models that other systems train. `shift` tells whether these read the token at j from the logits at j - 1;
 our checkpoints store that.
 
-Based on a description of the paper and the authors' code, without having read either: target, same noise,
+Based on a description of the paper and of the authors' code, neither of which we have read: target, same noise,
 prefix, first token, R = 0.6, 200 places ahead. Left out: their window of the model's own keys and values, which is an
 approximation; here every forward of the model runs over the whole text, and only the verifier has a cache, which is
 exact. `forwards` counts those of the model, each of which comes with one of the verifier. Our choices: drafts behind

@@ -25,7 +25,7 @@ Decoding, block by block: a forward over the block reveals all tokens with p > `
 probable one, in the first sub-block that has masks. When no mask is left, one more forward over the finished block
 commits its keys and values, and its last token predicts the first token of the next block.
 
-Based on a description of the paper and the authors' code, without having read either: masks and complementary
+Based on a description of the paper and of the authors' code, neither of which we have read: masks and complementary
 copies, shift and mean, order of decoding. The authors give each copy a clean text of its own; here both share one,
 which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole blocks, by which a
 model learns where texts end. Here rows are packed: a noisy block belongs to the document of its first token; behind the

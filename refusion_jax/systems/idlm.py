@@ -24,7 +24,7 @@ this token and masks, without drafts. If all drafts are accepted, the last one g
 behind it N - 1 new drafts. So the text is distributed by p; decoded greedily, it is that of `ar` with the same weights,
 token by token.
 
-Based on a description of the paper and the authors' code, without having read either: layout, shift, weights,
+Based on a description of the paper and of the authors' code, neither of which we have read: layout, shift, weights,
 the rule of acceptance. Our choices: top_k and top_p apply to both p and q, so that the text stays distributed by p;
 blocks are counted from the start of the row, so that the first one of a document may be short; the weight of the clean
 half is constant, whereas the authors can also balance both halves.

@@ -14,7 +14,7 @@ shifted), from the same input. It is fed twice, because each input token has one
     inputs     p q M M c M M   p q M M c M M                     . 1
     labels     . . a b . d e   . . a b . a b
 
-Based on a description of the paper and the authors' code, without having read either: the loss and its
+Based on a description of the paper and of the authors' code, neither of which we have read: the loss and its
 constants. Our choices: which phrase is repeated, as the description only says "a repeated phrase"; no padding behind
 answers, as the base model already knows where they end; documents without masked tokens do not count.
 
