@@ -1,6 +1,6 @@
-"""The process in which a chat template is rendered: a program by strangers, shut in by limits that the kernel keeps.
+"""The process that renders a chat template, which is an untrusted program, under resource limits of the kernel.
 
-Run as a file, by `chat_template.py`; needs nothing of this package. Reads one JSON object a line: first
+Run as a file by `chat_template.py`; imports nothing of this package. Reads one JSON object a line: first
 {"template", "seconds", "bytes", "characters"}, then {"messages", ...}; answers each by a line, {"text"} or {"error"}.
 """
 
@@ -14,13 +14,13 @@ import jinja2.sandbox
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Also computes what is constant: even this may take for ever."""
+    """Compiles a template. This evaluates its constants, which may take forever."""
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     return sandbox.from_string(source)
 
 
 def render(template: jinja2.Template, variables: dict, most: int) -> str:
-    """The text, of `most` characters at most."""
+    """Renders a text of at most `most` characters."""
     pieces, length = [], 0
     for piece in template.generate(**variables):
         pieces.append(piece)
@@ -33,7 +33,7 @@ def render(template: jinja2.Template, variables: dict, most: int) -> str:
 
 
 def main() -> None:
-    """Answers until nobody asks any more."""
+    """Answers requests until stdin is closed."""
     template, limits = None, {}
     for line in sys.stdin.buffer:
         asked = json.loads(line)

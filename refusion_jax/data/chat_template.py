@@ -1,4 +1,4 @@
-"""Chat templates are programs by strangers: rendered in a process of their own, with limits."""
+"""Chat templates, which are untrusted programs, rendered in a separate process with resource limits."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _ENDINGS = {signal.SIGPROF: "it takes too much time", signal.SIGKILL: "it takes 
 
 
 class ChatTemplate:
-    """A jinja2 template that cannot take more time or memory, or give more text, than a conversation needs."""
+    """A jinja2 template with limits on its time, memory and output."""
 
     def __init__(self, source: str, origin: str):
         """Compiles it.
@@ -72,7 +72,7 @@ class ChatTemplate:
 
 
 class _Process:
-    """The process, and the pipes to and from it; it ends when nobody holds this object any more."""
+    """The child process and its pipes; it ends when this object is garbage-collected."""
 
     def __init__(self):
         self.owner = os.getpid()
@@ -95,7 +95,7 @@ class _Process:
         self.end = weakref.finalize(self, _end, self._pid, here_in, here_out)
 
     def ask(self, line: bytes) -> dict[str, Any] | None:
-        """Its answer; None where it has ended, or was ended because it took too long."""
+        """The answer of the process; None if it has ended, or was killed because it took too long."""
         answer, until = bytearray(), time.monotonic() + _PATIENCE
         try:
             while line:
@@ -113,7 +113,7 @@ class _Process:
 
 
 def _end(pid: int, *files: int) -> int:
-    """Closes the pipes, by which the process ends; the signal that ended it before, or 0."""
+    """Ends the process by closing its pipes. Returns the signal that had ended it before, or 0."""
     for file in files:
         os.close(file)
     try:

@@ -1,4 +1,4 @@
-"""The data of a run, from its config: a tokenizer, and rows by index, packed at start or prepared before."""
+"""Loads the data of a run by its config: the tokenizer, and rows by index, either prepared or packed at start."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ from refusion_jax.runtime.errors import UserError
 
 
 def load_dataset(config: ml_collections.ConfigDict, workdir: epath.Path) -> tuple[Tokenizer, RowSource]:
-    """The tokenizer and the rows that config.data names: prepared ones are opened, others packed into memory.
+    """The tokenizer and the rows that config.data names; rows that are not prepared are packed in memory.
 
     Args:
       config: the run's.
@@ -51,7 +51,7 @@ def load_dataset(config: ml_collections.ConfigDict, workdir: epath.Path) -> tupl
 
 
 def _prepared_paths(path: str) -> list[str]:
-    """The prepared directories that a path names, with commas between; none where it names something else."""
+    """The prepared directories in a comma-separated path; empty if it names something else."""
     paths = [part.strip() for part in path.split(",")]
     prepared = [part for part in paths if is_prepared(part)]
     if prepared and len(prepared) < len(paths):
@@ -63,7 +63,7 @@ def _prepared_paths(path: str) -> list[str]:
 def _open_prepared(
     config: ml_collections.ConfigDict, paths: list[str], workdir: epath.Path
 ) -> tuple[Tokenizer, RowSource]:
-    """Opens prepared directories and the tokenizer that made them."""
+    """Opens prepared directories and their tokenizer."""
     data = config.data
     parts = [PreparedRows(path, data.verify) for path in paths]
     file = data.tokenizer or find_tokenizer_file(workdir) or find_tokenizer_file(epath.Path(paths[0]))
@@ -92,7 +92,7 @@ def _open_prepared(
 
 
 def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, key: str) -> RowSource:
-    """Rows of other data than the run's own, as the run's are: prepared ones are opened, others packed into memory.
+    """Rows of other data in the format of the run's; rows that are not prepared are packed in memory.
 
     Args:
       config: the run's.

@@ -1,4 +1,4 @@
-"""One example of text, and how a record of JSON, bytes or a table becomes one; a bad record becomes a named reason."""
+"""Examples of text, parsed from records of JSON, bytes or tables; bad records carry a reason."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ Messages = tuple[tuple[str, str], ...]  # (role, content) of each turn
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a file that is read from `start` on; which line of the whole file it is gets counted when asked for."""
+    """A line of a file that is read from `start` on; its line number in the file is counted only on demand."""
 
     path: str
     start: int  # byte at which reading began, itself the beginning of a line
@@ -43,7 +43,7 @@ def _lines_before(path: str, offset: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A prompt and its answer, or (prompt None) a text for pure pretraining."""
+    """A prompt and its answer, or, with prompt None, a text for pretraining."""
 
     prompt: str | Messages | None
     response: str
@@ -64,7 +64,7 @@ class Bad:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The JSON fields to read; an empty name stands for the ones we know."""
+    """The JSON fields to read; an empty name stands for the known ones."""
 
     query: str = ""
     response: str = ""
@@ -73,7 +73,7 @@ class Fields:
 
 
 def parse(raw: bytes, where: str | Line, fields: Fields) -> Example | Bad:
-    """The example that a JSON object holds."""
+    """The example in a line of JSON."""
     item = load_json(raw, where)
     return item if isinstance(item, Bad) else to_example(item, where, fields)
 
@@ -118,7 +118,7 @@ def to_example(item: object, where: str | Line, fields: Fields) -> Example | Bad
 
 
 def checked(example: Example) -> Example | Bad:
-    """Refuses an empty answer and characters that no tokenizer takes."""
+    """Refuses empty answers and characters that tokenizers do not accept."""
     if not example.response:
         return Bad(example.where, "the answer is empty", "empty answer")
     turns = [text for turn in example.prompt for text in turn] if isinstance(example.prompt, tuple) else []
@@ -129,7 +129,7 @@ def checked(example: Example) -> Example | Bad:
 
 
 def _from_messages(messages: object, where: str | Line) -> Example | Bad:
-    """The last turn, which must be the assistant's, is the answer; all turns before it are the prompt."""
+    """Takes the last turn, which must be the assistant's, as the answer and all turns before it as the prompt."""
     whole = isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     )
@@ -141,13 +141,13 @@ def _from_messages(messages: object, where: str | Line) -> Example | Bad:
 
 
 def _names(item: dict) -> str:
-    """The fields that were found, short enough for one line and safe to print."""
+    """The names of the fields found, shortened to one line and safe to print."""
     names = ", ".join(list(item)[:20]) or "none"
     return names.encode("ascii", "backslashreplace").decode()[:200]
 
 
 def _field(item: dict, named: str, known: tuple[str, ...]) -> str | None:
-    """The field to read: the one the user named, else the first known one that is there."""
+    """The field to read: the one that the user named, or the first known one that exists."""
     for name in (named,) if named else known:
         if name in item:
             return name

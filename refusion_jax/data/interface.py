@@ -1,4 +1,4 @@
-"""What everybody else asks of a tokenizer and of a data set of rows, whichever kind they have.
+"""The interfaces of tokenizers and of data sets of rows.
 
 Axis: T row length.
 """
@@ -11,7 +11,7 @@ from refusion_jax.data.examples import Messages
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back; one with a chat template is a `FastTokenizer`, which can do more."""
+    """Converts text to token ids and back. Tokenizers with a chat template are `FastTokenizer`s, which can do more."""
 
     bos_id: int  # -1 where it has none, as pad_id
     eos_id: int
@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
     @property
     def size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         ...
 
     @property
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What a run's directory must hold to read this tokenizer again, by file name."""
+        """The content of the files from which this tokenizer can be loaded, by file name."""
         ...
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -38,11 +38,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """Prompts as the model is trained on them; None is no prompt at all."""
+        """Token ids of prompts as the model is trained on them; None means no prompt."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids; special tokens leave no trace."""
+        """Text of token ids, without special tokens."""
         ...
 
 
@@ -62,7 +62,7 @@ class RowSource(Protocol):
 
     @property
     def documents(self) -> int:
-        """Number of documents, counting each row's part of one that was cut."""
+        """Number of documents; one that was cut counts in every row."""
         ...
 
     @property
@@ -72,9 +72,9 @@ class RowSource(Protocol):
 
     @property
     def shares(self) -> list[tuple[str, int, float]]:
-        """(name, rows, weight in training) of each part, in the order of the rows; what has no parts has no name."""
+        """(name, rows, weight in training) of each part, in the order of rows; a set without parts has no name."""
         ...
 
     def fingerprint(self) -> str:
-        """Changes whenever a row, or a weight, does."""
+        """Changes whenever a row or weight changes."""
         ...

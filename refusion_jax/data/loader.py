@@ -82,7 +82,7 @@ def host_batches(
 
 
 def host_rows(batch_size: int, process_index: int, process_count: int) -> range:
-    """The rows of the global batch that are a host's where each has an equal, contiguous part."""
+    """The rows of the global batch for one host, if every host has an equal, contiguous part."""
     if batch_size % process_count:
         raise ValueError(f"{batch_size} rows do not divide into {process_count} hosts")
     each = batch_size // process_count
@@ -96,7 +96,7 @@ def row_order(rows: RowSource, seed: int) -> RowOrder:
 
 
 def epochs(rows: RowSource, drawn: int) -> dict[str, float]:
-    """How often the data, or each part of a mixture, has been gone through after so many rows: for the metrics."""
+    """The number of epochs of the data, or of each part of a mixture, after so many rows."""
     names = [f"epoch_{name}" if name else "epoch" for name, *_ in rows.shares]
     return dict(zip(names, row_order(rows, seed=0).epochs(drawn), strict=True))
 

@@ -1,4 +1,4 @@
-"""manifest.json: what a prepared directory holds. It is written last, so a directory without one is not finished."""
+"""manifest.json, the description of a prepared directory. It is written last, so that it marks finished ones."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ class Manifest:
 
 
 def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
-    """Writes a whole file or nothing."""
+    """Writes the file atomically."""
     text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
     write_file(directory / FILE, text)
 
@@ -89,7 +89,7 @@ def read_manifest(path: str | epath.Path) -> Manifest:
 
 
 def _fault(manifest: Manifest) -> str | None:
-    """What cannot be true of a directory that `prepare` wrote."""
+    """The first implausible value, in words; or None."""
     for name, least in (("row_length", 2), ("vocabulary", 1), ("rows", 0), ("documents", 0), ("segments", 0)):
         if getattr(manifest, name) < least:
             return f"{name} must be at least {least}"

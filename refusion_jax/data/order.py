@@ -1,7 +1,7 @@
-"""Which row comes when: an endless order of rows, of which any place is known at once.
+"""The order of rows in training: an endless sequence with constant-time access to any place.
 
-The order is a function of the seed and the place in it, and of nothing else; a step, a host or a device takes places
-of it. From each source every row comes once an epoch, in another order each time.
+The row at a place is a function of the seed and the place alone; steps, hosts and devices take places of it. From each
+source every row comes once an epoch, in a different order each time.
 """
 
 import itertools
@@ -16,7 +16,7 @@ _BLOCK = 4096  # places after which the pattern of sources repeats: weights are 
 
 
 class RowOrder:
-    """The order: `order[place]` is the index of a row among all rows of all sources, one source behind the other."""
+    """`order[place]` is the index of a row in the concatenation of all sources."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
         """Takes no time, whatever the sizes.
@@ -44,7 +44,7 @@ class RowOrder:
         return self._starts[source] + int(self._shuffled[source][draw])
 
     def epochs(self, place: int) -> list[float]:
-        """How often each source has been gone through before a place."""
+        """The number of epochs of each source before a place."""
         block, at = divmod(place, _BLOCK)
         draws = block * self._counts + self._before[at]
         return [int(n) / size for n, size in zip(draws, self._sizes, strict=True)]
@@ -66,12 +66,12 @@ def block_counts(weights: Sequence[float]) -> np.ndarray:
 
 
 def _spread(counts: np.ndarray) -> np.ndarray:
-    """[_BLOCK] the source of each place: each comes at even distances, so that every batch has its share."""
+    """[_BLOCK] the source of each place, evenly spaced, so that every batch has its share of each."""
     source = np.repeat(np.arange(len(counts)), counts)
     place = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     return source[np.argsort(place, kind="stable")]
 
 
 def _seed(seed: int, source: int) -> int:
-    """A source's own seed, far from those of other sources and of neighbouring seeds: they share no epoch."""
+    """The seed of a source, distinct from those of other sources and of neighbouring seeds."""
     return int(np.random.SeedSequence([seed, source]).generate_state(1)[0])

@@ -1,4 +1,4 @@
-"""From examples to packed rows: tokenize, cut or refuse what is too long, and fit documents into rows.
+"""Turns examples into packed rows: tokenizes, cuts or refuses long ones, and fits documents into rows.
 
 Axes: R rows of the data set, T row length.
 """
@@ -60,7 +60,7 @@ class PackedRows:
         return [("", len(self), 1.0)]
 
     def fingerprint(self) -> str:
-        """Changes whenever a row does."""
+        """Changes whenever a row changes."""
         digest = hashlib.blake2b(digest_size=16)
         for field in dataclasses.fields(self):
             digest.update(np.ascontiguousarray(getattr(self, field.name)))
@@ -68,7 +68,7 @@ class PackedRows:
 
 
 def usable(examples: Iterable[Example | Bad], on_error: str) -> list[Example]:
-    """The good examples; the first bad one raises UserError (on_error="stop"), or all are counted and left out."""
+    """The good examples. A bad one raises UserError (on_error="stop"), or all bad ones are counted and left out."""
     good, bad = [], []
     for example in examples:
         (bad if isinstance(example, Bad) else good).append(example)
@@ -116,7 +116,7 @@ def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_
 
 
 def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Fits documents into as few rows as best-fit-decreasing does; deterministic.
+    """Fits documents into rows by best-fit decreasing; deterministic.
 
     Longest first, each document goes to the row it fills best (Johnson 1973: at most 11/9 of the optimum).
 

@@ -1,8 +1,8 @@
-"""Any input as a stream of examples: files, cut into pieces that can be read on their own, whatever their size.
+"""Reads input files as examples, in pieces of bounded size that can be read independently.
 
-A piece is a range of a file: of bytes (lines belong to the piece in which they begin; plain text is cut behind a
-newline), of the row groups of a Parquet file, or of the records of an ArrayRecord file. Pieces depend on the files
-and the wished size, and on nothing else.
+A piece is a range of a file: of bytes (a line belongs to the piece in which it begins; plain text is cut behind a
+newline), of row groups of a Parquet file, or of records of an ArrayRecord file. Pieces are a function of the files and
+the requested size.
 """
 
 import codecs
@@ -49,9 +49,9 @@ class Piece:
 
 
 def find_files(pattern: str) -> list[str]:
-    """The files that a path, a glob or a directory (all below it, but for hidden ones) stands for, sorted.
+    """The sorted files of a path, a glob, or a directory (all files below it except hidden ones).
 
-    `stdlib` stands for the source code of Python's standard library.
+    `stdlib` means the source code of Python's standard library.
     """
     if pattern == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -73,7 +73,7 @@ def find_files(pattern: str) -> list[str]:
 
 
 def _walk(directory: epath.Path) -> Iterator[epath.Path]:
-    """All files below, but for hidden ones."""
+    """All files below a directory, except hidden ones."""
     for path in directory.iterdir():
         if path.name.startswith("."):
             continue
@@ -91,7 +91,7 @@ def whole(path: str) -> Piece:
 
 
 def cut(path: str, size: int) -> list[Piece]:
-    """A file as pieces of about `size` bytes; one that cannot be read as its kind is one piece."""
+    """A file in pieces of about `size` bytes; a file that cannot be read as its kind is one piece."""
     piece = whole(path)
     if piece.kind in ("text", "jsonl"):
         starts = range(0, max(piece.size, 1), size)
@@ -108,7 +108,7 @@ def cut(path: str, size: int) -> list[Piece]:
 
 
 def _units(path: str, kind: str, size: int) -> list[int]:
-    """Bytes of each row group or record; none where the file cannot be read, which reading it will tell."""
+    """Bytes of each row group or record; empty if the file cannot be read, which is reported when it is read."""
     try:
         if kind == "parquet":
             from refusion_jax.data.tables import row_group_sizes  # pyarrow, 60 MB, only where there is such a file
@@ -128,7 +128,7 @@ def _records(path: str) -> int:
 
 
 def read(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
-    """The examples of a piece, in order; what cannot be read is Bad, and never raises."""
+    """The examples of a piece, in order; what cannot be read becomes Bad instead of raising."""
     path = piece.path
     if piece.size == 0:
         yield Bad(path, "the file is empty", "empty file")
@@ -168,7 +168,7 @@ def _json_lines(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
 
 
 def _skip_line(file) -> int:
-    """Goes behind the next newline; how many bytes that was."""
+    """Skips to behind the next newline, and returns the number of bytes skipped."""
     skipped = 0
     while block := file.readline(1 << 20):
         skipped += len(block)
@@ -194,7 +194,7 @@ def _text(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
 
 
 def _text_cut(file, offset: int, size: int) -> int:
-    """Where a text is cut that shall be cut at offset: behind the next newline, or if none is near, at a character."""
+    """Where to cut a text near an offset: behind the next newline, or if none is near, between characters."""
     if offset in (0, size):
         return offset
     file.seek(offset)

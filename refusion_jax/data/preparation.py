@@ -1,9 +1,9 @@
-"""`prepare`: the input is cut into chunks, processes make a shard of each, and the manifest is written last.
+"""`prepare`: cuts the input into chunks, makes a shard of each in several processes, and writes the manifest last.
 
-DIR/rows-00000.array_record ...   one a chunk
-DIR/manifest.json, DIR/dropped.jsonl (what was left out, where and why), the tokenizer's files
-DIR/held_out/                     the documents that are held out, prepared in the same way
-DIR/.progress/                    until all is done: what a run that was killed needs to go on
+DIR/rows-00000.array_record ...   one for each chunk
+DIR/manifest.json, DIR/dropped.jsonl (dropped examples with place and reason), the files of the tokenizer
+DIR/held_out/                     held-out documents, prepared in the same way
+DIR/.progress/                    until all is done: state from which an interrupted run resumes
 """
 
 import contextlib
@@ -31,14 +31,14 @@ _PARTITION = 1 << 22  # digests compared at a time: 130 MB
 
 
 class NothingError(UserError):
-    """All the input was read, and there is nothing to write: the same command would end so again."""
+    """The whole input was read without any usable example; running again would not help."""
 
 
 def plan_chunks(patterns: list[str], size: int) -> list[list[Piece]]:
-    """The input in chunks of about `size` bytes: a function of the files, not of who reads them.
+    """The input in chunks of about `size` bytes, a function of the files alone.
 
     Raises:
-      UserError: where a pattern stands for no file.
+      UserError: where a pattern matches no file.
     """
     chunks: list[list[Piece]] = [[]]
     held = 0
@@ -66,7 +66,7 @@ def prepare(
     started: Callable[[str, int], None],
     advance: Callable[[int, int], None],
 ) -> Manifest:
-    """Makes the shards that are not there yet, then the manifest.
+    """Makes the missing shards, then the manifest.
 
     Args:
       chunks: of the input.
@@ -103,7 +103,7 @@ def prepare(
 
 
 def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Tokenizer) -> str:
-    """Of all that shapes the output; stopping or skipping at an error is no part of it, for whole shards are alike."""
+    """A digest of all that the output depends on, without on_error, as finished shards do not depend on it."""
     shape = dataclasses.asdict(settings) | {
         "on_error": None,
         "tokenizer": tokenizer_hash(tokenizer),
@@ -114,14 +114,14 @@ def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Token
 
 
 def _times(chunks: list[list[Piece]]) -> str:
-    """Changes with any file's time of modification."""
+    """Changes with the modification time of any file."""
     paths = dict.fromkeys(piece.path for chunk in chunks for piece in chunk)
     times = [str(epath.Path(path).stat().mtime) for path in paths]
     return hashlib.blake2b("\n".join(times).encode(), digest_size=16).hexdigest()
 
 
 def _check_unfinished(output: epath.Path, plan: str, chunks: list[list[Piece]]) -> bool:
-    """Whether the directory is new; refuses one with anything in it but the beginning of this very work."""
+    """Whether the directory is new. Refuses one that holds anything but the beginning of the same work."""
     if not output.exists() or not any(output.iterdir()):
         return True
     try:
@@ -140,7 +140,7 @@ def _check_unfinished(output: epath.Path, plan: str, chunks: list[list[Piece]]) 
 
 @contextlib.contextmanager
 def _only_one(progress: epath.Path) -> Iterator[None]:
-    """Two that write to one directory would tear it; a lock ends with its process."""
+    """Locks the directory against other processes; the lock ends with the process."""
     progress.mkdir(parents=True, exist_ok=True)
     if is_remote(progress):
         yield
@@ -157,7 +157,7 @@ def _only_one(progress: epath.Path) -> Iterator[None]:
 
 
 def _make(chunks, output, settings, processes, started, advance) -> list[Report]:
-    """The reports of all chunks, in order; those that a run before has finished are only read."""
+    """The reports of all chunks, in order; those of chunks that an earlier run has finished are read."""
     progress = output / PROGRESS
     done = {path.name for path in progress.iterdir()}
     size = [sum(piece.size for piece in chunk) for chunk in chunks]
@@ -185,7 +185,7 @@ def _read_report(path: epath.Path) -> Report:
 
 
 def _mark_duplicates(progress: epath.Path, chunks: int) -> None:
-    """Writes for each chunk the numbers of its examples that stand in the input before, in that chunk or another.
+    """Writes for each chunk the numbers of its examples that occur earlier in the input.
 
     Digests are compared one partition at a time, so that memory does not grow with the input.
     """
@@ -211,7 +211,7 @@ def _mark_duplicates(progress: epath.Path, chunks: int) -> None:
 
 
 def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Manifest:
-    """Writes the tokenizer, what was dropped, and the manifests; the one of the whole directory last."""
+    """Writes the tokenizer, the dropped examples and the manifests, that of the whole directory last."""
     dropped: dict[str, int] = {}
     for report in reports:
         for kind, count in report.dropped.items():

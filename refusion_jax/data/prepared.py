@@ -1,4 +1,4 @@
-"""Rows that `prepare` wrote, by index: one prepared directory, or several that are mixed by weight."""
+"""Random access to prepared rows: of one prepared directory, or of several mixed by weight."""
 
 import bisect
 import contextlib
@@ -18,7 +18,7 @@ from refusion_jax.runtime.errors import UserError
 
 
 class PreparedRows:
-    """A prepared directory, with random access; files are opened when the first row of them is read."""
+    """A prepared directory with random access; each file is opened when it is first read."""
 
     def __init__(self, path: str, verify: bool = False):
         """Reads the manifest.
@@ -51,7 +51,11 @@ class PreparedRows:
         return decode_row(record, self.manifest.row_length, self._dtype)
 
     def record(self, index: int) -> bytes:
-        """The row as it is stored; UserError where it is damaged."""
+        """The stored record of a row.
+
+        Raises:
+          UserError: where it is damaged.
+        """
         try:
             record = self._records[index]
         except (ValueError, IndexError, RuntimeError) as error:
@@ -67,7 +71,7 @@ class PreparedRows:
 
     @property
     def documents(self) -> int:
-        """Number of documents, counting each row's part of one that was cut."""
+        """Number of documents; one that was cut counts in every row."""
         return self.manifest.segments
 
     @property
@@ -81,13 +85,13 @@ class PreparedRows:
         return [("", len(self), 1.0)]
 
     def fingerprint(self) -> str:
-        """Changes whenever a row does."""
+        """Changes whenever a row changes."""
         return _digest([shard.checksum for shard in self.manifest.shards])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """A file from its first to its last record, so that it need not be opened to be counted."""
+    """A file with a known number of records, so that it need not be opened to count them."""
 
     filename: str
     take: int
@@ -108,16 +112,16 @@ def _check_file(path: epath.Path, shard: Shard) -> None:
 
 
 def file_checksum(path: epath.Path) -> str:
-    """As in the manifest."""
+    """The checksum of a file, as in the manifest."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 class MixedRows:
-    """Several sets of rows as one: the rows of the first, then those of the second ..."""
+    """The concatenation of several sets of rows."""
 
     def __init__(self, parts: Sequence[PreparedRows], names: Sequence[str], weights: Sequence[float]):
-        """Puts them together.
+        """Joins several sets.
 
         Args:
           parts: the sets.
@@ -146,7 +150,7 @@ class MixedRows:
 
     @property
     def fill(self) -> float:
-        """Share of positions that hold a real token, all rows counted alike."""
+        """Share of positions that hold a real token, over all rows."""
         return sum(part.fill * len(part) for part in self._parts) / len(self)
 
     @property
@@ -155,7 +159,7 @@ class MixedRows:
         return list(zip(self._names, map(len, self._parts), self._weights, strict=True))
 
     def fingerprint(self) -> str:
-        """Changes whenever a row or a weight does."""
+        """Changes whenever a row or weight changes."""
         return _digest([*(part.fingerprint() for part in self._parts), *map(repr, self._weights)])
 
 

@@ -1,7 +1,7 @@
-"""Generated problems with verifiable answers: families of them, mixed and split into train and test.
+"""Generated problems with verifiable answers, in families, mixed and split into train and test.
 
-Every family makes queries from a seeded generator and solves them by a function of the query alone, so that the one
-right answer of any query can be computed again, and checked exactly. Train and test are disjoint by construction: a
+Every family generates queries from a seed and solves them by a function of the query alone, so that the only right
+answer of any query can be recomputed and checked exactly. Train and test are disjoint by construction: a
 hash of the query decides which split it belongs to.
 """
 
@@ -59,5 +59,5 @@ class Mixture:
 
 
 def split_of(query: str) -> str:
-    """One query in ten is a test query, by its hash."""
+    """The split of a query, by its hash; one in ten is a test query."""
     return "test" if hashlib.blake2b(query.encode(), digest_size=1).digest()[0] < 26 else "train"

@@ -21,7 +21,7 @@ from refusion_jax.runtime.errors import UserError
 
 
 def token_type(vocabulary: int) -> np.dtype:
-    """What a token is stored as: two bytes where they hold every id."""
+    """The dtype of stored tokens: two bytes if they hold every id, else four."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
@@ -52,7 +52,7 @@ def decode_row(record: bytes, row_length: int, dtype: np.dtype) -> dict[str, np.
 
 
 def check_row(record: bytes, where: str) -> None:
-    """Refuses a record that is not as it was written.
+    """Refuses a damaged record, by its checksum.
 
     Raises:
       UserError: naming `where`.

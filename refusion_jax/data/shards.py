@@ -1,4 +1,4 @@
-"""What a worker of `prepare` does: one chunk of the input becomes one shard of rows, in bounded memory.
+"""The work of a `prepare` process: turns one chunk of the input into one shard of rows, in bounded memory.
 
 A shard depends on its chunk and the settings only, so it does not matter which worker makes it, or when.
 
@@ -32,7 +32,7 @@ _OPTIONS = "group_size:1,zstd:1"  # every row is compressed alone, so that readi
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What shapes the rows."""
+    """All that the rows depend on besides the input."""
 
     tokenizer: str  # its file
     mask_piece: str
@@ -46,7 +46,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Report:
-    """What became of a chunk."""
+    """The outcome of a chunk."""
 
     examples: int = 0
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ class Report:
 
 @dataclasses.dataclass
 class _Documents:
-    """Tokenized documents of one split, one behind the other."""
+    """Tokenized documents of one split, concatenated."""
 
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
     lengths: list[int] = dataclasses.field(default_factory=list)
@@ -66,21 +66,21 @@ class _Documents:
 
 
 def digest(example: Example) -> bytes:
-    """16 bytes that tell the example's text from any other."""
+    """A 16-byte digest of an example's text."""
     prompt = example.prompt if isinstance(example.prompt, str) else json.dumps(example.prompt)
     content = b"\0".join((type(example.prompt).__name__.encode(), prompt.encode(), example.response.encode()))
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def examples_of(pieces: Iterable[Piece], fields: Fields, advance: Callable[[int], None]) -> Iterator[Example | Bad]:
-    """All examples of a chunk; `advance` hears of the bytes that are done."""
+    """All examples of a chunk; `advance` is called with the bytes read."""
     for piece in pieces:
         yield from read(piece, fields)
         advance(piece.size)
 
 
 def digests(pieces: Iterable[Piece], fields: Fields, advance: Callable[[int], None]) -> np.ndarray:
-    """[D, 3] uint64: digest and number of each whole example of a chunk, for finding duplicates."""
+    """[D, 3] uint64: digest and number of each complete example of a chunk, for finding duplicates."""
     found = bytearray()
     good = (e for e in examples_of(pieces, fields, advance) if isinstance(e, Example))
     for number, example in enumerate(good):
@@ -149,7 +149,7 @@ def make_shard(
 
 
 def _split(example: Example, held_out: float) -> str:
-    """A document is held out by what it says, wherever it stands: a text by its opening, so its parts stay together."""
+    """The split of a document, by a hash of its content; of a text's opening, so that its parts stay together."""
     if not held_out:
         return "train"
     if example.prompt is None:
@@ -162,7 +162,7 @@ def _split(example: Example, held_out: float) -> str:
 
 
 def _tokenize(batch, documents: _Documents, tokenizer, settings: Settings, advance) -> Iterator[Bad]:
-    """Adds the batch to the documents; yields what does not fit in a row."""
+    """Adds a batch to the documents, and yields examples that do not fit into a row."""
     prompts = tokenizer.encode_prompts([example.prompt for example in batch]) if batch else []
     slices = [_slices(example.response) for example in batch]
     encoded = _encode(tokenizer, [text for own in slices for text in own])
@@ -203,7 +203,7 @@ def _tokenize(batch, documents: _Documents, tokenizer, settings: Settings, advan
 
 
 def _encode(tokenizer, texts: list[str]) -> Iterator[list[int]]:
-    """The ids of each text, a bounded number of characters at a time."""
+    """Token ids of each text, encoding a bounded number of characters at a time."""
     group, size = [], 0
     for text in texts:
         group.append(text)
@@ -216,7 +216,7 @@ def _encode(tokenizer, texts: list[str]) -> Iterator[list[int]]:
 
 
 def _slices(text: str) -> list[str]:
-    """A long text cut behind a newline, or before a space, or anywhere."""
+    """Cuts a long text behind a newline, before a space, or anywhere."""
     if len(text) <= _SLICE:
         return [text]
     found, start = [], 0
@@ -231,7 +231,7 @@ def _slices(text: str) -> list[str]:
 
 
 def _write(name: epath.Path, documents: _Documents, settings: Settings, dtype: np.dtype) -> Shard:
-    """Packs and writes a shard, whole or not at all."""
+    """Packs a shard and writes it atomically."""
     tokens = np.concatenate(documents.tokens)
     documents.tokens.clear()
     rows = _pack(documents, settings)

@@ -1,4 +1,4 @@
-"""Where the text of a run comes from: built-in problems, the standard library's source code, or the user's files.
+"""The sources of text: built-in problems, the source code of the standard library, or the user's files.
 
 Whatever the source, it becomes a stream of `Example`s. A bad one (malformed line, missing field, empty answer) is an
 error that names file and line, or with on_error="skip" it is counted and left out.

@@ -1,4 +1,4 @@
-"""Examples in Parquet files: row groups are read one batch at a time."""
+"""Reads examples from Parquet files, one batch of rows at a time."""
 
 from collections.abc import Iterator
 
@@ -12,14 +12,14 @@ _ROWS = 256  # read at a time
 
 
 def row_group_sizes(path: str) -> list[int]:
-    """Bytes of each row group; OSError or ValueError where this is no Parquet file."""
+    """Bytes of each row group; OSError or ValueError if this is no Parquet file."""
     with epath.Path(path).open("rb") as file:
         metadata = pyarrow.parquet.ParquetFile(file).metadata
         return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
 
 
 def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator[Example | Bad]:
-    """Examples of the row groups from start up to end; Bad for a row, or at the end for all that cannot be read."""
+    """Examples of the row groups start .. end - 1; Bad for bad rows, and at the end for what cannot be read."""
     row = 0
     try:
         with epath.Path(path).open("rb") as file:
@@ -37,7 +37,7 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
 
 
 def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) -> bool:
-    """Whether a column holds text or messages, or was asked for by name; others (images ...) cost time and memory."""
+    """Whether to read a column: it holds text or messages, or was asked for by name. Others cost time and memory."""
     kind = table.schema_arrow.field(name).type
     is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
     return is_text or name == "messages" or name in (fields.query, fields.response, fields.text)

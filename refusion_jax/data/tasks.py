@@ -1,4 +1,4 @@
-"""The quickstart's problems, with worked answers: enough to pretrain a small model in minutes and to measure it."""
+"""The problems of the quickstart, with worked answers, on which a small model can be pretrained in minutes."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with sentencepiece; bos, eos, pad and mask always have an id."""
+"""Sentencepiece tokenizers, in which BOS, EOS, padding and mask tokens always have ids."""
 
 import io
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _MOST_LINES = 500_000  # enough for any vocabulary of ours; more only takes long
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model whose four special tokens are known to exist.
+    """A sentencepiece model with the four special tokens.
 
     Encoding loses nothing (unknown characters become byte pieces) but for U+2581, which sentencepiece itself uses for
     the space. Special tokens are never produced from text: "<mask>" in a document is five ordinary characters.
@@ -53,7 +53,11 @@ class SentencePieceTokenizer:
 
     @classmethod
     def load(cls, path: epath.PathLike, mask_piece: str = MASK_PIECE) -> "SentencePieceTokenizer":
-        """Reads a model file; UserError where there is none."""
+        """Reads a model file.
+
+        Raises:
+          UserError: where there is none.
+        """
         return cls(read_file(path), str(path), mask_piece)
 
     @classmethod
@@ -100,7 +104,7 @@ class SentencePieceTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """There is none."""
+        """Always false."""
         return False
 
     @property
@@ -113,7 +117,7 @@ class SentencePieceTokenizer:
         return self._pieces.encode(texts, num_threads=self.threads)
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """Prompts as the model is trained on them: bos, then the text; None is no prompt at all.
+        """Token ids of prompts as the model is trained on them: BOS, then the text; None means no prompt.
 
         There is no chat template here: the turns of a conversation follow each other, a blank line between.
         """
@@ -121,16 +125,16 @@ class SentencePieceTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What a run's directory must hold to read this tokenizer again, by file name."""
+        """The content of the files from which this tokenizer can be loaded, by file name."""
         return {"tokenizer.model": self.model}
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids; special tokens leave no trace."""
+        """Text of token ids, without special tokens."""
         return self._pieces.decode(ids)
 
 
 def plain_prompt(prompt: str | Messages | None) -> str:
-    """A prompt without template."""
+    """The ids of a prompt without chat template."""
     return "\n\n".join(content for _, content in prompt) if isinstance(prompt, tuple) else prompt or ""
 
 

@@ -1,4 +1,4 @@
-"""The processes of `prepare`: each holds a tokenizer, takes chunks, and dies with its parent."""
+"""The worker processes of `prepare`, each with a tokenizer; they end with their parent."""
 
 import concurrent.futures
 import dataclasses
@@ -29,7 +29,7 @@ from refusion_jax.runtime.storage import write_file
 
 @dataclasses.dataclass
 class _Worker:
-    """What a process keeps between chunks."""
+    """What a worker keeps between chunks."""
 
     tokenizer: Tokenizer
     settings: Settings
@@ -95,7 +95,7 @@ class Pool:
             self._executor.shutdown(cancel_futures=True)
 
     def run(self, task: Callable, arguments: list[tuple]) -> list[tuple[int, Report | None]]:
-        """(index, result) of every chunk, in order; ends behind the first report of an error that stops.
+        """(index, result) of every chunk, in order; ends after the first report of an error that stops.
 
         Raises:
           UserError: where a process died.
@@ -142,7 +142,7 @@ def write_digests(index: int, chunk: list[Piece]) -> None:
 
 
 def write_shard(index: int, chunk: list[Piece]) -> Report:
-    """Makes a chunk's shards, then the report that says so."""
+    """Makes the shards of a chunk, then writes its report."""
     progress, settings = _worker.output / PROGRESS, _worker.settings
     name = f"rows-{index:05}.array_record"
     names = dict(zip(SPLITS, (_worker.output / name, _worker.output / "held_out" / name), strict=True))
@@ -161,7 +161,7 @@ def write_shard(index: int, chunk: list[Piece]) -> Report:
 
 
 class _Seldom:
-    """Sums what is told to it and passes it on five times a second: the counters have a lock."""
+    """Accumulates counts and forwards them five times a second, as the shared counters have a lock."""
 
     def __init__(self, advance: Callable[[int, int], None]):
         self._advance, self._held, self._last = advance, [0, 0], time.monotonic()
@@ -178,7 +178,7 @@ class _Seldom:
 
 
 def save(path: epath.Path, array: np.ndarray) -> None:
-    """Writes an array, whole or not at all."""
+    """Writes an array atomically."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     write_file(path, buffer.getvalue())
@@ -191,5 +191,5 @@ def load(path: epath.Path) -> np.ndarray:
 
 
 def read_lines(path: epath.Path) -> bytes:
-    """A file's content; none where there is no file."""
+    """The lines of a file; empty if it does not exist."""
     return path.read_bytes() if path.exists() else b""

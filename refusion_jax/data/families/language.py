@@ -1,4 +1,4 @@
-"""Text with a form: look-ups among keys, brackets and JSON to repair, and gaps between fixed words."""
+"""Structured text: look-ups among keys, repair of brackets and JSON, and gaps between fixed words."""
 
 import json
 import random
@@ -10,7 +10,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def make_lookup(rng: random.Random, level: int) -> str:
-    """Four keys more for every difficulty, each of a number; two are asked for.
+    """Keys with numbers, four more for each difficulty, of which two are asked for.
 
     A key has a space before and behind it, here and there: so it is the same tokens in both places.
     """
@@ -27,7 +27,7 @@ def solve_lookup(query: str) -> str:
 
 
 def make_brackets(rng: random.Random, level: int) -> str:
-    """Balanced brackets of three kinds, of which up to two that close are of the wrong kind."""
+    """Balanced brackets of three kinds, with up to two closing brackets of the wrong kind."""
     length, stack, text = 2 * (2 + 2 * level), [], ""
     while len(text) < length:
         if stack and (len(stack) == length - len(text) or rng.random() < 0.4):
@@ -42,7 +42,7 @@ def make_brackets(rng: random.Random, level: int) -> str:
 
 
 def solve_brackets(query: str) -> str:
-    """Every bracket that closes is of the kind of the one that it closes; what opens is right."""
+    """Corrects every closing bracket to the kind of its opening one."""
     stack, out = [], []
     for bracket in query.split()[1:-1]:
         if bracket in _PAIRS:
@@ -63,7 +63,7 @@ def make_json(rng: random.Random, level: int) -> str:
 
 
 def solve_json(query: str) -> str:
-    """Words and numbers in turns, keys first, are an object again."""
+    """Restores the object from its alternating keys and numbers."""
     words = re.findall(r"[a-z]+|\d+", query[len("repair ") :])
     values = [int(word) if word.isdigit() else word for word in words]
     return json.dumps(dict(zip(words[::2], values[1::2], strict=True)))

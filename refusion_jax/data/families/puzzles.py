@@ -1,4 +1,4 @@
-"""Where the order of writing matters: mazes, found from their ends, and Latin squares, whose sure cells come first."""
+"""Problems in which the order of writing matters: mazes, solved from their ends, and Latin squares."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ _SIDE = 4
 
 
 def make_maze(rng: random.Random, level: int) -> str:
-    """A start with several blind ways, all of one length, their pieces shuffled; one of the ends is asked for."""
+    """Several paths of equal length from one start, in shuffled pieces; the path to one of the ends is asked for."""
     ways, length = (2, 1 + level) if level < 4 else (3, level)
     places = rng.sample(string.ascii_lowercase, 1 + ways * length)
     start, rest = places[0], places[1:]
@@ -19,7 +19,7 @@ def make_maze(rng: random.Random, level: int) -> str:
 
 
 def solve_maze(query: str) -> str:
-    """The places on the way, followed back from its end."""
+    """The places on the path, found by following it back from its end."""
     pieces, ends = query[len("maze ") : -len(" =")].split(" : ")
     before = {b: a for a, b in (piece.split() for piece in pieces.split(" , "))}
     start, place = ends.split(" to ")
@@ -52,7 +52,7 @@ _HAVE = {
 
 
 def _fitting(cells: str) -> int:
-    """The squares that agree with all cells that are shown, as bits."""
+    """The squares that agree with all given cells, as bits."""
     fitting = (1 << len(_SQUARES)) - 1
     for at, cell in enumerate(cells):
         fitting &= _HAVE.get((at, cell), fitting)
@@ -60,7 +60,7 @@ def _fitting(cells: str) -> int:
 
 
 def make_latin(rng: random.Random, level: int) -> str:
-    """A square with gaps that can be filled in one way."""
+    """A square with gaps that has exactly one solution."""
     square = rng.choice(_SQUARES)
     while True:
         lost = rng.sample(range(_SIDE**2), min(2 + 2 * level, 10))
@@ -70,7 +70,7 @@ def make_latin(rng: random.Random, level: int) -> str:
 
 
 def solve_latin(query: str) -> str:
-    """The one square that agrees with what is shown."""
+    """The only square that agrees with the given cells."""
     square = _SQUARES[_fitting("".join(query.split()[1:-1])).bit_length() - 1]
     return " ".join(square[row : row + _SIDE] for row in range(0, _SIDE**2, _SIDE))
 
