@@ -191,5 +191,5 @@ def load(path: epath.Path) -> np.ndarray:
 
 
 def read_lines(path: epath.Path) -> bytes:
-    """The lines of a file; empty if it does not exist."""
+    """The content of a file; empty if it does not exist."""
     return path.read_bytes() if path.exists() else b""
