@@ -23,9 +23,9 @@ SIZES = {
 # v5p:4x4x4 and 11 % on v6e:8x8, 32B 7 % on v5p:4x4x8; the other sizes 1 % or less.
 COPIES = {"14b": 2, "32b": 2}
 
-# What the backward pass need not compute again, where all slices of a size have the memory: 14B takes 3 % less time
-# than computing everything again (19 of v6e's 31 GiB), 32B 12 % (45 of v5p's 95).
-REMAT = {"14b": "attention", "32b": "outputs"}
+# What the backward pass need not compute again, where all slices of a size have the memory: 14B takes 2 % less time
+# than computing everything again (16 of v6e's 31 GiB), 32B 15 % (49 of v5p's 95).
+REMAT = {"14b": "attention", "32b": "products"}
 
 # Slices on which each size trains as it is (128 rows of 4,096 tokens a step); tests/test_tpu.py compiles them all.
 TOPOLOGIES = {

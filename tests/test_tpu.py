@@ -90,7 +90,7 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
 # MaxText's step, without clipping and corruption, needs 8.15 (with its vocabulary tiling), 18.58 and 13.36.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "rows", "bound"), [("v5p:2x4x4", 2, 7.9), ("v5p:2x4x4", 4, 12.5), ("v5e:8x8", 4, 9.5)]
+    ("topology", "rows", "bound"), [("v5p:2x4x4", 2, 7.9), ("v5p:2x4x4", 4, 12.5), ("v5e:8x8", 4, 9.9)]
 )
 def test_the_8b_step_stays_within_its_memory(topology, rows, bound):
     assert plan_8b(topology, rows)["peak_hbm_gib"] <= bound
