@@ -224,5 +224,6 @@ def test_two_hosts_answer_as_one(loaded, trained_run, tasks, tmp_path, monkeypat
     samples = list(map(json.loads, (tmp_path / "two" / "samples_sums.jsonl").read_text().splitlines()))
     assert answers(samples) == answers(expected)
     assert two["results"] == one["results"]
-    assert two["decoding"]["forwards"] == one["decoding"]["forwards"]
+    # The same tokens, if in other forwards: the rows of each host have speculative tokens of their own.
+    assert two["decoding"]["mean_tokens"] == one["decoding"]["mean_tokens"]
     assert len({record["host"] for sample in samples for record in sample["decoding"]}) == 2
