@@ -18,6 +18,7 @@ from refusion_jax.decoding.queue import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.runtime.chips import free_tokens
 from refusion_jax.systems.api import decoder_for
+from refusion_jax.systems.refusion.canvas import ORDERS
 from refusion_jax.systems.refusion.decoder import PlanAndInfill
 from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, RECOMPUTE, VERIFY
 from refusion_jax.systems.refusion.reference import plan_and_infill
@@ -69,23 +70,24 @@ def strategies(slot_size: int):
     chance = st.floats(0.02, 0.98)
     sizes = st.integers(1, 3).flatmap(lambda s: st.tuples(st.integers(1, 6 // s), st.just(s)))  # slots a block, blocks
     settings = st.builds(
-        lambda size, slot, token, infill, blend, recompute, speculate: DecodeSettings(
+        lambda size, slot, order, token, infill, blend, recompute, speculate: DecodeSettings(
             max_new_tokens=size[0] * size[1] * slot_size,
             slot_size=slot_size,
             serial_blocks=size[1],
             slot_threshold=slot,
+            order=order,
             token_threshold=token,
             infill=infill,
             infill_blend=blend,
             recompute=recompute,
             speculate=speculate,
         ),
-        *(sizes, chance, chance, st.sampled_from(["threshold", "threshold", "exact"]), st.just(0.0) | chance),
-        *(st.booleans(), BUDGETS),
+        *(sizes, chance, st.sampled_from(["confidence", *ORDERS]), chance),
+        *(st.sampled_from(["threshold", "threshold", "exact"]), st.just(0.0) | chance, st.booleans(), BUDGETS),
     )
     return st.builds(
-        lambda prompt, template, settings: Request([BOS, *prompt], template, settings),
-        *(ids, st.just(()) | template, settings),
+        lambda prompt, template, settings, noise: Request([BOS, *prompt], template, settings, noise),
+        *(ids, st.just(()) | template, settings, st.integers(0, 3)),
     )
 
 
@@ -120,6 +122,26 @@ def test_refusion_decodes_as_the_plain_method_without_a_cache(blocks, slot, toke
                 assert getattr(out, name) == [e[name] for e in expected]
             for got, e in zip(out.forwards, expected, strict=True):
                 assert got == e["forwards"] if speculate == "0" else got <= e["forwards"]
+
+
+def test_slots_are_written_in_the_order_that_is_asked_for():
+    """One slot a round: from left to right, or as the seed and the prompt's number have it, whatever its row."""
+    model, size, slots = tiny_model(), 4, 8
+
+    def slots_of(answers):
+        return [[at // size for at in order[::size]] for order in answers.commit_order]
+
+    prompts = [[BOS, 5, 9, 13]] * 6  # as long as a slot
+    s = settings(new=size * slots, size=size, slot=1.0, infill="exact", eos_id=29, order="left_to_right")
+    ordered = list(range(1, slots + 1))
+    assert slots_of(decode(model, prompts, s)) == [ordered] * 6
+    drawn, other = (
+        slots_of(decode(model, prompts, dataclasses.replace(s, order="random", seed=seed))) for seed in (0, 1)
+    )
+    assert all(sorted(row) == ordered for row in drawn)
+    assert len({tuple(row) for row in drawn + other}) == 12
+    backwards = [Request(prompts[0], settings=dataclasses.replace(s, order="random"), noise=5 - i) for i in range(6)]
+    assert slots_of(decode(model, backwards, s)) == drawn[::-1]
 
 
 ALWAYS = {"slot": 0.0, "token": 0.0}  # every draft is accepted

@@ -18,6 +18,8 @@ from refusion_jax.runtime.settings import setting
 AUTO = "auto"
 INFILLS = "threshold", "exact", AUTO
 THRESHOLD, EXACT = range(2)
+ORDERS = CONFIDENCE, LEFT_TO_RIGHT, RANDOM = "confidence", "left_to_right", "random"
+BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,12 @@ class SlotSettings(shared.Settings):
     slot_threshold: float = setting(
         0.9, "Slots with a first token more probable than this are chosen", at_least=0, at_most=1
     )
+    order: str = setting(
+        CONFIDENCE, "Which slots are chosen, as many as slot_threshold says, one at least: 'confidence', those with "
+        "the most probable first tokens; 'left_to_right', the next in the text; 'random', the next in an order that is "
+        "drawn for each prompt, by seed",
+        choices=ORDERS,
+    )  # fmt: skip
     token_threshold: float = setting(
         -1.0, "With infill=threshold: drafted tokens more probable than this are accepted; -1: 0.9. "
         "If it is given, infill=auto is threshold", at_least=-1, at_most=1,
@@ -152,6 +160,7 @@ class Canvas:
     start: Int32[ArrayLike, "R N"]  # position of each slot's first token in the text
     size: Int32[ArrayLike, "R N"]  # its tokens: slot_size, or fewer in the last slot of a gap
     may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
+    rank: Int32[ArrayLike, "R N"]  # when a slot's turn is, see `ranks`
     per_block: Int32[ArrayLike, "R"]  # slots of a serial block
 
     @classmethod
@@ -159,12 +168,13 @@ class Canvas:
         """The slots of some requests, as numpy arrays with N = slots."""
         start, size = np.zeros((2, len(requests), slots), np.int32)
         may_end, per_block = np.zeros(start.shape, bool), np.ones(len(requests), np.int32)
+        rank = np.full(start.shape, BY_CONFIDENCE, np.int32)
         for row, request in enumerate(requests):
             starts, sizes, ends = slots_of(request)
             n = len(starts)
             start[row, :n], size[row, :n], may_end[row, :n] = starts, sizes, ends
-            per_block[row] = slots_a_block(request)
-        return cls(start, size, may_end, per_block)
+            rank[row, :n], per_block[row] = ranks(request), slots_a_block(request)
+        return cls(start, size, may_end, rank, per_block)
 
 
 def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
@@ -176,6 +186,17 @@ def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
         for start in range(at, at + length, K)
     ]
     return tuple(map(list, zip(*slots, strict=True)))
+
+
+def ranks(request: Request) -> list[int]:
+    """When the turn of each slot is: the least rank comes first; BY_CONFIDENCE where the plan decides.
+
+    A random order is a function of the seed and the request's noise.
+    """
+    s, n = request.settings, len(slots_of(request)[0])
+    if s.order == RANDOM:
+        return np.random.default_rng((s.seed, request.noise)).permutation(n).tolist()
+    return list(range(n)) if s.order == LEFT_TO_RIGHT else [BY_CONFIDENCE] * n
 
 
 def slots_a_block(request: Request) -> int:

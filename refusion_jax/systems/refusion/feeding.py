@@ -30,6 +30,7 @@ class Block:
     start: Int32[Array, "B M"]  # position of each slot's first token
     size: Int32[Array, "B M"]  # 0 where there is no slot
     may_end: Bool[Array, "B M"]  # an EOS may be written there
+    rank: Int32[Array, "B M"]  # when its turn is, or BY_CONFIDENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +76,11 @@ def block_of(canvas: Canvas, index: Int32[Array, "B"], block_slots: int) -> Bloc
     slot = jnp.arange(M)[None]
     at = index[:, None] * canvas.per_block[:, None] + slot
     exists = (slot < canvas.per_block[:, None]) & (at < N)
-    start, size, may_end = (
-        jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1) for x in (canvas.start, canvas.size, canvas.may_end)
+    start, size, may_end, rank = (
+        jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1)
+        for x in (canvas.start, canvas.size, canvas.may_end, canvas.rank)
     )
-    return Block(start, jnp.where(exists, size, 0), may_end)
+    return Block(start, jnp.where(exists, size, 0), may_end, rank)
 
 
 def pack_feed(

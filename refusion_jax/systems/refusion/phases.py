@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from refusion_jax.systems.refusion.canvas import EXACT, RowSettings
+from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, EXACT, RowSettings
 from refusion_jax.systems.refusion.feeding import Block, FeedPlan
 
 DONE, PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE = range(6)
@@ -133,12 +133,15 @@ def repair(
 
 
 def follow(candidates: Bool[Array, "B M"], block: Block, reading: Reading, settings: RowSettings) -> Work:
-    """The work that follows a plan: all candidates above the threshold are chosen, or else the best one."""
+    """The work that follows a plan: all confident candidates are chosen, or else the best; or as many by rank."""
     confidence = reading.plan_probability[:, :, 0]
     confident = candidates & (confidence > settings.slot_threshold[:, None])
     best = jnp.argmax(jnp.where(candidates, confidence, -1.0), axis=1)
     single = jnp.arange(candidates.shape[1])[None] == best[:, None]
     chosen = jnp.where(jnp.any(confident, axis=1, keepdims=True), confident, single)
+    is_before = candidates[:, None] & (block.rank[:, None] < block.rank[:, :, None])  # [B, M, M]
+    is_next = candidates & (jnp.sum(is_before, axis=2) < jnp.sum(chosen, axis=1, keepdims=True))
+    chosen = jnp.where(block.rank == BY_CONFIDENCE, chosen, is_next)
     none = jnp.zeros(candidates.shape, jnp.int32)
     guess = likely_failure(reading.plan_probability, none, block.size, settings)
     phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)

@@ -12,6 +12,7 @@ import numpy as np
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.refusion.canvas import CONFIDENCE, ranks
 
 Fed = list[tuple[int, int]]  # (token, place in the text)
 
@@ -68,17 +69,21 @@ def plan_and_infill(model: Transformer, request: Request) -> dict:
     text, s, rounds = Text(model, request), request.settings.resolved, 0
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
+    turn = dict(zip(text.slots, ranks(request), strict=True))
     per_block = -(-len(text.slots) // s.serial_blocks)
     for first in range(0, len(text.slots), per_block):
         slots = text.slots[first : first + per_block]
         while slots:
-            # Plan: mask tokens for all slots that remain. Slots are chosen by the confidence of their first token.
+            # Plan: mask tokens for all slots that remain. Slots are chosen by the confidence of their first token, or
+            # as many of them in another order.
             rounds += 1
             p = text.probabilities("plan", [(mask, place) for slot in slots for place in slot])
             draft = text.best(p)
             sure = [p[slot[0]][draft[slot[0]]] for slot in slots]
             chosen = [slot for slot, c in zip(slots, sure, strict=True) if above(c, s.slot_threshold)]
-            if not chosen:
+            if s.order != CONFIDENCE:
+                chosen = sorted(sorted(slots, key=turn.get)[: len(chosen) or 1], key=min)
+            elif not chosen:
                 chosen = [slots[int(np.argmax(sure))]]
                 text.plain.margin = min(text.plain.margin, *np.diff(sorted(sure)[-2:]), 1.0)
             infill(text, chosen, draft, {place: p[place][token] for place, token in draft.items()})

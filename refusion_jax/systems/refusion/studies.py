@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refusion_jax.systems.interface import Claim
+from refusion_jax.systems.refusion.canvas import ORDERS
 
 # arXiv 2512.13586, abstract: 34 % better and 18 times as fast as earlier masked diffusion models, and 2.33 times as
 # fast as strong autoregressive models, with about their quality.
@@ -12,21 +13,19 @@ CLAIMS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, 
 _EXACT = {"infill": "exact", "infill_blend": 0.5, "slot_threshold": 0.6}
 
 
-def slots_and_blocks(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each slot size of training, and twice the largest, with one to four serial blocks."""
+def slots_blocks_and_order(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each slot size that was trained, and twice the largest, with one to four serial blocks, in every order.
+
+    A block of one slot has one order alone.
+    """
     sizes = [*trained["sizes"], 2 * max(trained["sizes"])]
     return [
-        _EXACT | {"slot_size": size, "serial_blocks": blocks}
+        _EXACT | {"slot_size": size, "serial_blocks": blocks, "order": order}
         for size in sizes
         for blocks in (1, 2, 4)
+        for order in (ORDERS if size * blocks < new_tokens else ORDERS[:1])
         if not new_tokens % (size * blocks)
     ]
-
-
-def order(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Slots by confidence, or strictly left to right, with as many serial blocks as slots."""
-    size = min(trained["sizes"])
-    return [_EXACT | {"slot_size": size, "serial_blocks": blocks} for blocks in (1, -(-new_tokens // size))]
 
 
 def infilling(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -44,8 +43,7 @@ def recomputing(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, A
 
 
 STUDIES = {
-    "slot size and serial blocks": slots_and_blocks,
-    "order of the slots": order,
+    "slot size, serial blocks and order": slots_blocks_and_order,
     "infilling": infilling,
     "recomputed keys and values": recomputing,
 }
