@@ -4,14 +4,15 @@
   python -m refusion_jax.bench infill --checkpoint=runs/quickstart/checkpoints/900 --slot_sizes=8 \
       --way='refusion infill=exact slot_threshold=0.5' --way='refusion token_threshold=0.5'
 
-The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it. Each --way is the name of a
-decoder followed by its own settings; the default is one token a forward, and the authors' infilling and exact infilling
-with several thresholds. An answer counts as right if the whole worked answer is right. Ways that differ in traced
-settings only share a queue and its compiled programs. `tokens_per_forward` counts the forwards that each answer took
-part in.
+The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it; several steps, each a
+--checkpoint, compare the ways over training. Each --way is the name of a decoder followed by its own settings; the
+default is one token a forward, and the authors' infilling and exact infilling with several thresholds. An answer counts
+as right if the whole worked answer is right. Ways that differ in traced settings only share a queue and its compiled
+programs. `tokens_per_forward` counts the forwards that each answer took part in.
 """
 
 import collections
+import itertools
 import json
 
 from absl import flags
@@ -44,7 +45,9 @@ def default_ways() -> list[str]:
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    flags.DEFINE_string("checkpoint", None, "A run on the built-in problems, or one step of it", flag_values=own)
+    flags.DEFINE_multi_string(
+        "checkpoint", None, "A run on the built-in problems, or one step of it; each measured", flag_values=own
+    )
     flags.DEFINE_list("slot_sizes", ["4", "8"], "Tokens a slot, each measured", flag_values=own)
     flags.DEFINE_integer("problems", 300, "How many held-out problems to decode", 1, 100_000, flag_values=own)
     flags.DEFINE_integer("batch_size", 64, "Prompts decoded at once", lower_bound=1, flag_values=own)
@@ -52,15 +55,16 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a slot size and way, then a table."""
+    """Prints one JSON object a slot size, checkpoint and way, then a table."""
     if not own.checkpoint:
         raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
     slot_sizes = cli.read_counts("slot_sizes", own.slot_sizes)
-    table = Table("slot size", "way", "exact match", "tokens/forward")
-    for size in slot_sizes:
-        for record in measure(own.checkpoint, own.way or default_ways(), size, own.problems, own.batch_size):
+    table = Table("slot size", "checkpoint", "way", "exact match", "tokens/forward")
+    for size, checkpoint in itertools.product(slot_sizes, own.checkpoint):
+        for record in measure(checkpoint, own.way or default_ways(), size, own.problems, own.batch_size):
             print(json.dumps(record), flush=True)
-            table.add_row(str(size), record["way"], f"{record['accuracy']:.1%}", f"{record['tokens_per_forward']:.2f}")
+            score = f"{record['accuracy']:.1%}", f"{record['tokens_per_forward']:.2f}"
+            table.add_row(str(size), checkpoint, record["way"], *score)
     Console().print(table)
 
 
