@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
-from refusion_jax.model.int8 import Int8Array
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime.sharding import constrain
 
@@ -28,13 +27,8 @@ class Cache:
 
     @classmethod
     def empty(cls, model: Transformer, rows: int, capacity: int) -> "Cache":
-        """An empty cache of the model's `cache_dtype`, split over the mesh, if there is one, by rows and heads."""
-        c = model.config
-        shape = (c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim)
-        zeros = jnp.zeros(shape, model.cache_dtype)
-        if model.cache_dtype == jnp.int8:
-            zeros = Int8Array(zeros, jnp.zeros((*shape[:-1], 1), jnp.float32))
-        return cls(split(KeyValues(zeros, zeros)), jnp.zeros((rows,), jnp.int32))
+        """An empty cache, split over the mesh, if there is one, by rows and heads."""
+        return cls(split(model.empty_cache(rows, capacity)), jnp.zeros((rows,), jnp.int32))
 
 
 def split(entries: KeyValues) -> KeyValues:

@@ -221,6 +221,15 @@ class Transformer(nnx.Module):
         layers = jnp.arange(self.config.num_hidden_layers)
         return self._run(ragged.pack(tokens), ragged.pack(positions), attend, layers)
 
+    def empty_cache(self, rows: int, capacity: int) -> KeyValues:
+        """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
+        c = self.config
+        shape = (c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim)
+        zeros = jnp.zeros(shape, self.cache_dtype)
+        if self.cache_dtype == jnp.int8:
+            zeros = Int8Array(zeros, jnp.zeros((*shape[:-1], 1), jnp.float32))
+        return KeyValues(zeros, zeros)
+
     def hidden(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> Float[Array, "B T D"]:
