@@ -268,16 +268,23 @@ def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_d
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
 
 
-@pytest.mark.parametrize(("module", "told"), [("orbax.checkpoint", 0), ("another", 1)])
-def test_a_write_that_fails_beside_the_first_is_not_told_of_again(tmp_path, caplog, module, told):
+@pytest.mark.parametrize(
+    ("module", "said", "told"),
+    [
+        ("orbax.checkpoint", "the disk is full", 0),
+        ("another", "the disk is full", 1),
+        ("another", "tensorstore: full", 0),
+    ],
+)
+def test_a_write_that_fails_beside_the_first_is_not_told_of_again(tmp_path, caplog, module, said, told):
     """Nobody awaits the other writes of a save that has failed, which asyncio logs; those of other programs stay."""
 
-    async def write():
-        raise OSError("the disk is full")
+    async def write(said: str):
+        raise OSError(said)
 
     with Checkpoints(tmp_path, 3):
         loop = asyncio.new_event_loop()
-        loop.create_task(types.FunctionType(write.__code__, {"__name__": module, "OSError": OSError})())
+        loop.create_task(types.FunctionType(write.__code__, {"__name__": module, "OSError": OSError})(said))
         loop.run_until_complete(asyncio.sleep(0.01))
         gc.collect()
         loop.close()
@@ -308,6 +315,26 @@ def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, ca
         (tmp_path / "away").rename(tmp_path / "checkpoints")
         checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
     assert saved_steps(tmp_path) == [1, 3]
+
+
+def test_no_process_begins_a_save_where_another_cannot_write(tmp_path, caplog, monkeypatch):
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoints_module, "all_agree", lambda flag: False)
+            checkpoints.save(1, make_state(1), {"next_row": 8})
+        assert "checkpoint 1 could not be written: another process cannot write" in caplog.text
+        assert not list((tmp_path / "checkpoints").iterdir())
+        checkpoints.save(2, make_state(2), {"next_row": 16}, last=True)
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_each_of_several_processes_tries_whether_it_can_write(tmp_path, full_disk, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, 3, failures=1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(checkpoints_module, "all_agree", lambda flag: flag)
+    full_disk(1)
+    with pytest.raises(UserError, match=r"checkpoint 1 could not be written: .*File too large; 1 saves in a row"):
+        checkpoints.save(1, make_state(1), {"next_row": 8})
 
 
 def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk, monkeypatch):

@@ -31,8 +31,9 @@ def test_twelve_faults_of_all_kinds_leave_the_outcome_equal(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_hosts_lose_one_again_and_again(tmp_path):
-    lines = drill(tmp_path, "--faults=4", "--hosts=2", "--kinds=kill_host,term")
+def test_several_hosts_lose_one_another_their_disk_and_their_directory(tmp_path):
+    kinds = "kill_host,term,full_disk,failing_storage,second_start"
+    lines = drill(tmp_path, "--faults=5", "--hosts=2", f"--kinds={kinds}")
     assert all(line["ok"] for line in lines if "fault" in line)
     assert all(line["equal"] for line in lines if "equal" in line)
 

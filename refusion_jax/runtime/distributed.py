@@ -20,7 +20,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from refusion_jax.runtime import cli
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import Failure, UserError
 from refusion_jax.runtime.peers import Peers, roll_call
 from refusion_jax.runtime.preemption import EXIT_CODE
 
@@ -88,7 +88,8 @@ def _explicit(given: dict[str, str]) -> tuple[str, int, int]:
 def together(peer_seconds: float = 300.0) -> Iterator[None]:
     """Runs a block with the other processes; one that fails alone leaves at once, so that nobody waits for it.
 
-    An ordinary exit would wait minutes for peers that wait for us.
+    An ordinary exit would wait minutes for peers that wait for us. After a Failure, as of a disk, launchers start all
+    of them again.
     """
     try:
         peers = initialize(peer_seconds)
@@ -104,13 +105,12 @@ def together(peer_seconds: float = 300.0) -> Iterator[None]:
             raise
         if not isinstance(error, UserError):
             time.sleep(_LOST_SECONDS)  # if it is because a peer died, the roll call names it and ends this process
-        if peers:
-            peers.leave(2 if isinstance(error, UserError) else 1)
-        code = cli.explain(error) if isinstance(error, UserError) else 1
-        if code == 1:
-            traceback.print_exc()
+        code = 2 if isinstance(error, UserError) else EXIT_CODE if isinstance(error, Failure) else 1
+        traceback.print_exc() if code == 1 else cli.explain(error)
         sys.stdout.flush()
         sys.stderr.flush()
+        if peers:
+            peers.leave(code)
         os._exit(code)
     except SystemExit:  # interrupted before the first step
         if peers:

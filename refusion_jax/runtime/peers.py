@@ -23,6 +23,7 @@ from refusion_jax.runtime.preemption import EXIT_CODE
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 60.0  # of silence, after which a process counts as lost
 _GRACE_SECONDS = 3.0  # for this process to end by itself, as all do for the same reason
+_LEAD_SECONDS = 1.0  # of the others to leave before the first, on whose port JAX's own service listens
 
 
 class Peers:
@@ -37,12 +38,18 @@ class Peers:
         self._leaving = False
         for connection in sockets.values():
             connection.settimeout(None)
-        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._watcher.start()
 
     def leave(self, code: int | None = None) -> None:
-        """Tells the others that this process leaves: by plan, or with the exit code of an error."""
-        self._leaving = code is None
+        """Tells the others that this process leaves: by plan, or with the exit code of an error.
+
+        With an error the first waits for the others to leave: JAX ends whoever outlives it with a dump of the stack.
+        """
+        self._leaving = True
         self._tell("bye" if code is None else f"end {code}")
+        if code is not None and self._index == 0:
+            self._watcher.join(_GRACE_SECONDS + _LEAD_SECONDS)
 
     def _tell(self, line: str) -> None:
         for connection in self._sockets.values():
@@ -99,7 +106,9 @@ class Peers:
 
     def _end(self, code: int, why: str, grace: float = 0.0) -> None:
         """Leaves, for collectives would wait for the one that is gone; first lets this process say its own error."""
-        time.sleep(grace)
+        others = self._index == 0 and len(self._sockets) > 1
+        if not self._leaving:
+            time.sleep(grace + (_LEAD_SECONDS if others else 0.0))
         if self._leaving:
             return
         print(f"error: {why}", file=sys.stderr, flush=True)

@@ -1,5 +1,8 @@
 """Orbax checkpointers that write checksums of all files before the checkpoint gets its final name."""
 
+import math
+from typing import Any
+
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
@@ -8,22 +11,31 @@ from refusion_jax.runtime import checksums
 from refusion_jax.training.checkpoint_directory import TEMPORARY
 
 _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file after `finalize`
+_IN_FLIGHT = 0.02  # of a host's part of the state: so much of each item may be compressed and not yet written
 
 
-def make_checkpointer(verify: bool = True) -> ocp.AsyncCheckpointer:
+def make_checkpointer(state: Any, verify: bool = True) -> ocp.AsyncCheckpointer:
     """A checkpointer for `Items`, saving in the background.
 
+    A save holds the copy that was taken off the devices, and beside it what is compressed and not yet written. Without
+    a limit that can be another copy or two where the disk is slower than the compression.
+
     Args:
+      state: what is saved or restored: arrays, or their shapes and shardings.
       verify: whether to write checksums.
     """
-    return ocp.AsyncCheckpointer(_WithChecksums(verify))
+    arrays = jax.tree.leaves(state)
+    own = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / jax.process_count()
+    largest = max(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+    return ocp.AsyncCheckpointer(_WithChecksums(verify, max(_IN_FLIGHT * own, 1.01 * largest + 1)))
 
 
 class _WithChecksums(ocp.CompositeCheckpointHandler):
     """Each host lists the checksums of the files that it has written."""
 
-    def __init__(self, verify: bool):
-        super().__init__()
+    def __init__(self, verify: bool, in_flight: float):
+        arrays = (ocp.StandardCheckpointHandler(save_concurrent_gb=in_flight / 1e9) for _ in range(2))
+        super().__init__(params=next(arrays), optimizer=next(arrays), data=ocp.JsonCheckpointHandler())
         self._verify = verify
 
     async def async_save(self, directory: epath.Path, args: ocp.args.Composite) -> list:

@@ -20,7 +20,7 @@ from etils import epath
 
 from refusion_jax.runtime import checksums
 from refusion_jax.runtime.distributed import all_agree
-from refusion_jax.runtime.errors import UserError, first_line
+from refusion_jax.runtime.errors import Failure, UserError, first_line
 from refusion_jax.runtime.storage import absolute, is_remote
 from refusion_jax.training import failed_saves
 from refusion_jax.training.checkpoint_directory import (
@@ -34,6 +34,7 @@ from refusion_jax.training.checkpoint_directory import (
 from refusion_jax.training.checkpoint_writer import Items, make_checkpointer
 from refusion_jax.training.train_step import Guard, TrainState
 
+_PROBE_BYTES = 4096  # one block of a disk
 _LAST_ATTEMPTS = 4
 PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles with every attempt
 
@@ -59,7 +60,7 @@ class Checkpoints:
             self._directory.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self._directory)
         failed_saves.say_once()
-        self._checkpointer = make_checkpointer(verify)
+        self._checkpointer: ocp.AsyncCheckpointer | None = None  # made for the first state that comes
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -67,7 +68,7 @@ class Checkpoints:
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
         if failure is None:
             self._settle()
-        elif jax.process_count() == 1:  # with several, waiting could hang: the others may not know of the failure
+        elif jax.process_count() == 1 and self._checkpointer:  # several could hang: the others may not know of it
             with contextlib.suppress(Exception):
                 self._checkpointer.wait_until_finished()
 
@@ -99,10 +100,13 @@ class Checkpoints:
     def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
         rest = {"step": state.step, "tokens": state.tokens, "opt_state": state.opt_state}
         guard = {name: value.item() for name, value in jax.device_get(dataclasses.asdict(state.guard)).items()}
+        obstacle = _find_obstacle(self._directory)
+        if not all_agree(obstacle is None):  # nobody begins where one cannot: the others would wait for it
+            self._has_failed(step, obstacle or OSError("another process cannot write"))
+            return
         self._under_way = step
+        self._checkpointer = self._checkpointer or make_checkpointer(state, self._verify)
         with self._failing(step):
-            if not is_remote(self._directory) and not self._directory.is_dir():
-                raise OSError(f"{self._directory} has vanished")
             self._checkpointer.save(
                 self._directory / str(step),
                 args=Items(
@@ -132,24 +136,39 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:
-        """Reports an error as a failed save, in one line, and prepares for the next save."""
+        """Says that a save has failed, in one line, and makes ready for the next.
+
+        Raises:
+          Failure: where other processes are in the midst of it, too: they wait for this one, and cannot begin another.
+        """
         try:
             yield
         except Exception as error:  # noqa: BLE001  each file system has errors of its own
             if jax.process_count() > 1:
-                raise  # the other processes wait for this one: all of them have to end, and resume
-            self._failed += 1
-            self._under_way = None
-            why = f"checkpoint {step} could not be written: {first_line(error)}"
-            if self._failed >= self._failures:
-                raise UserError(
-                    f"{why}; {self._failed} saves in a row have failed, and the run stops: make room or mend "
-                    f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
+                raise Failure(
+                    f"checkpoint {step} could not be written: {first_line(error)}; start the same command again"
                 ) from error
-            logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, self._failures)
+            self._has_failed(step, error)
+            self._checkpointer = None
+
+    def _has_failed(self, step: int, error: Exception) -> None:
+        """Says so, and counts it.
+
+        Raises:
+          UserError: where too many in a row have failed.
+        """
+        self._failed += 1
+        self._under_way = None
+        why = f"checkpoint {step} could not be written: {first_line(error)}"
+        if self._failed >= self._failures:
+            raise UserError(
+                f"{why}; {self._failed} saves in a row have failed, and the run stops: make room or mend "
+                f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
+            ) from error
+        logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, self._failures)
+        if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 remove_unfinished(self._directory)
-            self._checkpointer = make_checkpointer(self._verify)
 
     @property
     def _workdir(self) -> epath.Path:
@@ -210,6 +229,7 @@ class Checkpoints:
     def _read(self, directory: epath.Path, step: int, target: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """State and data of one checkpoint. Any exception where it is damaged or of another run."""
         rest = {"step": target.step, "tokens": target.tokens, "opt_state": target.opt_state}
+        self._checkpointer = self._checkpointer or make_checkpointer(target, self._verify)
         found = self._checkpointer.restore(
             directory,
             args=Items(
@@ -226,6 +246,22 @@ class Checkpoints:
         wanted = vars(target.guard)
         guard = Guard(**{name: _replicate(guard.get(name, 0), like) for name, like in wanted.items()})
         return TrainState(params=found.params, guard=guard, **found.optimizer), found.data
+
+
+def _find_obstacle(directory: epath.Path) -> OSError | None:
+    """Why this process cannot write there now, or None: alone it is told by the save itself."""
+    if is_remote(directory):
+        return None
+    if not directory.is_dir():
+        return OSError(f"{directory} has vanished")
+    if jax.process_count() > 1:
+        probe = directory / f".probe.{jax.process_index()}"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.unlink()
+        except OSError as error:
+            return error
+    return None
 
 
 def _replicate(value: float, target: jax.ShapeDtypeStruct) -> jax.Array:

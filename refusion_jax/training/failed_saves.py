@@ -36,5 +36,7 @@ def say_once() -> None:
 def _is_of_orbax(exc_info: Any) -> bool:
     if not exc_info:
         return False
+    if "tensorstore" in str(exc_info[1]):  # its futures have no frames
+        return True
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc_info[2]))
     return any(name.partition(".")[0] == "orbax" for name in names)
