@@ -29,7 +29,7 @@ from refusion_jax.decoding.recording import read_recording
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.feeds_report import feeds_table, plan_feeds
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
-from refusion_jax.planning.search import fix_for, fix_for_decode, search
+from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.chips import find_chip
 from refusion_jax.runtime.errors import UserError
@@ -121,10 +121,16 @@ def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
     """
     show(record)
     if not record["fits"]:
-        fix = find_fix()
+        try:
+            fix = find_fix()
+            tried = (
+                f"{fix} makes it fit" if fix else "none of the changes that were tried makes it fit: take more chips"
+            )
+        except TimeoutError:
+            tried = f"no change that makes it fit was found within {FIX_SECONDS:g} s: take more chips"
         raise UserError(
             f"needs {record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB a chip of {record['topology']}; "
-            + (f"{fix} makes it fit" if fix else "none of the changes that were tried makes it fit: take more chips")
+            f"{tried}"
         )
 
 

@@ -44,7 +44,12 @@ def test_the_program_of_another_framework_is_read_from_its_dump(dump):
 
 @needs_topologies
 def test_a_dump_that_is_none_is_one_clear_line(dump):
-    for text, said in (("nothing", "the text holds no HLO program"), (None, "is not there")):
+    lost = "HloModule x\nENTRY %main () -> f32[] {\n ROOT %c = f32[] while(p), condition=%q, body=%r\n}\n"
+    for text, said in (
+        ("nothing", "the text holds no HLO program"),
+        (lost, "names 'q', which"),
+        (None, "is not there"),
+    ):
         dump.write_text(text) if text else dump.unlink()
         _, err = run("plan", f"--hlo={dump}", "--topology=v5e:2x2", code=2)
         assert err.startswith(f"error: --hlo={dump}: ")

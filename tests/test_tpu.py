@@ -271,6 +271,32 @@ def test_what_cannot_be_planned_is_one_clear_line(flags, said):
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(("least", "said"), [(1, ""), (300, "--config.accumulation=512"), (10**6, "")])
+def test_a_fix_is_found_by_halving_and_what_no_chip_can_hold_is_never_compiled(least, said, monkeypatch):
+    prepare_environment()
+    tried = []
+
+    def plan(config, *_, memory_only, until):
+        tried.append(config.accumulation)
+        return {"fits": config.accumulation >= least and config.remat != "none"}
+
+    monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
+    config = config_of("quickstart", batch_size=4 * 2**20)
+    assert fix_for(config, "v5e:2x2", 1, 4).startswith(said)
+    assert len(tried) <= 8  # of 21 numbers of rows a forward, and two more changes
+    tried.clear()
+    assert fix_for(config_of("refusion_8b", "8b"), "v5e:2x2", 1, 4) == ""
+    assert tried == []
+
+
+def test_a_fix_is_not_looked_for_for_ever(monkeypatch):
+    prepare_environment()
+    monkeypatch.setattr("refusion_jax.planning.search.FIX_SECONDS", 0.0)
+    config = config_of("quickstart", **{"model.num_hidden_layers": 1})
+    with pytest.raises(TimeoutError):
+        fix_for(config, "v5e:2x2", 1, 4)
+
+
 def test_the_decoder_is_planned_too():
     flags = ["--config=configs/quickstart.py", "--topology=v5e:2x2", "--what=decode", "--memory_only", "--json"]
     flags += ["--decode.batch_size=8", "--decode.max_new_tokens=16", "--decode.slot_size=4"]

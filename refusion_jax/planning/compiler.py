@@ -5,7 +5,6 @@ of the program is known to the byte. The second generates machine code and takes
 wanted, the child is killed between the two, as soon as the files appear that the compiler dumps (`xla_dump_to`).
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -15,7 +14,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,7 +22,7 @@ from jax.experimental import topologies
 
 from refusion_jax.planning import hlo
 from refusion_jax.runtime.chips import find_chip
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import UserError, without_stderr
 from refusion_jax.runtime.storage import write_file
 
 _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
@@ -76,7 +75,7 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     if topology.startswith("v4:"):
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as on a TPU VM
     try:
-        with _quiet():  # libtpu warns on stderr that there is no TPU
+        with without_stderr():  # libtpu warns on stderr that there is no TPU
             return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = re.sub(r"\s+", " ", str(error).removeprefix("INVALID_ARGUMENT: "))[:200]
@@ -100,18 +99,6 @@ def _check_size(topology: str, slices: int) -> None:
         raise UserError(f"--slices={slices}: must be 1 to {_MOST_SLICES}")
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
 def prepare_environment() -> None:
     """Keeps JAX and libtpu from looking for a TPU, and from warning that there is none.
 
@@ -126,16 +113,20 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, "3")
 
 
-def compile_program(lower: Callable[..., jax.stages.Lowered], arguments: tuple, memory_only: bool) -> Compiled:
+def compile_program(
+    lower: Callable[..., jax.stages.Lowered], arguments: tuple, memory_only: bool, until: float = math.inf
+) -> Compiled:
     """Compiles in a child process.
 
     Args:
       lower: a module-level function, which the child calls with the arguments.
       arguments: can be sent to another process.
       memory_only: stop as soon as the memory is known.
+      until: when to give up, by the monotonic clock.
 
     Raises:
       UserError: where the program cannot be built, with the message of the child.
+      TimeoutError: where it took too long.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="plan-") as directory:
@@ -146,6 +137,10 @@ def compile_program(lower: Callable[..., jax.stages.Lowered], arguments: tuple, 
         child.start()
         while child.is_alive():
             child.join(0.05)
+            if time.monotonic() > until:
+                child.kill()
+                child.join()
+                raise TimeoutError
             if memory_only and (name := _module_name(path)) and (path / f"{name}.{_BEHIND}").exists():
                 child.kill()
                 child.join()

@@ -17,13 +17,15 @@ from refusion_jax.planning.costs import GATHER_BY_SUM, Costs, count
 from refusion_jax.planning.estimate import Estimate, estimate
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.chips import Chip, find_chip
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import UserError, first_line
 from refusion_jax.systems.interface import train_flops_per_row
 
 GIB = 2.0**30
 
 
-def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, memory_only: bool) -> dict:
+def plan_train(
+    config: ml_collections.ConfigDict, topology: str, slices: int, memory_only: bool, until: float = math.inf
+) -> dict:
     """Compiles the training step of a config and reports its memory, costs and estimated time.
 
     Values are per JAX device unless the key says otherwise. On TPU7x a chip is two devices; `chips` and `rows_per_chip`
@@ -31,8 +33,9 @@ def plan_train(config: ml_collections.ConfigDict, topology: str, slices: int, me
 
     Raises:
       UserError: where the config cannot run on the topology.
+      TimeoutError: where the compiler has not got so far by `until`, of the monotonic clock.
     """
-    compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only)
+    compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only, until)
     mesh = sharding.make_mesh(config.mesh, tpu_devices(topology, slices))
     chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
     times = estimate(costs, chip)
@@ -80,13 +83,14 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
             raise UserError(
                 f"--hlo={path}: {file} is not there; xla_dump_to=DIRECTORY with xla_dump_hlo_as_text leaves both"
             )
-    try:
-        module = hlo.parse(path.read_text())
-    except ValueError as error:
-        raise UserError(f"--hlo={path}: {error}") from error
     chip, devices = find_chip(topology), len(tpu_devices(topology, slices))
-    compiled = Compiled(**assigned_bytes(beside.read_text()), module=module, seconds=0, cpu_seconds=0, overrun="")
-    costs = count(module, devices // slices)
+    try:
+        module, sizes = hlo.parse(path.read_text()), assigned_bytes(beside.read_text())
+        costs = count(module, devices // slices)
+    except (ValueError, KeyError, IndexError, RecursionError) as error:
+        why = f"names {error}, which is not there" if isinstance(error, KeyError) else first_line(error)
+        raise UserError(f"--hlo={path}: {why}") from error
+    compiled = Compiled(**sizes, module=module, seconds=0, cpu_seconds=0, overrun="")
     return {
         "what": "program",
         "topology": topology,
@@ -102,15 +106,21 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
 
 
 def plan_decode(
-    config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings, memory_only: bool
+    config: ml_collections.ConfigDict,
+    topology: str,
+    slices: int,
+    settings: Settings,
+    memory_only: bool,
+    until: float = math.inf,
 ) -> dict:
     """Compiles decoding. Costs are of the prefill and one forward, as the number of forwards depends on the data.
 
     Raises:
       UserError: where the config cannot run on the topology.
+      TimeoutError: where the compiler has not got so far by `until`, of the monotonic clock.
     """
     arguments = (config.to_json(), topology, slices, settings)
-    compiled = compile_program(programs.lower_decode, arguments, memory_only)
+    compiled = compile_program(programs.lower_decode, arguments, memory_only, until)
     mesh = sharding.make_mesh(config.mesh, tpu_devices(topology, slices))
     chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
     times = estimate(costs, chip)

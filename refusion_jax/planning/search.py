@@ -7,16 +7,22 @@ compiled up to its buffer assignment, which takes a few seconds. `chips` counts 
 import copy
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
 
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.remat import REMAT_POLICIES
+from refusion_jax.planning.compiler import tpu_devices
+from refusion_jax.planning.programs import state_bytes
 from refusion_jax.planning.report import plan_decode, plan_train
+from refusion_jax.runtime.chips import find_chip
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.sharding import make_mesh, shard_count
 
 *_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that need the least memory
+FIX_SECONDS = 60.0  # on the clock, until no more changes are tried
 
 
 def search(
@@ -58,35 +64,65 @@ def search(
 
 
 def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips: int) -> str:
-    """The smallest change of settings that makes a step fit, as flags; "" if nothing that was tried does."""
-    least = max(_accumulations(config, chips))
-    tries: list[dict] = [{"remat": _SMALL}] if config.remat not in (_SMALL, _SMALLEST) else []
-    tries += [{"remat": _SMALL, "accumulation": n} for n in sorted(_accumulations(config, chips))]
-    tries += [{"remat": _SMALL, "accumulation": least, "mesh.data": 1, "mesh.fsdp": -1, "mesh.replica": slices}]
-    tries += [{"remat": _SMALLEST, "accumulation": least}]
-    for flags in tries:
+    """The smallest change of how a step runs that makes it fit, as flags; "" where none of those tried does.
+
+    Raises:
+      TimeoutError: where none was found in FIX_SECONDS.
+    """
+    until = time.monotonic() + FIX_SECONDS
+
+    def fits(flags: dict) -> bool:
         if all(_get(config, key) == value for key, value in flags.items()):
-            continue
+            return False  # it is what a fix is looked for
+        changed = with_flags(config, flags)
         try:
-            if plan_train(with_flags(config, flags), topology, slices, memory_only=True)["fits"]:
-                return as_flags({key: value for key, value in flags.items() if _get(config, key) != value})
+            mesh = make_mesh(changed.mesh, tpu_devices(topology, slices))
+            if state_bytes(changed, mesh) > find_chip(topology).hbm_limit:
+                return False  # whatever the activations take: nothing needs to be compiled
+            return plan_train(changed, topology, slices, memory_only=True, until=until)["fits"]
         except UserError:
-            continue
-    return ""
+            return False  # a size that this mesh does not divide
+
+    found = {"remat": _SMALL}
+    if config.remat in (_SMALL, _SMALLEST) or not fits(found):
+        counts = sorted(_accumulations(config, chips))
+        count = _first_that_fits(counts, lambda n: fits({"remat": _SMALL, "accumulation": n}))
+        if count is not None:
+            found["accumulation"] = count
+        else:
+            least = {"remat": _SMALL, "accumulation": counts[-1]}
+            split = {"mesh.data": 1, "mesh.fsdp": -1, "mesh.replica": slices}
+            found = next((flags for flags in (least | split, least | {"remat": _SMALLEST}) if fits(flags)), {})
+    return as_flags({key: value for key, value in found.items() if _get(config, key) != value})
 
 
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
-    """The largest batch that fits, by halving, as a flag; "" if there is none."""
-    rows = settings.batch_size
-    while rows % 2 == 0:
-        rows //= 2
-        try:
-            smaller = dataclasses.replace(settings, batch_size=rows)
-            if plan_decode(config, topology, slices, smaller, memory_only=True)["fits"]:
-                return f"--decode.batch_size={rows}"
-        except UserError:
-            break  # the mesh does not divide it
-    return ""
+    """The largest batch, halved as often as needed, that fits and can be split; "" where there is none.
+
+    Raises:
+      TimeoutError: where none was found in FIX_SECONDS.
+    """
+    until = time.monotonic() + FIX_SECONDS
+
+    def fits(rows: int) -> bool:
+        smaller = dataclasses.replace(settings, batch_size=rows)
+        return plan_decode(config, topology, slices, smaller, memory_only=True, until=until)["fits"]
+
+    parts = shard_count(make_mesh(config.mesh, tpu_devices(topology, slices)), "batch")
+    halves = [settings.batch_size >> n for n in range(1, settings.batch_size.bit_length())]
+    rows = _first_that_fits([n for n in halves if settings.batch_size % n == 0 == n % parts], fits)
+    return "" if rows is None else f"--decode.batch_size={rows}"
+
+
+def _first_that_fits(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of some counts, of which each takes less memory than the one before it; None where none fits."""
+    if not counts or not fits(counts[-1]):
+        return None
+    low, high = 0, len(counts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(counts[middle]) else (middle + 1, high)
+    return counts[low]
 
 
 def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections.ConfigDict:

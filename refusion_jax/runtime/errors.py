@@ -1,5 +1,8 @@
 """The exceptions that mean: the user's input is at fault, and here is what would be right."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -29,6 +32,24 @@ def first_line(error: BaseException, most: int = 300) -> str:
     """What an exception says, in one line; its kind where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:most]
+
+
+@contextlib.contextmanager
+def without_stderr() -> Iterator[None]:
+    """Drops what libraries of other languages print on the process's stderr; what they raise says enough."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def is_unicode(text: str) -> bool:
