@@ -20,7 +20,7 @@ from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.runtime.storage import LARGEST_FILE, check_file, write_file
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.checkpoint_weights import save_params
 from refusion_jax.training.pretrained import find_tokenizer, load_model
@@ -65,7 +65,13 @@ def main() -> None:
         raise UserError(f"--to={target} exists; name a new directory")
     if not source.is_dir():
         raise UserError(f"--from={source} is no directory")
+    directory = source if huggingface.is_huggingface(source) else find_step(source)[0]
+    carried = [directory / name for name in _TOKENIZER_FILES if (directory / name).exists()]
+    for path in carried:
+        check_file(path, LARGEST_FILE)
     partial = target.with_name(f".{target.name}.partial")  # so that what is there under its own name is whole
+    if partial.is_symlink() or partial.exists() and not partial.is_dir():
+        raise UserError(f"--to={target}: {partial} is in the way; delete it, or name another directory")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         if _FORMAT.value == "orbax":
@@ -74,10 +80,8 @@ def main() -> None:
             model = load_model(source, _DTYPE.value)
             partial.mkdir(parents=True)
             huggingface.save(model, partial)
-        directory = source if huggingface.is_huggingface(source) else find_step(source)[0]
-        for name in _TOKENIZER_FILES:
-            if (directory / name).exists():
-                shutil.copy(directory / name, partial / name)
+        for path in carried:
+            shutil.copy(path, partial / path.name)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -39,7 +39,7 @@ from refusion_jax.runtime import cli
 from refusion_jax.runtime.distributed import together
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
-from refusion_jax.runtime.storage import is_remote, write_file
+from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.training import heldout
 from refusion_jax.training.checkpoint_directory import find_step
@@ -78,8 +78,6 @@ def main() -> None:
             "--checkpoint=DIR, --output=DIR and one of --tasks=A,B and --data=DIR are needed; --help explains"
         )
     output = Path(_OUTPUT.value)
-    if is_remote(output):
-        raise UserError(f"--output={output}: must be a local directory; copy it when it is done")
     cli.check_output("output", output, directory=True)
     checkpoint = epath.Path(_CHECKPOINT.value)
     if _PREPARED.value:
@@ -167,6 +165,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
         thinking=_THINKING.value,
         scoring=_scoring(),
     )
+    benchmark.check_requests(lm, plan, tasks)
     results = benchmark.run_tasks(lm, plan, tasks)
     results["settings"]["command"] = sys.argv[1:]
     return results

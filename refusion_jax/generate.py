@@ -53,7 +53,7 @@ from refusion_jax.runtime.compiled_code import find_danger, keep_compiled
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import declared, scope
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
-from refusion_jax.runtime.storage import absolute, is_remote, write_file
+from refusion_jax.runtime.storage import absolute, is_remote, open_patiently, write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 from refusion_jax.training.checkpoint_directory import find_step
@@ -94,8 +94,10 @@ def use_cache() -> None:
     """
     if _CACHE.value == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting goes first
         return
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = epath.Path(_CACHE.value or Path(home) / "refusion_jax" / "compiled")
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not home.is_absolute():  # which the XDG specification has ignored
+        home = Path.home() / ".cache"
+    directory = epath.Path(_CACHE.value or home / "refusion_jax" / "compiled")
     try:
         if danger := find_danger(directory):
             raise UserError(f"--compilation_cache={directory}: {danger}, and what is in it is run")
@@ -125,6 +127,32 @@ def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[st
         "settings": [settings, _STOP.value, _DTYPE.value],
     }
     return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
+
+
+def check_spares_model(flag: str, path: epath.Path, checkpoint: epath.Path, beginning: bytes) -> None:
+    """Refuses to write over a file of the model, or between its weights.
+
+    Args:
+      flag: that names the path.
+      path: to be written.
+      checkpoint: of the model.
+      beginning: of a file that a call before has written there, which may be written over.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    if is_remote(path) or is_remote(checkpoint):
+        return
+    root = checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[0]
+    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    is_among_weights = root / "checkpoints" in real.parents
+    if is_among_weights or root in real.parents and real.is_file() and not _begins(real, beginning):
+        raise UserError(f"--{flag}={path}: is a file of the model, or lies between its weights; name another place")
+
+
+def _begins(path: Path, beginning: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(beginning)) == beginning
 
 
 class InOrder:
@@ -170,6 +198,10 @@ def main() -> None:
         cli.check_apart(feeds, inputs, "record_feeds")
         if output and absolute(feeds) == absolute(output):
             raise UserError(f"--record_feeds={feeds}: --output={output} is the same file")
+    if output:
+        check_spares_model("output", output, checkpoint, b'{"id": ')
+    if feeds:
+        check_spares_model("record_feeds", feeds, checkpoint, b'{"decoder": ')
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")
@@ -214,7 +246,8 @@ def main() -> None:
             records = {}
             add = records.__setitem__
         else:
-            file = output and stack.enter_context(Path(output).open("w", encoding="utf-8", buffering=1))
+            how = {"mode": "w", "buffering": 1, "encoding": "utf-8", "opener": open_patiently}
+            file = output and stack.enter_context(open(output, **how))
             records, add = {}, InOrder(lambda record: file.write(to_line(record)) if file else show(record)).add
 
         # 3. What is not answered yet is decoded.

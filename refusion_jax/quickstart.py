@@ -26,9 +26,11 @@ from refusion_jax.decoding.companions import missing
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
+from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
 from refusion_jax.systems.registry import decoders_for
+from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.pretrained import load_for, load_tokenizer
 from refusion_jax.training.workdir import read_config
@@ -44,12 +46,13 @@ MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 
 
 def report(
-    workdir: Path, problems: list[tasks.Problem], given: dict[str, Any], started: float
+    workdir: Path, train_seconds: float, problems: list[tasks.Problem], given: dict[str, Any], started: float
 ) -> tuple[dict, Settings, Decoded]:
     """Decodes the problems by each decoder; the report, and the first decoder's settings and answers.
 
     Args:
       workdir: of the training run.
+      train_seconds: that it took.
       problems: to decode.
       given: decode settings that differ from their defaults.
       started: Unix seconds from which seconds_total counts.
@@ -66,7 +69,7 @@ def report(
             "problems": len(problems),
             "batch_size": settings[names[0]].batch_size,
             "seconds_total": time.time() - started,
-            "train_seconds": read_metrics(workdir)[-1]["seconds"],
+            "train_seconds": train_seconds,
             "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(models[names[0]]))),
         },
         settings[names[0]],
@@ -151,8 +154,13 @@ def written_pieces(decoded: Decoded, index: int, tokenizer: Tokenizer, piece: in
 def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
+    find_step(workdir)
+    seconds = next((r["seconds"] for r in reversed(read_metrics(workdir)) if type(r.get("seconds")) is float), None)
+    if seconds is None:
+        raise UserError(f"--workdir={workdir}: holds no metrics.jsonl of a training run")
     problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
-    figures, settings, decoded = report(workdir, problems, {"batch_size": 1} | cli.given(_SETTINGS), started)
+    given = {"batch_size": 1} | cli.given(_SETTINGS)
+    figures, settings, decoded = report(workdir, seconds, problems, given, started)
     show(figures, problems, decoded, load_tokenizer(workdir), settings.unit)
     write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
 

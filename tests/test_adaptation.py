@@ -191,6 +191,32 @@ def test_tokenizers_that_will_not_do_are_refused_and_templates_are_run_in_a_sand
         FastTokenizer(write_tokenizer(tmp_path, **changes), "<mask>").encode_prompts(["hi"])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"type": "WordLevel", "vocab": {"<|im_end|>": 0}, "unk_token": "gone"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+    ],
+    ids=["no unknown token", "a pattern without end"],
+)
+def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_prints_nothing(changes, tmp_path, capfd):
+    path = write_tokenizer(tmp_path, chat_template=None)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match="tokenizer.json is a tokenizer that fails: "):
+        FastTokenizer(path, "<mask>").encode(["a" * 40 + "b"])
+    assert capfd.readouterr().err == ""
+
+
+def test_lengths_that_a_tokenizer_was_once_used_with_do_not_matter(tmp_path):
+    path = write_tokenizer(tmp_path)
+    known = FastTokenizer(path, "<mask>").encode(["What is the number?", "It"])
+    fill = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    changes = {"truncation": cut, "padding": {"strategy": {"Fixed": 99}, **fill}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert FastTokenizer(path, "<mask>").encode(["What is the number?", "It"]) == known
+
+
 def test_files_that_are_no_tokenizer_are_refused(tmp_path):
     for content, said in ((None, "No such file"), ("{}", "is not a Hugging Face tokenizer")):
         if content:

@@ -69,3 +69,11 @@ def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     with pytest.raises(UserError, match="--output=.*/file is a file"):
         cli.check_output("output", tmp_path / "file" / "below")
     cli.check_output("output", Path(os.devnull))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, said in (
+        (tmp_path / "none" / "..", "is a directory"),
+        (tmp_path / "loop" / "below", "is a link that leads in a circle, or lies below one"),
+        (Path("gs://bucket/file"), "must be a local path"),
+    ):
+        with pytest.raises(UserError, match=said):
+            cli.check_output("output", path)

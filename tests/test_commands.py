@@ -144,7 +144,24 @@ BAD = {
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),
     "no gcsfs": ([*TRAIN, "--workdir=az://bucket/run"], "--workdir=az://bucket/run cannot be reached: "),
-    "no store": (["train_tokenizer", "--input=://", "--output={dir}/t.model"], "--input=://: names no store before"),
+    "store that nobody knows": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--output=file:///tmp/x"],
+        "--output=file:///tmp/x: names no store that we know",
+    ),
+    "data in no store": ([*TRAIN, NEW, "--config.data.path=http://x/y"], "--config.data.path=http://x/y: names no"),
+    "output over the model": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/model.json"],
+        "model.json: is a file of the model",
+    ),
+    "output between the weights": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/checkpoints/60/new.jsonl"],
+        "new.jsonl: is a file of the model, or lies between its weights",
+    ),
+    "feeds over the model": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--record_feeds={run}/config.json"],
+        "--record_feeds=",
+    ),
+    "no store": (["train_tokenizer", "--input=://", "--output={dir}/t.model"], "://: names no store that we know"),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
     "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),
     "input that is malformed": ([*PREPARE, "--input={dir}/malformed.jsonl"], "malformed.jsonl:3: not JSON"),

@@ -171,9 +171,17 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             benchmark.load_tasks(plan)
+    lm = EvaluatedModel(*loaded, name="tiny", method="refusion", flags={})
+    for change, message in (
+        ("{{{{nobody.knows}}}}", "it cannot be asked: UndefinedError: 'nobody' is undefined"),
+        ("{{{{ 1 // 0 }}}}", "it cannot be asked: ZeroDivisionError"),
+    ):
+        plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE.replace("{{{{question}}}}", change)))
+        with pytest.raises(UserError, match=message):
+            benchmark.check_requests(lm, plan, benchmark.load_tasks(plan))
+    directory = tasks(GENERATE)
     with pytest.raises(UserError, match="--decode.max_new_tokens=60: the model reads 64 tokens"):
         evaluate(loaded, tmp_path / "long", "sums", directory, max_new_tokens=60)
-    lm = EvaluatedModel(*loaded, name="tiny", method="refusion", flags={})
     with pytest.raises(UserError, match="a continuation of 70 tokens cannot be scored: the model reads 64"):
         lm._loglikelihood_tokens([(("", ""), [1], [5] * 70)])
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", f"--output={tmp_path}/out"]

@@ -23,7 +23,7 @@ from fuzz_inputs import write_files
 from refusion_jax import UserError
 from refusion_jax.data.examples import Example, Fields
 from refusion_jax.data.manifest import read_manifest
-from refusion_jax.data.pieces import cut, read, whole
+from refusion_jax.data.pieces import cut, find_files, read, whole
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.rows import check_row, decode_row, encode_row
@@ -201,6 +201,24 @@ def test_what_is_held_out_of_texts_depends_neither_on_their_names_nor_on_their_c
         assert sum(map(len, held[-1])) == len(tokenizer.decode(tokens))
     assert held[0] == held[1] == held[2]
     assert 2 <= len(held[0]) <= 12
+
+
+def test_a_parquet_file_that_no_table_can_be_made_of_is_a_bad_example(tmp_path):
+    far = pyarrow.table({"text": ["a"], "messages": pyarrow.array([2**60], pyarrow.timestamp("us"))})
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    for table in (far, twice):
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        (bad,) = read(whole(str(tmp_path / "a.parquet")), Fields())
+        assert bad.kind == "unreadable file"
+
+
+def test_a_directory_with_a_link_to_one_above_is_read_once(tmp_path):
+    (tmp_path / "in" / "below").mkdir(parents=True)
+    write_pairs(tmp_path / "in" / "below" / "a.jsonl", 1)
+    (tmp_path / "in" / "below" / "back").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "aside").symlink_to(tmp_path / "in" / "below")  # is another name, which the user gave
+    found = find_files(str(tmp_path / "in"))
+    assert found == [str(tmp_path / "in" / name / "a.jsonl") for name in ("aside", "below")]
 
 
 def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path):

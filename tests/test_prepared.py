@@ -219,6 +219,14 @@ def test_damage_is_found(tokenizer_file, tmp_path):
         PreparedRows(str(tmp_path / "out"))
 
 
+def test_rows_that_the_manifest_describes_otherwise_are_named(prepared, tmp_path):
+    shutil.copytree(prepared / "a", tmp_path / "a")
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest | {"token_bytes": 4}))
+    with pytest.raises(UserError, match="a: row 0 is not as manifest.json says"):
+        PreparedRows(str(tmp_path / "a"))[0]
+
+
 def test_a_row_that_is_not_as_it_was_written_is_named(prepared, monkeypatch):
     damaged = bytearray(PreparedRows(str(prepared / "a")).record(0))
     damaged[-1] ^= 1

@@ -11,7 +11,9 @@ import pytest
 from conftest import TINY_RUN, run, start
 from object_store import ObjectStore
 
+from refusion_jax import UserError
 from refusion_jax.runtime import storage
+from refusion_jax.runtime.json_input import read_lines
 from refusion_jax.training import events
 
 COMPUTED = ("step", "loss", "grad_norm", "tokens")
@@ -156,6 +158,34 @@ def test_a_pipe_is_written_through(tmp_path):
     listener.join(60)
     assert heard == ["through"]
     assert pipe.is_fifo()
+
+
+def test_a_pipe_whose_other_end_nobody_opens_is_refused_and_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_PATIENCE", 0.2)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe: nobody reads this pipe"):
+        storage.write_file(pipe, "x")
+    with pytest.raises(UserError, match="pipe: nobody writes to this pipe"):
+        list(read_lines(pipe))
+    writer = threading.Thread(target=lambda: pipe.write_text("a\nb\n"))
+    writer.start()
+    assert [line for _, line in read_lines(pipe)] == [b"a\n", b"b\n"]
+    writer.join(60)
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
+    for name in ("x" * 255, "\U0001f600" * 63):
+        storage.write_file(tmp_path / name, "whole")
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"whole"}
+
+
+@pytest.mark.parametrize(
+    ("path", "is_known"),
+    [("gs://b/x", True), ("hf://x", True), ("a/b", True), ("file:///x", False), ("http://x", False), ("/a://b", False)],
+)
+def test_a_store_that_nobody_knows(path, is_known):
+    assert (storage.names_no_store(path) == "") == is_known
 
 
 @pytest.fixture

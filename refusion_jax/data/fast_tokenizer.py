@@ -1,6 +1,8 @@
 """Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
 
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import tokenizers
 from etils import epath
@@ -9,7 +11,7 @@ from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
-from refusion_jax.runtime.errors import UserError, first_line, is_unicode
+from refusion_jax.runtime.errors import UserError, first_line, is_unicode, without_stderr
 from refusion_jax.runtime.json_input import kind_of, read_object
 from refusion_jax.runtime.storage import read_file
 
@@ -31,12 +33,14 @@ class FastTokenizer:
           UserError: where they cannot be read or name no eos token.
         """
         content = read_file(path)
+        self._path = path
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            text = content.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not a Hugging Face tokenizer: not UTF-8") from error
-        except Exception as error:  # noqa: BLE001  the library raises nothing more precise
-            raise UserError(f"{path} is not a Hugging Face tokenizer: {error}") from error
+        self._tokenizer = self._ask(lambda: tokenizers.Tokenizer.from_str(text), "is not a Hugging Face tokenizer")
+        self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
+        self._tokenizer.no_padding()
         self._config_path = path.with_name("tokenizer_config.json")
         config = read_object(self._config_path)
         self._template = self._read_template(path, config)
@@ -86,7 +90,22 @@ class FastTokenizer:
 
     def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
         self._tokenizer.encode_special_tokens = as_text  # else "<|im_end|>" becomes the token of that name
-        return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        encoded = self._ask(lambda: self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        return [one.ids for one in encoded]
+
+    def _ask(self, call: Callable[[], Any], what: str = "is a tokenizer that fails") -> Any:
+        """What the library answers. It raises nothing more precise than Exception, and its panics not even that.
+
+        Raises:
+          UserError: naming the file, where the library fails.
+        """
+        try:
+            with without_stderr():  # a panic is printed, too
+                return call()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001
+            raise UserError(f"{self._path} {what}: {first_line(error)}") from error
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Prompts as the model is trained on them: by the chat template; None is no prompt at all.
@@ -136,7 +155,7 @@ class FastTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; special tokens leave no trace."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._ask(lambda: self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _content(token: object) -> str | None:

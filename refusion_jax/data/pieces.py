@@ -8,6 +8,7 @@ the requested size.
 import codecs
 import dataclasses
 import glob
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def find_files(pattern: str) -> list[str]:
         return [str(p) for p in found if p.stat().st_size]  # it has empty __init__.py files
     path = epath.Path(pattern)
     if path.is_dir():
-        return sorted(map(str, _walk(path)))
+        return sorted(map(str, _walk(path, ())))
     if not is_remote(pattern):
         if Path(pattern).is_file():  # whatever is in its name
             return [pattern]
@@ -72,13 +73,16 @@ def find_files(pattern: str) -> list[str]:
     return [pattern] if path.is_file() else []
 
 
-def _walk(directory: epath.Path) -> Iterator[epath.Path]:
-    """All files below a directory, except hidden ones."""
+def _walk(directory: epath.Path, above: tuple[str, ...]) -> Iterator[epath.Path]:
+    """All files below a directory, except hidden ones; a link to a directory above it is passed by."""
+    real = str(directory) if is_remote(directory) else os.path.realpath(directory)
+    if real in above:
+        return
     for path in directory.iterdir():
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            yield from _walk(path)
+            yield from _walk(path, (*above, real))
         elif is_remote(path) or Path(path).is_file():  # to etils a pipe is a file, too
             yield path
 

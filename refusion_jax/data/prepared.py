@@ -48,7 +48,10 @@ class PreparedRows:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         record = self.record(index)
-        return decode_row(record, self.manifest.row_length, self._dtype)
+        try:
+            return decode_row(record, self.manifest.row_length, self._dtype)
+        except ValueError as error:
+            raise UserError(f"{self.path}: row {index} is not as manifest.json says; prepare the data again") from error
 
     def record(self, index: int) -> bytes:
         """The stored record of a row.

@@ -69,7 +69,7 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> list[lm_eval.api.task.
             local |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
             spec = load_yaml(manager.task_index[name].yaml_path) | local
         return list(manager.load([spec])["tasks"].values())
-    except Exception as error:  # noqa: BLE001  datasets, the hub and task files raise whatever they like
+    except (Exception, SystemExit) as error:  # datasets, the hub and task files raise whatever they like
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"{plan.flags}tasks={name}: it cannot be loaded: {type(error).__name__}: {reason}; if its data cannot be "
@@ -109,14 +109,22 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.
             if plan.num_fewshot is not None and task.config.num_fewshot != 0:
                 task.set_config("num_fewshot", plan.num_fewshot)
             task.set_fewshot_seed(seed=_SEED)
-            task.build_all_requests(
-                limit=plan.limit,
-                apply_chat_template=lm.chat,
-                fewshot_as_multiturn=True,
-                chat_template=lm.apply_chat_template if lm.chat else None,
-            )
-            everything += [[str(argument) for argument in instance.args] for instance in task.instances]
-            lm.check([i for i in task.instances if i.request_type == "generate_until"])
+            try:
+                task.build_all_requests(
+                    limit=plan.limit,
+                    apply_chat_template=lm.chat,
+                    fewshot_as_multiturn=True,
+                    chat_template=lm.apply_chat_template if lm.chat else None,
+                )
+                everything += [[str(argument) for argument in instance.args] for instance in task.instances]
+                lm.check([i for i in task.instances if i.request_type == "generate_until"])
+            except UserError:
+                raise
+            except (Exception, SystemExit) as error:  # a task file is a program of its own
+                reason = " ".join(str(error).split())[:300]
+                raise UserError(
+                    f"{plan.flags}tasks={task.config.task}: it cannot be asked: {type(error).__name__}: {reason}"
+                ) from error
     return key_of(everything)
 
 

@@ -9,6 +9,7 @@ import select
 import shlex
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +21,13 @@ from etils import epath
 
 from refusion_jax.runtime.errors import Failure, SettingError, UserError, first_line
 from refusion_jax.runtime.settings import Setting
-from refusion_jax.runtime.storage import is_remote
+from refusion_jax.runtime.storage import STORES, is_remote, names_no_store
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
 _HELP_FLAGS = {"--help", "-h"}
 flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
 _LONGEST_LINE = 2000  # characters of an error
+_STORE_SECONDS = 15.0  # until a store must have answered
 
 
 def run(
@@ -109,6 +111,7 @@ def guard(main: Callable[[], None]) -> None:
 
 # What is wrong with a path that a user has given, and what with the disk below it.
 _OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
+_OF_A_PATH |= {errno.ENXIO}  # a socket, or a terminal that is not there
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -183,11 +186,32 @@ def check_values(values: flags.FlagValues) -> None:
                 raise UserError(f"--{name}=: is empty")
             if not isinstance(path, str) or name == "stop":
                 continue
-            if path.startswith("://"):
-                raise UserError(f"--{name}={path}: names no store before ://, such as gs")
+            if why := names_no_store(path):
+                raise UserError(f"--{name}={path}: {why}")
+            if is_remote(path):
+                _check_reachable(name, path)
+                continue
             raw = os.fsencode(path)
             if len(raw) > _LONGEST_PATH or max(map(len, raw.split(b"/"))) > _LONGEST_NAME:
                 raise UserError(f"--{name}={path[:60]}...: is too long for a path")
+
+
+def _check_reachable(flag: str, path: str) -> None:
+    """Asks a store for a path; its client would try again and again for most of a minute."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            epath.Path(path).exists()
+            answers.append("")
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            answers.append(f"{type(error).__name__}: {error}")
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_STORE_SECONDS)
+    if why := answers[0] if answers else f"no answer in {_STORE_SECONDS:g} s":
+        raise UserError(f"--{flag}={path} cannot be reached: {why}")
 
 
 def read_counts(flag: str, values: Sequence[str]) -> list[int]:
@@ -227,24 +251,23 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
       UserError: naming the flag.
     """
     if is_remote(path):
-        try:
-            epath.Path(path).exists()
-        except Exception as error:  # noqa: BLE001  each store has errors of its own
-            raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
         return
+    if os.fspath(path).startswith(tuple(store[:-1] for store in STORES)):  # one slash is what pathlib leaves
+        raise UserError(f"--{flag}={path}: must be a local path; copy what is there when it is done")
     path = Path(path).absolute()
     if directory and (signs := set("*?[\\") & set(str(path))):
         raise UserError(
             f"--{flag}={path}: has {min(signs)} in it; Orbax takes a path for a pattern, and would not "
             f"find its files again: name another directory"
         )
-    nearest = next(p for p in (path, *path.parents) if p.exists())
+    real = Path(os.path.realpath(path))
+    nearest = next(p for p in (real, *real.parents) if p.exists())
     reason = None
-    if nearest == path and path.is_dir() != directory:
+    if nearest == real and real.is_dir() != directory:
         reason = f"is a {'file' if directory else 'directory'}"
-    elif os.path.islink(os.path.realpath(path)):
-        reason = "is a link that leads in a circle"
-    elif nearest != path and not nearest.is_dir():
+    elif any(p.is_symlink() for p in (real, *real.parents)):
+        reason = "is a link that leads in a circle, or lies below one"
+    elif nearest != real and not nearest.is_dir():
         reason = f"{nearest} is a file"
     elif not os.access(nearest, os.W_OK):
         reason = f"no permission to write to {nearest}"
@@ -328,5 +351,8 @@ def explain(error: Exception) -> int:
     if any(line.startswith("Traceback") for line in lines):
         lines = [lines[0], lines[-1]]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(lines))
-    print("error:", line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "...", file=sys.stderr, flush=True)
+    if sys.stderr:  # else it would go to stdout
+        print(
+            "error:", line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "...", file=sys.stderr, flush=True
+        )
     return 2

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from etils import epath
 
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import read_file
+from refusion_jax.runtime.storage import is_remote, open_patiently, read_file
 
 DEEPEST = 64  # objects and lists inside each other
 LONGEST_LINE = 16 << 20  # bytes; a line is read whole
@@ -100,7 +100,7 @@ def read_lines(path: epath.PathLike) -> Iterator[tuple[int, bytes]]:
     try:
         if epath.Path(path).is_dir():  # else a pipe will do: lines end
             raise UserError(f"{path} cannot be read: it is a directory")
-        with epath.Path(path).open("rb") as file:
+        with epath.Path(path).open("rb") if is_remote(path) else open(path, "rb", opener=open_patiently) as file:
             number = 0
             while line := file.readline(LONGEST_LINE):
                 number += 1

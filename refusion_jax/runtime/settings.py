@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from refusion_jax.runtime.errors import SettingError, is_unicode
+from refusion_jax.runtime.storage import names_no_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Setting:
             return "must be finite"
         if kind is str and not is_unicode(value):
             return "must be text in UTF-8"
+        if kind is str and (why := names_no_store(value)):
+            return why
         if self.choices and value not in self.choices:
             return (
                 f"unknown; known: {', '.join(map(str, self.choices))}{', or a whole number' if self.or_number else ''}"

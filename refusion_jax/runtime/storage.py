@@ -3,7 +3,9 @@
 Object stores know whole objects only: nothing can be appended to, and a write is atomic by itself.
 """
 
+import concurrent.futures
 import contextlib
+import logging as loggers
 import os
 import secrets
 import stat
@@ -19,11 +21,23 @@ from refusion_jax.runtime.errors import UserError, first_line
 
 LARGEST_FILE = 256 << 20  # bytes of a file that is read as one value
 SYNC_SECONDS = 60.0  # at most this much of a log is lost with a machine that vanishes
+STORES = ("gs://", "s3://", "az://", "hf://")  # that etils knows
+_PATIENCE = 10.0  # seconds until somebody must have opened the other end of a pipe
+
+for _client in ("gcsfs", "s3fs", "adlfs", "fsspec"):  # log whole traces of what they then raise
+    loggers.getLogger(_client).setLevel(loggers.CRITICAL)
 
 
 def is_remote(path: epath.PathLike) -> bool:
     """Whether a path lies in an object store."""
     return "://" in os.fspath(path)
+
+
+def names_no_store(text: str) -> str:
+    """What is wrong with a path that is neither local nor in a store that we know; "" where nothing is."""
+    if "://" not in text or text.startswith(STORES):
+        return ""
+    return f"names no store that we know before ://, which are {', '.join(name[:-3] for name in STORES)}"
 
 
 def absolute(path: epath.Path) -> epath.Path:
@@ -62,6 +76,29 @@ def check_file(path: epath.PathLike, largest: int | None = None) -> None:
         raise UserError(f"{path} cannot be read: it is larger than {largest >> 20} MiB")
 
 
+def open_patiently(path: str, flags: int) -> int:
+    """The `opener` of `open` for a path that may be a pipe: waits for its other end, but not for ever.
+
+    Raises:
+      UserError: where nobody has opened that in time.
+    """
+    if not (os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)):
+        return os.open(path, flags, 0o666)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(os.open, path, flags)
+        try:
+            return opening.result(_PATIENCE)
+        except BaseException as error:  # an interrupt from the keyboard, too
+            if not opening.done():
+                both = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # which lets the thread go on
+                os.close(opening.result())
+                os.close(both)
+            if isinstance(error, TimeoutError):
+                who = "reads" if flags & os.O_WRONLY else "writes to"
+                raise UserError(f"{path}: nobody {who} this pipe") from None
+            raise
+
+
 def write_file(path: epath.PathLike, content: bytes | str) -> None:
     """Writes a whole file or nothing, even if the machine dies in between, and makes the directories above it.
 
@@ -79,7 +116,8 @@ def write_file(path: epath.PathLike, content: bytes | str) -> None:
     path = Path(path)
     mode = path.stat().st_mode if path.exists() else None
     if mode is not None and not stat.S_ISREG(mode):
-        path.write_bytes(content)
+        with open(path, "wb", opener=open_patiently) as file:
+            file.write(content)
         return
     with replacing(path) as temporary, open(temporary, "xb") as file:
         if mode is not None:
@@ -100,7 +138,8 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".tmp-{target.name}.{secrets.token_hex(4)}")
+    name = target.name[:50]  # a name has 255 bytes at most, and a character up to 4
+    temporary = target.with_name(f".tmp-{name}.{secrets.token_hex(4)}")
     try:
         yield temporary
         with open(temporary, "rb") as file:
