@@ -187,6 +187,8 @@ class EvaluatedModel(TemplateLM):
             wanted = self._settings(request.task_name, options)
             until = options.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
+            if not all(isinstance(text, str) for text in until):
+                raise UserError(f"--tasks={request.task_name}: until={str(until)[:60]} must be texts")
             settings = settle(wanted, self._method, self._room)
             plain = [
                 self._identity,
