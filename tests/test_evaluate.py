@@ -172,11 +172,13 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
         with pytest.raises(UserError, match=message):
             benchmark.load_tasks(plan)
     lm = EvaluatedModel(*loaded, name="tiny", method="refusion", flags={})
-    for change, message in (
-        ("{{{{nobody.knows}}}}", "it cannot be asked: UndefinedError: 'nobody' is undefined"),
-        ("{{{{ 1 // 0 }}}}", "it cannot be asked: ZeroDivisionError"),
+    for old, new, message in (
+        ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be asked: AssertionError: Context is not a string"),
+        ('["\\n\\n"]', "[3]", r"--tasks=sums: until=\[3\] must be texts"),
+        ('["\\n\\n"]', "3", "--tasks=sums: it cannot be asked: TypeError"),
     ):
-        plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE.replace("{{{{question}}}}", change)))
+        assert old in GENERATE
+        plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE.replace(old, new)))
         with pytest.raises(UserError, match=message):
             benchmark.check_requests(lm, plan, benchmark.load_tasks(plan))
     directory = tasks(GENERATE)

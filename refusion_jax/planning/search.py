@@ -86,7 +86,8 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
     found = {"remat": _SMALL}
     if config.remat in (_SMALL, _SMALLEST) or not fits(found):
         counts = sorted(_accumulations(config, chips))
-        count = _first_that_fits(counts, lambda n: fits({"remat": _SMALL, "accumulation": n}))
+        others = [n for n in counts if n != config.accumulation]
+        count = _first_that_fits(others, lambda n: fits({"remat": _SMALL, "accumulation": n}))
         if count is not None:
             found["accumulation"] = count
         else:
@@ -115,10 +116,15 @@ def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int
 
 
 def _first_that_fits(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The first of some counts, of which each takes less memory than the one before it; None where none fits."""
-    if not counts or not fits(counts[-1]):
-        return None
-    low, high = 0, len(counts) - 1
+    """The first of some counts, of which each takes less memory than the one before it; None where none fits.
+
+    Most often it is one of the first: strides double until one fits, then the last stride is halved.
+    """
+    low, high, last = 0, 0, len(counts) - 1
+    while high > last or not fits(counts[high]):
+        if high >= last:
+            return None
+        low, high = high + 1, min(2 * high + 1, last)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(counts[middle]) else (middle + 1, high)
