@@ -199,12 +199,11 @@ def test_tokenizers_that_will_not_do_are_refused_and_templates_are_run_in_a_sand
     ],
     ids=["no unknown token", "a pattern without end"],
 )
-def test_a_tokenizer_that_fails_at_a_text_is_one_line_and_prints_nothing(changes, tmp_path, capfd):
+def test_a_tokenizer_that_fails_at_a_text_is_named(changes, tmp_path):
     path = write_tokenizer(tmp_path, chat_template=None)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match="tokenizer.json is a tokenizer that fails: "):
         FastTokenizer(path, "<mask>").encode(["a" * 40 + "b"])
-    assert capfd.readouterr().err == ""
 
 
 def test_lengths_that_a_tokenizer_was_once_used_with_do_not_matter(tmp_path):

@@ -38,7 +38,8 @@ class FastTokenizer:
             text = content.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not a Hugging Face tokenizer: not UTF-8") from error
-        self._tokenizer = self._ask(lambda: tokenizers.Tokenizer.from_str(text), "is not a Hugging Face tokenizer")
+        with without_stderr():  # a panic is printed, too
+            self._tokenizer = self._ask(lambda: tokenizers.Tokenizer.from_str(text), "is not a Hugging Face tokenizer")
         self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
         self._tokenizer.no_padding()
         self._config_path = path.with_name("tokenizer_config.json")
@@ -96,12 +97,14 @@ class FastTokenizer:
     def _ask(self, call: Callable[[], Any], what: str = "is a tokenizer that fails") -> Any:
         """What the library answers. It raises nothing more precise than Exception, and its panics not even that.
 
+        A panic prints a line of its own, which is let through: texts are encoded in many threads at once, and stderr is
+        one for all of them.
+
         Raises:
           UserError: naming the file, where the library fails.
         """
         try:
-            with without_stderr():  # a panic is printed, too
-                return call()
+            return call()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001

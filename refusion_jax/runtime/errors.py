@@ -36,7 +36,10 @@ def first_line(error: BaseException, most: int = 300) -> str:
 
 @contextlib.contextmanager
 def without_stderr() -> Iterator[None]:
-    """Drops what libraries of other languages print on the process's stderr; what they raise says enough."""
+    """Drops what libraries of other languages print on the process's stderr; what they raise says enough.
+
+    For the whole process: not for what several threads do at once.
+    """
     try:
         kept = os.dup(2)
     except OSError:  # it is closed
