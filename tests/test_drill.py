@@ -13,15 +13,6 @@ def drill(tmp_path, *flags: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_a_few_faults_leave_the_outcome_equal(tmp_path):
-    """Those that need no other start; the others are below, and in test_train.py and test_preemption.py."""
-    lines = drill(tmp_path, "--faults=2", "--kinds=full_disk,bit_flip", "--seed=3")
-    assert [line.get("fault") for line in lines if "fault" in line] == [1, 2]
-    assert all(line["ok"] for line in lines if "fault" in line)
-    assert lines[-1]["equal"] is True
-
-
-@pytest.mark.slow
 def test_twelve_faults_of_all_kinds_leave_the_outcome_equal(tmp_path):
     lines = drill(tmp_path, "--faults=12")
     faults = [line for line in lines if "fault" in line]
