@@ -206,7 +206,8 @@ def _damage(run: Subject, chance: random.Random, strike: Callable[[Path], str]) 
     if newest is None:
         return "nothing was saved yet"
     files = [newest / name for name in checksums.listed(newest)] + list(newest.glob(f"{checksums.PREFIX}*"))
-    path = chance.choice(sorted(path for path in files if path.stat().st_size))
+    there = (path for path in files if path.is_file() and path.stat().st_size)  # a fault before may have deleted one
+    path = chance.choice(sorted(there))
     content = path.read_bytes()
     what = f"{strike(path)} {path.relative_to(run.checkpoints)}"
     run.start()
