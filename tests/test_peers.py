@@ -60,7 +60,7 @@ print("there", flush=True)
 if sys.argv[2] == sys.argv[4]:
     sys.stdin.readline()
     if sys.argv[3] == "end":
-        peers.leave(2)
+        peers.leave(int(sys.argv[5]))
     os._exit(9)
 time.sleep(60)
 """
@@ -71,14 +71,14 @@ time.sleep(60)
     [
         (1, "die", 75, "process 1 was lost; start the same command again"),
         (1, "end", 2, "process 1 ended with an error"),
-        (0, "end", 2, "process 0 ended with an error"),
+        (0, "end", 75, "process 0 ended with an error"),
     ],
 )
 def test_one_that_dies_or_fails_is_named_by_all_others_which_leave(victim, how, code, said):
     address = f"localhost:{free_port()}"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     line = [sys.executable, "-c", SURVIVOR, address]
-    three = [subprocess.Popen([*line, str(index), how, str(victim)], **pipes) for index in range(3)]
+    three = [subprocess.Popen([*line, str(index), how, str(victim), str(code)], **pipes) for index in range(3)]
     for process in three:
         assert process.stdout.readline() == "there\n"
     three[victim].communicate("go\n")

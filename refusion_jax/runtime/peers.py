@@ -22,6 +22,7 @@ from refusion_jax.runtime.preemption import EXIT_CODE
 
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 60.0  # of silence, after which a process counts as lost
+_BAD_INPUT = 2  # the exit code
 _GRACE_SECONDS = 3.0  # for this process to end by itself, as all do for the same reason
 _LEAD_SECONDS = 1.0  # of the others to leave before the first, on whose port JAX's own service listens
 
@@ -44,11 +45,12 @@ class Peers:
     def leave(self, code: int | None = None) -> None:
         """Tells the others that this process leaves: by plan, or with the exit code of an error.
 
-        With an error the first waits for the others to leave: JAX ends whoever outlives it with a dump of the stack.
+        Where it is to be started again, the first waits for the others to leave: JAX ends whoever outlives it with a
+        dump of the stack. Bad input all of them find at once, and nobody waits.
         """
         self._leaving = True
         self._tell("bye" if code is None else f"end {code}")
-        if code is not None and self._index == 0:
+        if code not in (None, _BAD_INPUT) and self._index == 0:
             self._watcher.join(_GRACE_SECONDS + _LEAD_SECONDS)
 
     def _tell(self, line: str) -> None:
