@@ -53,10 +53,11 @@ hypothesis.settings.load_profile("refusion")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
 
-# A shell in the background, or nohup, has the tests ignore signals that they send to commands of ours.
-for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-    if signal.getsignal(ignored) == signal.SIG_IGN:
-        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
+# Commands inherit ignored signals, and tests send them some: a shell ignores INT and QUIT for what it runs in the
+# background, nohup ignores HUP, and so does libtpu once it is loaded, unless somebody listens. What is handled here has
+# its default again in a command.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.default_int_handler)
 
 
 ROOT = Path(__file__).parent.parent
