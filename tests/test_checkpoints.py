@@ -328,12 +328,12 @@ def test_no_process_begins_a_save_where_another_cannot_write(tmp_path, caplog, m
     assert saved_steps(tmp_path) == [2]
 
 
-def test_each_of_several_processes_tries_whether_it_can_write(tmp_path, full_disk, monkeypatch):
+def test_each_of_several_processes_tries_whether_it_can_write(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, 3, failures=1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(checkpoints_module, "all_agree", lambda flag: flag)
-    full_disk(1)
-    with pytest.raises(UserError, match=r"checkpoint 1 could not be written: .*File too large; 1 saves in a row"):
+    (tmp_path / "checkpoints" / ".probe.0").mkdir()  # where it tries to write a file
+    with pytest.raises(UserError, match=r"checkpoint 1 could not be written: .*Is a directory.*; 1 saves in a row"):
         checkpoints.save(1, make_state(1), {"next_row": 8})
 
 
