@@ -34,8 +34,8 @@ def is_remote(path: epath.PathLike) -> bool:
 
 
 def names_no_store(text: str) -> str:
-    """What is wrong with a path that is neither local nor in a store that we know; "" where nothing is."""
-    if "://" not in text or text.startswith(STORES):
+    """What is wrong with a path, or paths between commas, neither local nor in a store that we know; "" for nothing."""
+    if all("://" not in path or path.strip().startswith(STORES) for path in text.split(",")):
         return ""
     return f"names no store that we know before ://, which are {', '.join(name[:-3] for name in STORES)}"
 
