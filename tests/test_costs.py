@@ -232,7 +232,7 @@ def test_a_causal_kernel_works_on_whole_tiles(length, queries, keys, seen):
     assert keys_seen(length, queries, keys) == seen
 
 
-def kernel(name: str, tiles: str, scope: str = "rows_1") -> Costs:
+def kernel(name: str, tiles: str, scope: str = "attention") -> Costs:
     """Costs of an attention kernel over two heads of 8 tokens of width 4."""
     text = f"""
 HloModule one
@@ -257,7 +257,8 @@ def test_an_attention_kernel_counts_the_tiles_that_it_names():
     assert fwd.operations[0].width == 4
     assert bwd.flops == 4 * product * 5
     assert kernel("splash_mha_dkv", tiles + r"\"use_fused_bwd_kernel\": true").flops == 5 * product * 5
-    assert kernel("splash_mha_fwd", tiles, scope="rows_2").flops == 2 * product * 4  # two rows of four tokens
+    assert kernel("splash_mha_fwd", tiles, scope="rows_2_tiles_1").flops == 2 * product * 4  # two rows of four tokens
+    assert kernel("splash_mha_fwd", tiles, scope="rows_1_tiles_4").flops == 2 * product * 8  # who sees everything
 
 
 def test_a_collective_on_the_sparse_cores_is_counted_where_it_is_described():

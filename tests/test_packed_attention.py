@@ -8,6 +8,7 @@ import pytest
 from conftest import causal
 from test_visibility import TwoStreams
 
+from refusion_jax.batch.folding import fold, fold_visibility, unfold
 from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, Pattern, Visibility
 from refusion_jax.model.attention import attention
 from refusion_jax.model.packed_attention import backend_for, packed_attention
@@ -55,6 +56,24 @@ def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 2, "tensor": 2, "sequence": 2})
     with jax.set_mesh(mesh):
         assert_close(jax.jit(outputs_and_grads, static_argnums=0)(emulated, *inputs()), expected)
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, TwoStreams(32)], ids=repr)
+def test_the_tpu_kernel_follows_folded_rows(pattern):
+    """Two chips a row, of which each has a part from its beginning and one from its end."""
+
+    def folded(q, k, v, segments):
+        q, k, v = (fold(x, 2) for x in (q, k, v))
+        heads = splash_attention(q, k, v, fold_visibility(Visibility.of(pattern, segments), 2), interpret=True)
+        return unfold(heads, 2)
+
+    def plain(q, k, v, segments):
+        return attention(q, k, v, Visibility.of(pattern, segments).mask())
+
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4, "sequence": 2})
+    with jax.set_mesh(mesh):
+        got = jax.jit(outputs_and_grads, static_argnums=0)(folded, *inputs())
+    assert_close(got, outputs_and_grads(plain, *inputs()))
 
 
 @pytest.mark.parametrize("pattern", [CAUSAL, BIDIRECTIONAL], ids=repr)

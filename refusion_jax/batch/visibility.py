@@ -53,7 +53,12 @@ class Pattern:
     ) -> Bool[np.ndarray, "queries keys"]:
         """A part of the mask of a row with a single document."""
         rank, group = _cached(self, length)
-        return sees(rank[queries, None], group[queries, None], rank[None, keys], group[None, keys])
+        rank_q, rank_k, group_k = rank[queries], rank[keys], group[keys]
+        if rank_q.max() < rank_k.min():  # most tiles of long rows are all or nothing, which is told in no time
+            return np.zeros((len(rank_q), len(rank_k)), bool)
+        if rank_k.max() <= rank_q.min() and not group_k.any():
+            return np.ones((len(rank_q), len(rank_k)), bool)
+        return sees(rank_q[:, None], group[queries, None], rank_k[None], group_k[None])
 
     def key_range(self, length: int, begin: int, end: int) -> tuple[int, int]:
         """The range of keys that any of the queries begin .. end - 1 sees: (first, last + 1)."""

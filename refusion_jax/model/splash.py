@@ -13,6 +13,8 @@ Axes: B rows, T row length, S the part of a row whose queries a chip has, N quer
 Q, U tiles of queries and of keys in a row, W of these that any query needs.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +25,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
     make_splash_mha,
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel as Kernel
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo, process_mask
 from jaxtyping import Array, Bool, Float, Int32
 
+from refusion_jax.batch.folding import Folded
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.model import remat
 from refusion_jax.runtime import sharding
@@ -57,13 +60,14 @@ def splash_attention(
     """
     mesh = jax.sharding.get_abstract_mesh()
     parts, heads = (1 if mesh.empty else sharding.shard_count(mesh, axis) for axis in ("length", "heads"))
-    kernel = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, interpret)
+    kernel, tiles = _kernel(visibility.pattern, q.shape[1], q.shape[2] // heads, parts, interpret)
     queries, keys = (sharding.spec("batch", length, heads, None) for length, heads in _LAYOUTS)
     own, whole = sharding.spec("batch", "length"), sharding.spec("batch", None)
     kernel_spec = None
     if not mesh.empty:
         kernel_spec = kernel.manual_sharding_spec(jax.NamedSharding(mesh, sharding.spec(None, "length")))
-    run = sharding.on_each_chip(_attend, (kernel_spec, queries, keys, keys, own, whole), queries)
+    attend = functools.partial(_attend, tiles)
+    run = sharding.on_each_chip(attend, (kernel_spec, queries, keys, keys, own, whole), queries)
     # The kernel leaves the scale of the scores to its caller.
     return run(kernel, q * q.shape[-1] ** -0.5, k, v, visibility.segment_ids, visibility.segment_ids)
 
@@ -72,6 +76,7 @@ _LAYOUTS = ("length", "heads"), (None, "kv_heads")  # of queries; of keys and va
 
 
 def _attend(
+    tiles: int,
     kernel: Kernel,
     q: Float[Array, "B S N H"],
     k: Float[Array, "B T K H"],
@@ -83,7 +88,7 @@ def _attend(
     first = (jnp.arange(len(q)) * (jnp.max(k_segments) + 1))[:, None]
     q_segments, k_segments = q_segments + first, k_segments + first
     segments = SegmentIds(q_segments.ravel(), k_segments.ravel())
-    with jax.named_scope(f"rows_{len(q)}"):  # the compiled program keeps the name: planning/costs.py reads it there
+    with jax.named_scope(f"rows_{len(q)}_tiles_{tiles}"):  # a name that stays: planning/costs.py reads it
         heads = of_documents(kernel, q_segments, k_segments)(*(_behind_each_other(x) for x in (q, k, v)), segments)
     return heads.swapaxes(0, 1).reshape(q.shape)
 
@@ -166,11 +171,16 @@ def _in_all_rows(places: Int32[Array, " S"] | None, segments: Int32[Array, "B T"
     return (places[None] + length * jnp.arange(rows)[:, None]).ravel()
 
 
-def _kernel(pattern: Pattern, length: int, heads: int, parts: int, interpret: bool) -> Kernel:
-    """The kernel for `heads` heads of rows of `length` tokens, whose queries are split into `parts`."""
+def _kernel(pattern: Pattern, length: int, heads: int, parts: int, interpret: bool) -> tuple[Kernel, int]:
+    """The kernel for `heads` heads of rows of `length` tokens, whose queries are split into `parts`.
+
+    Also the number of tiles of a row that it works on, for the part with most, if the row is one document.
+    """
     one_head = masks.CausalMask((length, length)) if pattern == CAUSAL else _PatternMask(pattern, length)
     largest = _LARGEST.get(sharding.device_kind_here(), 512) if length >= 4096 else 512
-    tile = next(tile for tile in _TILES if tile <= largest and length // parts % tile == 0)
+    # Folded rows have two parts a chip: tiles within one, where they have room for one.
+    own = length // parts // (2 if isinstance(pattern, Folded) and length // parts % (2 * SMALLEST_TILE) == 0 else 1)
+    tile = next(tile for tile in _TILES if tile <= largest and own % tile == 0)
     sizes = BlockSizes(
         block_q=tile,
         block_kv=tile,
@@ -180,14 +190,13 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, interpret: bo
         block_q_dq=tile,
         block_kv_dq=tile,
     )
-    return make_splash_mha(
-        masks.MultiHeadMask([one_head] * heads),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=parts,
-        residual_checkpoint_name=remat.ATTENTION,
-        interpret=interpret,
+    every_head, shards = masks.MultiHeadMask([one_head] * heads), {"head_shards": 1, "q_seq_shards": parts}
+    kernel = make_splash_mha(
+        every_head, block_sizes=sizes, residual_checkpoint_name=remat.ATTENTION, interpret=interpret, **shards
     )
+    info, _ = process_mask(every_head, (tile, tile), downcast_smem_data=True, **shards)  # cached: made for the kernel
+    tiles = np.count_nonzero(info.block_mask[0].reshape(parts, -1), axis=1)
+    return kernel, int(tiles.max())
 
 
 class _PatternMask(masks.Mask):

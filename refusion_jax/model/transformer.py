@@ -18,6 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from refusion_jax.batch.folding import fold, fold_visibility, unfold
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
@@ -27,7 +28,7 @@ from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, stored_like, w
 from refusion_jax.model.layers import linear, rms_norm, rope_rotation, rotate, scattered_along_embed, weight
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP
-from refusion_jax.runtime.sharding import constrain
+from refusion_jax.runtime.sharding import constrain, shard_count_here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +143,22 @@ class Transformer(nnx.Module):
     ) -> Float32[Array, "B T"]:
         """-log p(label) of packed rows, without ever holding their logits.
 
+        Rows that are split over chips are folded for it (batch/folding.py), so that none waits for the last one.
+
         Args:
           tokens, positions, visibility: as for a call.
           labels: of each token.
           is_labelled: the others cost nothing, and are 0.
         """
         head = widened(self._head.get_value(), self.dtype)
-        return linear_cross_entropy(self.hidden(tokens, positions, visibility), head, labels, is_labelled)
+        parts = shard_count_here("length")
+        if parts == 1 or tokens.shape[1] % (2 * parts):
+            return linear_cross_entropy(self.hidden(tokens, positions, visibility), head, labels, is_labelled)
+        tokens, positions, labels, is_labelled = (
+            constrain(fold(x, parts), "batch", "length") for x in (tokens, positions, labels, is_labelled)
+        )
+        x = self.hidden(tokens, positions, fold_visibility(visibility, parts))
+        return unfold(linear_cross_entropy(x, head, labels, is_labelled), parts)
 
     def extend(
         self,

@@ -3,8 +3,8 @@
 The body of a loop counts as often as it runs, unlike in XLA's own cost analysis; of a conditional the more expensive
 branch counts. Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the
 result multiply to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque
-to XLA. They are counted from their operands and tile sizes, as if every row were one document: all tiles on or below
-the diagonal.
+to XLA. They are counted as if every row were one document, on the chip with most to do: ours say in their name how
+many tiles that is, those of other programs are taken to work on all tiles on or below the diagonal.
 """
 
 import dataclasses
@@ -312,9 +312,13 @@ def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
     query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
     tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+)\\": (\d+)', head)}
     suffix = name.removeprefix("splash_mha").removesuffix("_fwd")
-    rows = re.search(r"\brows_(\d+)\b", head)  # concatenated by model/splash.py, which puts their number into the name
-    length = key[-2] // (int(rows[1]) if rows else 1)
-    keys = keys_seen(length, tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1))
+    sides = tiles.get(f"block_q{suffix}", 1), tiles.get(f"block_kv{suffix}", 1)
+    ours = re.search(r"\brows_(\d+)_tiles_(\d+)\b", head)  # the name that model/splash.py gives to its kernels
+    if ours:
+        rows, worked_on = int(ours[1]), int(ours[2])
+        keys = worked_on * math.prod(sides) / (query[-2] // rows)
+    else:
+        keys = keys_seen(key[-2], *sides)
     products = _KERNEL_PRODUCTS[name]
     if name == "splash_mha_dkv" and 'use_fused_bwd_kernel\\": true' in head:
         products += 1  # it computes the gradient of the queries, too, from the same scores
