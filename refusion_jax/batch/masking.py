@@ -5,7 +5,7 @@ Axes: B rows, T row length.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Key
 
 from refusion_jax.batch.rows import Rows, row_index, text_positions
 from refusion_jax.runtime.settings import Setting
@@ -17,7 +17,7 @@ PADDING = Setting(
 )  # fmt: skip
 
 
-def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> tuple[Rows, Int32[Array, "B T"]]:
+def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
     """Replaces some documents by padding of the one before them: repeats of its last token, the EOS.
 
     A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those behind the
@@ -25,36 +25,32 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> tuple[Rows, 
     documents are replaced, never the first of a row; the empty end of a row becomes padding, too. With the second one
     replaced:
 
-        tokens     p a E q b E r c E .        source    0 1 2 2 2 2 6 7 8 8
+        tokens     p a E q b E r c E .
                    p a E E E E r c E E
 
     Args:
       rows: of documents that end in an EOS.
       keys: one a row.
       share: of documents to replace; 0 changes nothing.
-
-    Returns:
-      (the rows, source: index of the token that each one repeats, or its own if it is not padding).
     """
     if not share:
-        return rows, row_index(rows.tokens)
+        return rows
     index, is_real = row_index(rows.tokens), rows.segment_ids > 0
     start = index - text_positions(rows.segment_ids)
     draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)
     stays = is_real & ((start == 0) | (jnp.take_along_axis(draws, start, axis=1) >= share))
     source = jax.lax.cummax(jnp.where(stays, index, 0), axis=1)
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1), rows), source
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1), rows)
 
 
-def draw_masks(
-    rows: Rows, source: Int32[Array, "B T"], keys: Key[Array, "B"], eps: float
-) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
-    """Masks response tokens, with one probability per document; an EOS and its repeats are masked together.
+def draw_masks(rows: Rows, keys: Key[Array, "B"], eps: float) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
+    """Masks response tokens, with one probability per document.
 
-    A single visible EOS would give the others away (Dream's code also masks them together).
+    An EOS and its repeats are masked one by one, like any tokens (as in LLaDA). Masked together, a visible one would
+    say that no mask before it is an EOS, which is not so in decoding, where the last ones may be committed first.
 
     Args:
-      rows, source: from `pad_answers`.
+      rows: padded or not.
       keys: one a row.
       eps: the least probability; p = (1 - eps) t + eps with t ~ U(0, 1) for each document.
 
@@ -70,4 +66,4 @@ def draw_masks(
 
     p, u = jax.vmap(draw)(keys)
     p = jnp.take_along_axis(p, document, axis=1)
-    return rows.is_response & (jnp.take_along_axis(u, source, axis=1) < p), p
+    return rows.is_response & (u < p), p

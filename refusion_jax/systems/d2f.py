@@ -94,10 +94,10 @@ class BlockForcing:
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens with a probability that rises from block to block of a document."""
-        rows, source = pad_answers(rows, keys, self.padding)
+        rows = pad_answers(rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
         block = response_blocks(rows, self.block_length)
-        is_masked, p = self._draw(rows, block, keys, source)
+        is_masked, p = self._draw(rows, block, keys)
         weight = is_masked / (p * jnp.maximum(jnp.sum(is_masked), 1).astype(jnp.float32))
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
@@ -109,9 +109,9 @@ class BlockForcing:
         )
 
     def _draw(
-        self, rows: Rows, block: Int32[Array, "B T"], keys: Key[Array, "B"], source: Int32[Array, "B T"]
+        self, rows: Rows, block: Int32[Array, "B T"], keys: Key[Array, "B"]
     ) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
-        """(which tokens are masked, p of each token's block; padding has the p of its EOS)."""
+        """(which tokens are masked, p of each token's block)."""
         T = rows.tokens.shape[1]
         document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
         draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
@@ -123,8 +123,7 @@ class BlockForcing:
         blocks = per_document_sum(begins, rows.segment_ids)
         p = first + (self.most - first) / jnp.maximum(blocks - 1, 1) * rises
         p = jnp.clip(p, self.least, self.most)
-        p, u = (jnp.take_along_axis(x, source, axis=1) for x in (p, draws[:, 2]))
-        return rows.is_response & (u < p), p
+        return rows.is_response & (draws[:, 2] < p), p
 
     def input_length(self, row_length: int) -> int:
         """T."""

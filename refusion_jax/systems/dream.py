@@ -70,9 +70,9 @@ class ShiftedDiffusion:
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document; labels are shifted by one place."""
-        rows, source = pad_answers(rows, keys, self.padding)
+        rows = pad_answers(rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
-        is_masked, p = draw_masks(rows, source, keys, self.eps)
+        is_masked, p = draw_masks(rows, keys, self.eps)
         is_masked = is_masked & (positions > 0)
         is_clean = (rows.segment_ids > 0) & ~is_masked
         weight = is_masked * cart_weights(is_clean, rows.segment_ids, self.cart_p)

@@ -61,8 +61,8 @@ class MaskedDiffusion:
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document."""
-        rows, source = pad_answers(rows, keys, self.padding)
-        is_masked, p = draw_masks(rows, source, keys, self.eps)
+        rows = pad_answers(rows, keys, self.padding)
+        is_masked, p = draw_masks(rows, keys, self.eps)
         response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),

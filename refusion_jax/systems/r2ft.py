@@ -99,7 +99,7 @@ class RejectRepetition:
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document; feeds the text twice, with two labels."""
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
-        is_masked, p = draw_masks(rows, index, keys, self.eps)
+        is_masked, p = draw_masks(rows, keys, self.eps)
         count = per_document_sum(is_masked, rows.segment_ids)
         rejected = jnp.take_along_axis(rows.tokens, self._repeated(is_masked, index, positions, keys), axis=1)
         each = is_masked / jnp.maximum(count, 1).astype(jnp.float32)
