@@ -23,6 +23,7 @@ from refusion_jax.systems.api import decoder_for, stream
 @pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])
 def test_changing_thresholds_temperature_seed_and_prompts_compiles_nothing(method):
     model = sharp_model()
+    jax.clear_caches()  # a file before may have decoded with either size
     decode(model, PROMPTS, settings(method))
     with compiled() as programs:
         decode(model, PROMPTS[::-1], settings(method, slot=0.1, token=0.9, temperature=0.5, seed=9))

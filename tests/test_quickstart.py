@@ -19,7 +19,8 @@ def workdir(tmp_path_factory):
 
 
 def launch(workdir, *flags: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"WORKDIR": str(workdir)}
+    own = ("XLA_FLAGS", "NPROC", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    env = {k: v for k, v in os.environ.items() if k not in own} | {"WORKDIR": str(workdir)}
     line = ["bash", "launch/quickstart.sh", *flags]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
