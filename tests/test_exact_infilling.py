@@ -1,6 +1,5 @@
 """Exact infilling writes what one token after the other would: greedy it is the best, drawn it is distributed so."""
 
-import itertools
 import os
 
 import jax
@@ -129,7 +128,7 @@ def test_neither_the_budget_nor_the_batch_changes_an_answer(temperature):
     runs = [
         decode(model, PROMPTS, settings(infill="exact", infill_blend=0.3, temperature=temperature, blocks=2,
                                         speculate=budget, batch_size=size))
-        for budget, size in itertools.product(("1000", "0"), (2, 64))
+        for budget, size in (("1000", 2), ("1000", 64), ("0", 64))
     ]  # fmt: skip
     for name in ("tokens", "commit_order", "rounds"):
         assert all(getattr(out, name) == getattr(runs[0], name) for out in runs)

@@ -120,7 +120,8 @@ def test_a_command_works_as_written(command, user):
         small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""
         small += " --config.model.vocab_size=512 --config.data.on_error=skip"
     if ".bench decode" in command:
-        small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH) + " --prompts_per_row=1 --repeats=1"
+        small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH)
+        small += " --prompts_per_row=1 --repeats=1 --batch_sizes=2"
     if ".inspect_data --config" in command:
         small += " --config.data.examples=500"
     if ".quickstart " in command:

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from conftest import TINY_RUN, run, start
+from conftest import TINY_RUN, run
 from object_store import ObjectStore
 
 from refusion_jax import UserError
