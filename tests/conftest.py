@@ -80,7 +80,7 @@ TINY_RUN = [
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
 
 # Files that take a minute and more.
-LONGEST = "quickstart fuzz systems decoding tpu readme drill exact_infilling golden batching train".split()
+LONGEST = "quickstart readme systems tpu decoding fuzz golden batching train distributed drill exact_infilling".split()
 
 
 def pytest_collection_modifyitems(items):
