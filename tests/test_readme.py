@@ -91,7 +91,7 @@ def tiny_qwen3(path) -> None:
 
 
 def shell(command: str, home) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAX_"))}
     env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILE, "PYTHONPATH": str(home), "PYTHON": sys.executable}
     done = subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
