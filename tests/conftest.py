@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import gc
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} --xla_force_host_platform_device_cou
 # threads they wait for each other for ever (seen once, with two devices on two cores).
 os.environ["NPROC"] = "32"
 
-# Programs that `generate` compiles in one test are there for the next; the user's own cache is left alone.
+# The user's own cache is left alone.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="refusion-tests-")
 
 import hypothesis
@@ -50,6 +51,10 @@ hypothesis.settings.register_profile(  # the same examples each time, and no fau
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("refusion")
+# Programs that one command compiles are there for the next one; not for this process, whose JAX has been imported.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] + "/commands"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)
 
@@ -75,7 +80,7 @@ TINY_RUN = [
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
 
 # Files that take a minute and more.
-LONGEST = "quickstart fuzz systems decoding tpu readme drill exact_infilling golden batching train".split()
+LONGEST = "quickstart readme systems tpu decoding fuzz golden batching train distributed drill exact_infilling".split()
 
 
 def pytest_collection_modifyitems(items):
@@ -84,11 +89,22 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+def pytest_collection_finish():
+    """Tracing makes so many objects that the collector of garbage would take a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_compiled_programs():
-    """Each takes memory mappings, of which Linux grants a process 65,530: all of the tests' together are too many."""
+    """Each takes memory mappings, of which Linux grants a process 65,530: all of the tests' together are too many.
+
+    Those that are kept serve the files behind: many decode with the same sizes.
+    """
     yield
-    jax.clear_caches()
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
 
 
 FORKS = ForkServer()

@@ -23,6 +23,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+import jax
+
 import refusion_jax
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +74,8 @@ def main() -> None:
                 answers.close()
                 os.environ.clear()
                 os.environ.update(asked["environment"])
+                # Which JAX reads from the environment as it is imported.
+                jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR"))
                 run(asked["command"], asked["flags"])
             code = wait(pid, asked["seconds"])
             spent = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -23,7 +23,7 @@ from refusion_jax.systems.refusion.decoder import PlanAndInfill
 from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, RECOMPUTE, VERIFY
 from refusion_jax.systems.refusion.reference import plan_and_infill
 
-RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
+RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "1200"))
 
 
 THRESHOLDS = [(1, 0.6, 0.4), (1, 0.7, 0.02), (1, 0.2, 0.7), (2, 0.4, 0.2), (4, 0.9, 0.01)]
@@ -91,7 +91,7 @@ def strategies(slot_size: int):
     )
 
 
-@pytest.mark.parametrize("slot_size", [1, 3, 4])
+@pytest.mark.parametrize("slot_size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 @hypothesis.settings(max_examples=RANDOM_CASES // 24, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
 def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
@@ -116,7 +116,7 @@ def test_refusion_decodes_as_the_plain_method_without_a_cache(blocks, slot, toke
     s = settings(blocks=blocks, slot=slot, token=token)
     for model in sharp_models()[:3]:
         expected = [plan_and_infill(model, Request(prompt, settings=s)) for prompt in PROMPTS]
-        for speculate in ("0", "auto", "20", "1000"):
+        for speculate in ("0", "auto", "20", "1000") if blocks == 1 else ("0", "20"):  # each size compiles anew
             out = decode(model, PROMPTS, dataclasses.replace(s, speculate=speculate))
             for name in ("tokens", "commit_order", "rounds"):
                 assert getattr(out, name) == [e[name] for e in expected]
@@ -166,7 +166,7 @@ def test_the_larger_the_budget_the_fewer_the_forwards():
     """What it saves is the next plan, and where drafts are refused the next draft."""
     s = settings(slot=0.7, token=0.4, size=8)
     forwards = []
-    for speculate in ("0", "12", "24", "48", "1000"):
+    for speculate in ("0", "12", "1000"):
         outs = [decode(model, PROMPTS, dataclasses.replace(s, speculate=speculate)) for model in sharp_models()]
         assert [(out.tokens, out.commit_order) for out in outs] == forwards[0][0] if forwards else True
         forwards.append(([(out.tokens, out.commit_order) for out in outs], sum(sum(out.forwards) for out in outs)))

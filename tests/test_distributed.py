@@ -23,6 +23,12 @@ FLAGS = [*TINY_RUN, "--config.batch_size=16", "--config.steps=20", "--config.che
 FLAGS += ["--config.eval.path=tasks", "--config.eval.every=5", "--config.eval.rows=20"]  # the last part is not full
 
 
+@pytest.fixture(autouse=True)
+def _programs_of_the_run(monkeypatch):
+    """As users have it: the run keeps its programs itself."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+
+
 def start_hosts(hosts: int, *flags: str, devices: int = 4, **variables: str) -> subprocess.Popen:
     """launch/local_hosts.sh, in a process group of its own."""
     env = os.environ | {"DEVICES": str(devices), "PYTHON": sys.executable, "XLA_FLAGS": QUICK_COMPILE} | variables

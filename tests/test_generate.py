@@ -117,7 +117,8 @@ def test_a_terminal_shows_the_text_of_one_prompt(trained_run, flag):
     assert said.startswith('{"id": 0, "text": ') == (flag == "--json")
 
 
-def test_compiled_programs_are_kept_where_nobody_else_can_put_any(trained_run, tmp_path):
+def test_compiled_programs_are_kept_where_nobody_else_can_put_any(trained_run, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it
     cache = tmp_path / "new" / "cache"
     flags = [f"--checkpoint={trained_run}", "--prompt=Sort 7 3.", "--decode.max_new_tokens=8"]
     run("generate", *flags, f"--compilation_cache={cache}")

@@ -78,7 +78,8 @@ def decode_all(batch_size: int, dtype: str = "float32", budgets=BUDGETS) -> list
     return results
 
 
-@pytest.mark.parametrize("batch_size", [1, 16, pytest.param(64, marks=pytest.mark.slow)])
+# `decode` is tried with one row below.
+@pytest.mark.parametrize("batch_size", [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 64))])
 def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size):
     wrong = []
     for case, budget, got in decode_all(batch_size):
@@ -100,7 +101,7 @@ def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size):
 
 
 def test_public_decode_gives_the_recorded_answers():
-    """The same through `decode`, for a few cases with settings of their own."""
+    """The same through `decode`, for a few cases with settings of their own and one row."""
     for case in cases()[::60]:
         settings = request(case, "auto").settings
         out = decode(model(), [case["prompt_ids"]], settings)

@@ -19,16 +19,18 @@ def workdir(tmp_path_factory):
 
 
 def launch(workdir, *flags: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")} | {"WORKDIR": str(workdir)}
+    own = ("XLA_FLAGS", "NPROC", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    env = {k: v for k, v in os.environ.items() if k not in own} | {"WORKDIR": str(workdir)}
     line = ["bash", "launch/quickstart.sh", *flags]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-# Half of the steps take half of the time, and teach most of it: 80 % (refusion) and 81 % (sequential) with seed 0.
+# A quarter of the steps takes a quarter of the time, and teaches half of it: 55 % (refusion) and 53 % (sequential) with
+# seed 0 before the learning rate has fallen. What has learned nothing answers nothing, and not two tokens a forward.
 @pytest.mark.parametrize(
-    ("steps", "least"), [(1200, 0.7), pytest.param(2400, 0.9, marks=pytest.mark.slow)], ids=["half", "whole"]
+    ("steps", "least"), [(600, 0.4), pytest.param(2400, 0.9, marks=pytest.mark.slow)], ids=["quarter", "whole"]
 )
 def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, least):
     out = launch(workdir / str(steps), f"--config.steps={steps}")
@@ -46,11 +48,11 @@ def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(w
 
 
 def test_run_again_it_goes_straight_to_decoding(workdir):
-    before = json.loads((workdir / "1200" / "report.json").read_text())
-    out = launch(workdir / "1200", "--config.steps=1200")
+    before = json.loads((workdir / "600" / "report.json").read_text())
+    out = launch(workdir / "600", "--config.steps=600")
     assert "training is complete" in out
     assert "step " not in out.split("training is complete")[0]
-    after = json.loads((workdir / "1200" / "report.json").read_text())
+    after = json.loads((workdir / "600" / "report.json").read_text())
     assert after["refusion"]["accuracy"] == before["refusion"]["accuracy"]
 
 

@@ -91,7 +91,7 @@ def tiny_qwen3(path) -> None:
 
 
 def shell(command: str, home) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAX_"))}
     env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILE, "PYTHONPATH": str(home), "PYTHON": sys.executable}
     done = subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -120,7 +120,8 @@ def test_a_command_works_as_written(command, user):
         small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""
         small += " --config.model.vocab_size=512 --config.data.on_error=skip"
     if ".bench decode" in command:
-        small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH) + " --prompts_per_row=1 --repeats=1"
+        small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH)
+        small += " --prompts_per_row=1 --repeats=1 --batch_sizes=2"
     if ".inspect_data --config" in command:
         small += " --config.data.examples=500"
     if ".quickstart " in command:

@@ -47,9 +47,8 @@ def test_sampling_follows_softmax_and_temperature():
 
 def test_neither_the_budget_nor_the_batch_changes_a_draw():
     model, s = sharp_model(), settings(temperature=1.0, top_p=0.9, top_k=10, blocks=2)
-    budgets = [{"speculate": budget} for budget in ("1000", "auto", "0")]
-    sizes = [{"batch_size": 2}, {"batch_size": 64}]
-    draws = [decode(model, PROMPTS, dataclasses.replace(s, **a, **b)) for a in budgets for b in sizes]
+    ways = [("1000", 2), ("auto", 64), ("0", 64)]
+    draws = [decode(model, PROMPTS, dataclasses.replace(s, speculate=n, batch_size=size)) for n, size in ways]
     for name in ("tokens", "commit_order", "rounds"):
         assert all(getattr(out, name) == getattr(draws[0], name) for out in draws)
     assert sum(draws[0].forwards) < sum(draws[-1].forwards)

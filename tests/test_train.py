@@ -123,7 +123,9 @@ def test_the_baseline_trains_and_decodes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "row_length"), [("gsm8k_train.jsonl", 512), ("refusion_sample.json", 1024)], ids=["gsm8k", "sample"]
+    ("file", "row_length"),
+    [("gsm8k_train.jsonl", 512), pytest.param("refusion_sample.json", 1024, marks=pytest.mark.slow)],
+    ids=["gsm8k", "sample"],
 )
 def test_real_data_trains_by_flags_alone_and_survives_a_kill(tmp_path, file, row_length):
     data = SHARED / "data" / file

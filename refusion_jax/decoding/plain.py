@@ -21,7 +21,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import Transformer
 
-_LENGTH = 96  # every forward is padded to this: one compilation
+_LENGTH = 32  # the least length that a forward is padded to; doubled as often as needed: few compilations
 
 
 class Plain:
@@ -54,7 +54,7 @@ class Plain:
         """
         self.phases.append(phase)
         n = len(tokens)
-        size = -(-n // _LENGTH) * _LENGTH
+        size = max(_LENGTH, 1 << (n - 1).bit_length())
         fed, at, seen = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros((size, size), bool)
         fed[:n], at[:n], seen[:n, :n] = tokens, places, visible
         return np.asarray(_probabilities(*self.model, fed, at, seen))[:n]
