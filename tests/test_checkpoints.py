@@ -14,6 +14,7 @@ from conftest import tiny_config
 from flax import nnx
 
 from refusion_jax import UserError
+from refusion_jax.benchmarks import save as save_benchmark
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.runtime import checksums, sharding
 from refusion_jax.training import checkpoints as checkpoints_module
@@ -82,6 +83,11 @@ def test_the_newest_is_restored_and_only_the_last_are_kept(tmp_path):
     assert saved_steps(tmp_path) == [3, 4]
     with Checkpoints(tmp_path, 2) as checkpoints:
         assert int(checkpoints.restore(target(make_state(0)))[0].step) == 4
+
+
+def test_a_save_holds_little_beside_the_copy_of_the_state():
+    """170 MB of random numbers; on a CPU the state itself counts as the copy."""
+    assert save_benchmark.memory(width=512)["over_state"] <= 1.2
 
 
 def test_nothing_saved_is_none(tmp_path):

@@ -5,17 +5,17 @@
 
 Time: blocks of --steps training steps take turns without a save, with an asynchronous save after the first step, and
 with a save that has checksums; a block ends when its save is on disk. The cost is the CPU time of all threads that a
-save adds to a block, relative to the neighbouring block without one, as the median. (With an accelerator the host would
-otherwise be idle.) Memory: the most that a save holds on the host, relative to the size of the state, for a
-model of --memory_hidden_size. Flipped bits: after each of --flips random bit flips, in any file of the newest of
-two checkpoints, that checkpoint must be skipped because of a checksum.
+save adds to a block, relative to the neighbouring block without one, as the median; and the same by the clock, which
+means little on a machine that others use. (With an accelerator the host would otherwise be idle.) Memory: the most that
+a save holds on the host, relative to the size of the state, for a model of --memory_hidden_size. Flipped bits: after
+each of --flips random bit flips, in any file of the newest of two checkpoints, that checkpoint must be skipped because
+of a checksum.
 """
 
 import ctypes
 import json
 import pathlib
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -80,9 +80,9 @@ def _config(width: int) -> ml_collections.ConfigDict:
     return config
 
 
-def _fresh(width: int) -> tuple[Program, jax.sharding.Mesh, TrainState]:
+def _fresh(width: int, devices: int | None = None) -> tuple[Program, jax.sharding.Mesh, TrainState]:
     config = _config(width)
-    mesh = sharding.make_mesh(config.mesh)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
     program = train_program(config, model_config(config), mesh)
     with jax.set_mesh(mesh):
         state = jax.jit(program.fresh_state, out_shardings=program.shardings)()
@@ -94,7 +94,7 @@ def _bytes(state: TrainState) -> int:
 
 
 def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
-    """Relative CPU time that a save adds to a block of steps."""
+    """Relative CPU time, and time, that a save adds to a block of steps."""
     program, mesh, state = _fresh(width)
     ones = jnp.ones((32, 64), jnp.int32)
     rows = jax.device_put(Rows(ones, ones, ones.astype(bool)), sharding.sharding(mesh, "batch", "length"))
@@ -110,7 +110,7 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
                 metrics["loss"].block_until_ready()
         done += length
 
-    seconds: dict[str, list[float]] = {"none": [], "saved": [], "checksums": []}
+    seconds: dict[str, list[np.ndarray]] = {"none": [], "saved": [], "checksums": []}  # of the CPU, by the clock
     with tempfile.TemporaryDirectory() as directory:
         kept = {
             name: Checkpoints(epath.Path(directory) / name, keep=2, verify=name == "checksums")
@@ -118,36 +118,37 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
         }
         for number in range(blocks + 1):
             for name, times in seconds.items():
-                began = time.process_time()
+                began = np.array([time.process_time(), time.monotonic()])
                 if own := kept.get(name):
                     block(steps, lambda step, state, own=own: own.save(step, state, _DATA))
                     own.wait()
                 else:
                     block(steps, lambda step, state: None)
                 if number:  # the first round compiles
-                    times.append(time.process_time() - began)
-    none = statistics.median(seconds["none"])
+                    times.append(np.array([time.process_time(), time.monotonic()]) - began)
+    none = np.median(seconds["none"], axis=0)
     more = {
-        name: statistics.median(a - b for a, b in zip(seconds[name], seconds["none"], strict=True)) / none
-        for name in ("saved", "checksums")
+        name: np.median(np.subtract(seconds[name], seconds["none"]), axis=0) / none for name in ("saved", "checksums")
     }
     return {
         "what": "time",
         "state_mib": _bytes(state) / 2**20,
         "steps": steps,
-        "step_ms": 1e3 * none / steps,
-        "cost": more["saved"],
-        "cost_with_checksums": more["checksums"],
+        "step_ms": 1e3 * float(none[1]) / steps,
+        "cost": float(more["saved"][0]),
+        "cost_with_checksums": float(more["checksums"][0]),
+        "cost_by_clock": float(more["saved"][1]),
+        "cost_with_checksums_by_clock": float(more["checksums"][1]),
     }
 
 
 def memory(width: int) -> dict[str, float | str]:
-    """What a save holds at most of the host's memory: the copy off the devices, and what is written from it.
+    """What a save holds at most of the host's memory: the copy off a device, and what is written from it.
 
     On a CPU the copy is the state itself, and is counted all the same.
     """
-    _, _, state = _fresh(width)
-    noise = np.random.default_rng(0)  # the moments of a fresh state are zeros, which compress to nothing
+    _, _, state = _fresh(width, devices=1)
+    noise = np.random.default_rng(0)  # or the moments of a fresh state would be pages of zeros
     state = jax.tree.map(
         lambda x: jax.device_put(noise.standard_normal(x.shape, np.float32), x.sharding) if x.ndim > 1 else x, state
     )

@@ -17,7 +17,7 @@ from refusion_jax.runtime.json_input import read_object
 from refusion_jax.runtime.storage import check_file, write_file
 
 PREFIX = "checksums"  # of the lists' names; .N.json follows, N the process that wrote it
-_CHUNK = 1 << 24  # bytes read at a time
+_CHUNK = 1 << 20  # bytes read at a time; each thread holds two of these
 _THREADS = 4
 
 

@@ -50,7 +50,7 @@ def save_params(workdir: epath.Path, params: Any) -> None:
     """Writes weights as step 0 of a run directory; models are loaded from it, but no training resumes from it."""
     checkpointer = make_checkpointer(params)
     target = absolute(workdir) / "checkpoints" / "0"
-    checkpointer.save(target, args=Items(params=ocp.args.StandardSave(params)))
+    checkpointer.save(target, args=Items(params=ocp.args.PyTreeSave(params)))
     checkpointer.close()
 
 

@@ -31,7 +31,7 @@ from refusion_jax.training.checkpoint_directory import (
     remove_unfinished,
     saved_steps,
 )
-from refusion_jax.training.checkpoint_writer import Items, make_checkpointer
+from refusion_jax.training.checkpoint_writer import Items, make_checkpointer, restoring
 from refusion_jax.training.train_step import Guard, TrainState
 
 _PROBE_BYTES = 4096  # one block of a disk
@@ -110,8 +110,8 @@ class Checkpoints:
             self._checkpointer.save(
                 self._directory / str(step),
                 args=Items(
-                    params=ocp.args.StandardSave(state.params),
-                    optimizer=ocp.args.StandardSave(rest),
+                    params=ocp.args.PyTreeSave(state.params),
+                    optimizer=ocp.args.PyTreeSave(rest),
                     data=ocp.args.JsonSave(data | {"guard": guard}),
                 ),
                 force=True,  # an existing one is damaged, or the run would have resumed from it
@@ -233,8 +233,8 @@ class Checkpoints:
         found = self._checkpointer.restore(
             directory,
             args=Items(
-                params=ocp.args.StandardRestore(target.params),
-                optimizer=ocp.args.StandardRestore(rest),
+                params=restoring(target.params),
+                optimizer=restoring(rest),
                 data=ocp.args.JsonRestore(),
             ),
         )
