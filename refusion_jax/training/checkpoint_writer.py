@@ -11,6 +11,8 @@ from refusion_jax.runtime import checksums
 from refusion_jax.training.checkpoint_directory import TEMPORARY
 
 _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file after `finalize`
+# Threads of a save wait up to 300 s, and the process with them, for directories that a full disk does not let be made.
+_AT_ONCE = ocp.options.AsyncOptions(create_directories_asynchronously=False)
 _IN_FLIGHT = 0.05  # of a host's part of the state: so much of each item may be on its way to storage
 
 
@@ -29,7 +31,8 @@ def make_checkpointer(state: Any, verify: bool = True) -> ocp.AsyncCheckpointer:
     arrays = jax.tree.leaves(state)
     own = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / jax.process_count()
     largest = max(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
-    return ocp.AsyncCheckpointer(_WithChecksums(verify, max(_IN_FLIGHT * own, 1.01 * largest + 1)))
+    handler = _WithChecksums(verify, max(_IN_FLIGHT * own, 1.01 * largest + 1))
+    return ocp.AsyncCheckpointer(handler, async_options=_AT_ONCE)
 
 
 class _WithChecksums(ocp.CompositeCheckpointHandler):
@@ -38,7 +41,12 @@ class _WithChecksums(ocp.CompositeCheckpointHandler):
     def __init__(self, verify: bool, in_flight: float):
         limit = in_flight / 1e9
         arrays = (ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_compression=False) for _ in range(2))
-        super().__init__(params=next(arrays), optimizer=next(arrays), data=ocp.JsonCheckpointHandler())
+        super().__init__(
+            composite_options=ocp.CompositeOptions(async_options=_AT_ONCE),
+            params=next(arrays),
+            optimizer=next(arrays),
+            data=ocp.JsonCheckpointHandler(),
+        )
         self._verify = verify
 
     async def async_save(self, directory: epath.Path, args: ocp.args.Composite) -> list:
