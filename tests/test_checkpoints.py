@@ -1,8 +1,10 @@
 import asyncio
 import gc
 import random
+import re
 import resource
 import shutil
+import threading
 import types
 
 import jax
@@ -308,6 +310,20 @@ def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):
         full_disk(-1)
     assert "\n" not in str(stopped.value)
     assert saved_steps(tmp_path) == [1]
+
+
+def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, full_disk):
+    """A process ends when its threads do: one that stops because of its disk is not to stand still for minutes."""
+    before = set(threading.enumerate())
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        full_disk(1)
+        checkpoints.save(1, make_state(1), {"next_row": 8})
+        checkpoints.wait()
+        full_disk(-1)
+    for thread in set(threading.enumerate()) - before:
+        if not re.search(r"_\d+$", thread.name):  # those of pools wait for work, and end when told to
+            threading.Thread.join(thread, 20)  # Orbax's own raises what the thread has met
+            assert not thread.is_alive(), thread
 
 
 def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, caplog):
