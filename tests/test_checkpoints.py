@@ -1,5 +1,7 @@
 import asyncio
+import errno
 import gc
+import os
 import random
 import re
 import resource
@@ -20,7 +22,7 @@ from refusion_jax.benchmarks import save as save_benchmark
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.runtime import checksums, sharding
 from refusion_jax.training import checkpoints as checkpoints_module
-from refusion_jax.training.checkpoint_directory import find_step, is_complete, saved_steps
+from refusion_jax.training.checkpoint_directory import TEMPORARY, find_step, is_complete, saved_steps
 from refusion_jax.training.checkpoint_weights import restore_params
 from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.train_step import Guard, init_state, state_shardings
@@ -312,18 +314,27 @@ def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):
     assert saved_steps(tmp_path) == [1]
 
 
-def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, full_disk):
+def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, caplog, monkeypatch):
     """A process ends when its threads do: one that stops because of its disk is not to stand still for minutes."""
-    before = set(threading.enumerate())
+    before, mkdir = set(threading.enumerate()), os.mkdir
+
+    def refuse(path, *args, **kwargs):
+        if TEMPORARY in os.fspath(path):
+            raise OSError(errno.ENOSPC, "No inode is left")
+        mkdir(path, *args, **kwargs)
+
     with Checkpoints(tmp_path, 3) as checkpoints:
-        full_disk(1)
-        checkpoints.save(1, make_state(1), {"next_row": 8})
-        checkpoints.wait()
-        full_disk(-1)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "mkdir", refuse)
+            checkpoints.save(1, make_state(1), {"next_row": 8})
+            checkpoints.wait()
+        assert "checkpoint 1 could not be written: [Errno 28] No inode is left" in caplog.text
+        checkpoints.save(2, make_state(2), {"next_row": 16})
     for thread in set(threading.enumerate()) - before:
         if not re.search(r"_\d+$", thread.name):  # those of pools wait for work, and end when told to
-            threading.Thread.join(thread, 20)  # Orbax's own raises what the thread has met
+            threading.Thread.join(thread, 10)  # Orbax's own raises what the thread has met
             assert not thread.is_alive(), thread
+    assert saved_steps(tmp_path) == [2]
 
 
 def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, caplog):
