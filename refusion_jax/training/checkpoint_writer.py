@@ -21,7 +21,7 @@ def make_checkpointer(state: Any, verify: bool = True) -> ocp.AsyncCheckpointer:
 
     A save holds the copy that was taken off the devices, and beside it what is being written where that has another
     form: with compression, or with axes in another order on the device. Arrays are therefore written as they are:
-    compression makes weights 8 % smaller, costs two thirds of a save's CPU time, and its buffers of all threads came to
+    compression makes weights 7 % smaller, costs two thirds of a save's CPU time, and its buffers of all threads came to
     0.4 of the state. What is on its way is limited for arrays in another order.
 
     Args:
