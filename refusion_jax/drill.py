@@ -139,7 +139,7 @@ def main() -> None:
     cli.check_output("workdir", workdir, directory=True)
     is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
-    given = [argument for argument in sys.argv[1:] if argument.startswith("--config")]
+    given = [argument for argument in sys.argv[1:] if argument.startswith(("--config", "-config"))]
     given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = Subject(given, workdir / "straight", _HOSTS.value)
     faulty = Subject(given, workdir / "faulty", _HOSTS.value)

@@ -176,6 +176,9 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
         ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be asked: AssertionError: Context is not a string"),
         ('["\\n\\n"]', "[3]", r"--tasks=sums: until=\[3\] must be texts"),
         ('["\\n\\n"]', "3", "--tasks=sums: it cannot be asked: TypeError"),
+        ("{{{{question}}}}", "{{{{ 'a' * 10**11 }}}}", "--tasks=sums: the template .* needs more than 1024 MiB"),
+        ("{{{{question}}}}", "{{{{ nobody }}}}", "--tasks=sums: the template .* fails: 'nobody' is undefined$"),
+        ("'####'", "'####' if question != 'Sort 5 5 3 5.' else nobody", "--tasks=sums: the template .* not Strict"),
     ):
         assert old in GENERATE
         plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE.replace(old, new)))

@@ -12,16 +12,30 @@ from typing import Any
 import datasets
 import lm_eval
 import lm_eval.api.task
+import lm_eval.utils
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
 
+from refusion_jax.data.templates import TemplateError, Templates
 from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel, key_of
 from refusion_jax.runtime.errors import UserError
 
 PINNED = Path(__file__).parent / "tasks"
 lm_eval.api.task.tqdm = lambda items, **_: items  # its progress bars would break up the log of a training run
+_TEMPLATES = Templates("task")
 _SEED = 1234  # for choosing few-shot examples; lm_eval's default
+
+
+def _apply_template(template: str, doc: dict[str, Any]) -> str:
+    """A text of a task file about a problem."""
+    try:
+        return _TEMPLATES.render(template, doc)
+    except TemplateError as error:
+        raise TemplateError(f"the template {template[:60]!r} {error}") from error
+
+
+lm_eval.utils.apply_template = _apply_template  # its own would render a stranger's program without limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +83,8 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> list[lm_eval.api.task.
             local |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
             spec = load_yaml(manager.task_index[name].yaml_path) | local
         return list(manager.load([spec])["tasks"].values())
+    except TemplateError as error:
+        raise UserError(f"{plan.flags}tasks={name}: {error}") from error
     except (Exception, SystemExit) as error:  # datasets, the hub and task files raise whatever they like
         reason = " ".join(str(error).split())[:300]
         raise UserError(
@@ -118,14 +134,24 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.
                 )
                 everything += [[str(argument) for argument in instance.args] for instance in task.instances]
                 lm.check([i for i in task.instances if i.request_type == "generate_until"])
+                _check_targets(task)
             except UserError:
                 raise
+            except TemplateError as error:
+                raise UserError(f"{plan.flags}tasks={task.config.task}: {error}") from error
             except (Exception, SystemExit) as error:  # a task file is a program of its own
                 reason = " ".join(str(error).split())[:300]
                 raise UserError(
                     f"{plan.flags}tasks={task.config.task}: it cannot be asked: {type(error).__name__}: {reason}"
                 ) from error
     return key_of(everything)
+
+
+def _check_targets(task: lm_eval.api.task.Task) -> None:
+    """Reads the targets of all problems, which scoring does only when everything is decoded."""
+    if not callable(task.config.process_results):
+        for instance in task.instances:
+            task.doc_to_target(instance.doc)
 
 
 def _learn_settings(lm: EvaluatedModel, tasks: list[lm_eval.api.task.Task]) -> None:

@@ -20,6 +20,7 @@ from absl import app, flags, logging
 from etils import epath
 
 from refusion_jax.runtime.errors import Failure, SettingError, UserError, first_line
+from refusion_jax.runtime.flagfiles import with_flagfiles
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.runtime.storage import STORES, is_remote, names_no_store
 
@@ -46,6 +47,7 @@ def run(
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
+        argv = sys.argv = [argv[0], *with_flagfiles(argv[1:])]  # `drill` hands on what it was given
         if _HELP_FLAGS & set(argv):
             print(_help(argv, settings, hidden))
             sys.exit(0)
