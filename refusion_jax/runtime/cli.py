@@ -108,6 +108,8 @@ def guard(main: Callable[[], None]) -> None:
             _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
         if isinstance(error, OSError) and error.errno in _OF_A_DISK:
             _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
+        if isinstance(error, RuntimeError) and "not in the list of known backends" in str(error):
+            _end(UserError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}: {first_line(error)}"), 2, error)
         _end(Failure(_unforeseen(error)), 1, error)
 
 
