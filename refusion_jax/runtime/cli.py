@@ -27,6 +27,7 @@ from refusion_jax.runtime.storage import STORES, is_remote, names_no_store
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
 _HELP_FLAGS = {"--help", "-h"}
 flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
+_NO = ("", "0", "false", "f", "no", "n", "off")  # as JAX reads it
 _LONGEST_LINE = 2000  # characters of an error
 _STORE_SECONDS = 15.0  # until a store must have answered
 
@@ -48,6 +49,8 @@ def run(
 
     def parse(argv: Sequence[str]) -> list[str]:
         argv = sys.argv = [argv[0], *with_flagfiles(argv[1:])]  # `drill` hands on what it was given
+        if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
+            raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
         if _HELP_FLAGS & set(argv):
             print(_help(argv, settings, hidden))
             sys.exit(0)
@@ -56,7 +59,9 @@ def run(
         try:
             logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is refused below
             rest = flags.FLAGS(argv)[1:]
-        except (Exception, SystemExit) as error:  # a config file is the user's own program, and may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a config file is the user's own program, and may raise anything
             fault = config_fault(argv[1:], names() if names else ())
             is_ours = isinstance(error, flags.Error | UserError)
             raise fault or (
@@ -106,6 +111,8 @@ def guard(main: Callable[[], None]) -> None:
             _end(None, 141)
         if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
             _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
+        if isinstance(error, FileNotFoundError) and not os.path.exists("."):  # a name that begins there has no place
+            _end(UserError("the directory that this was started in is not there any more"), 2, error)
         if isinstance(error, OSError) and error.errno in _OF_A_DISK:
             _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
         if isinstance(error, RuntimeError) and "not in the list of known backends" in str(error):
