@@ -153,6 +153,7 @@ def written_pieces(decoded: Decoded, index: int, tokenizer: Tokenizer, piece: in
 def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
+    cli.check_output("workdir", workdir, directory=True)
     choose_method(workdir, None)  # or there is no model, or none that we decode
     seconds = next((r["seconds"] for r in reversed(read_metrics(workdir)) if type(r.get("seconds")) is float), None)
     if seconds is None:

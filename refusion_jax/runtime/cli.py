@@ -5,6 +5,7 @@ import difflib
 import errno
 import io
 import os
+import re
 import select
 import shlex
 import sys
@@ -28,6 +29,7 @@ _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what
 _HELP_FLAGS = {"--help", "-h"}
 flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
 _NO = ("", "0", "false", "f", "no", "n", "off")  # as JAX reads it
+_BAD_BACKEND = re.compile("Unable to initialize backend ('cpu'|.* not in the list of known backends)")  # JAX's words
 _LONGEST_LINE = 2000  # characters of an error
 _STORE_SECONDS = 15.0  # until a store must have answered
 
@@ -111,12 +113,12 @@ def guard(main: Callable[[], None]) -> None:
             _end(None, 141)
         if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
             _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
-        if isinstance(error, FileNotFoundError) and not os.path.exists("."):  # a name that begins there has no place
+        if isinstance(error, FileNotFoundError) and _is_nowhere():
             _end(UserError("the directory that this was started in is not there any more"), 2, error)
         if isinstance(error, OSError) and error.errno in _OF_A_DISK:
             _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
-        if isinstance(error, RuntimeError) and "not in the list of known backends" in str(error):
-            _end(UserError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}: {first_line(error)}"), 2, error)
+        if isinstance(error, RuntimeError) and _BAD_BACKEND.match(str(error)):
+            _end(UserError(f"the environment: {first_line(error)}"), 2, error)
         _end(Failure(_unforeseen(error)), 1, error)
 
 
@@ -124,6 +126,15 @@ def guard(main: Callable[[], None]) -> None:
 _OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
 _OF_A_PATH |= {errno.ENXIO}  # a socket, or a terminal that is not there
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _is_nowhere() -> bool:
+    """Whether the directory that this was started in has been deleted, so that no name in it means a place."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _reader_is_gone() -> bool:
