@@ -291,6 +291,8 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         reason = "is a link that leads in a circle, or lies below one"
     elif nearest != real and not nearest.is_dir():
         reason = f"{nearest} is a file"
+    elif directory and any(nearest.is_relative_to(kernels) for kernels in ("/proc", "/sys")):
+        reason = f"no directory can be made in {nearest}"
     elif not os.access(nearest, os.W_OK):
         reason = f"no permission to write to {nearest}"
     if reason:
