@@ -41,6 +41,7 @@ def test_lines_stand_where_their_file_is_named(here):
         (b"\x7fELF\0", "f: line 1: '\\\\x7fELF\\\\x00' is no flag"),
         (b"--x=\0\n", "f: line 1: .* is no flag"),
         (b"--x\n\xff\xfe\n", "f: line 2 is not UTF-8"),
+        (b"--flagfile=--flagfile\n", "--flagfile cannot be read"),
         (b"#" * (1 << 20) + b"\n", "f cannot be read: it is larger than 1 MiB"),
     ],
 )
@@ -62,3 +63,10 @@ def test_a_circle_is_one_line(here):
             "",
             f"error: --flagfile={here}/f: leads back to itself\n",
         )
+
+
+def test_a_name_that_is_too_long_is_no_flag():
+    """absl looks for similar ones letter by letter, each a call inside the other."""
+    with pytest.raises(UserError, match=r"^--x{58}\.\.\.: no flag has so long a name$"):
+        with_flagfiles(["--" + "x" * 60_000 + "=1"])
+    assert with_flagfiles(["--x=" + "y" * 60_000, "y" * 60_000]) == ["--x=" + "y" * 60_000, "y" * 60_000]

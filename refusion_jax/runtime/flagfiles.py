@@ -11,6 +11,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import is_remote, read_file
 
 _LARGEST = 1 << 20  # bytes
+_LONGEST_NAME = 200  # characters
 _MOST = 100  # files: each may name others, and those again
 
 
@@ -31,6 +32,8 @@ def _expanded(arguments: Sequence[str], inside: tuple[str, ...], read: list[str]
         name, equals, path = argument.partition("=")
         if argument == "--":
             return [*made, argument, *reversed(left)]
+        if argument.startswith("-") and len(name) > _LONGEST_NAME:  # absl would look for like ones till its stack ends
+            raise UserError(f"{name[:60]}...: no flag has so long a name")
         if name not in ("--flagfile", "-flagfile"):
             made.append(argument)
             continue
