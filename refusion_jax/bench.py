@@ -41,5 +41,11 @@ def main(argv: list[str]) -> None:
     benchmark.main(own)
 
 
+def run() -> None:
+    """Runs the measurement that the command line names."""
+    sys.argv[1:] = with_flagfiles(sys.argv[1:])
+    main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    cli.guard(lambda: main(with_flagfiles(sys.argv[1:])))
+    cli.guard(run)

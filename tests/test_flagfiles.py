@@ -58,7 +58,7 @@ def test_what_is_no_file_of_flags(content, said, here):
 
 def test_a_circle_is_one_line(here):
     (here / "f").write_text(f"--flagfile={here}/f\n")
-    for command in ("generate", "bench"):
+    for command in ("generate", "bench", "inspect_data"):  # the last has a --config, which looks at flags of its own
         assert run(command, *["decode"] * (command == "bench"), f"--flagfile={here}/f", code=2) == (
             "",
             f"error: --flagfile={here}/f: leads back to itself\n",

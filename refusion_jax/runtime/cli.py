@@ -19,6 +19,7 @@ from typing import Any
 import ml_collections
 from absl import app, flags, logging
 from etils import epath
+from ml_collections import config_flags
 
 from refusion_jax.runtime.errors import Failure, SettingError, UserError, first_line
 from refusion_jax.runtime.flagfiles import with_flagfiles
@@ -291,8 +292,8 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         reason = "is a link that leads in a circle, or lies below one"
     elif nearest != real and not nearest.is_dir():
         reason = f"{nearest} is a file"
-    elif directory and any(nearest.is_relative_to(kernels) for kernels in ("/proc", "/sys")):
-        reason = f"no directory can be made in {nearest}"
+    elif any(nearest.is_relative_to(top) if directory else str(nearest) == top for top in ("/proc", "/sys")):
+        reason = f"nothing can be made in {nearest}"
     elif not os.access(nearest, os.W_OK):
         reason = f"no permission to write to {nearest}"
     if reason:
@@ -309,6 +310,18 @@ def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: 
     for path in [] if is_remote(output) else inputs:
         if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):
             raise UserError(f"--{flag}={output}: lies in --input={path}, or is the same; name another place")
+
+
+def define_config(help: str) -> flags.FlagHolder:
+    """The flag --config, and one --config.KEY for every key of the file that it names.
+
+    ml_collections looks at the command line already here, and would read flagfiles before `run` has checked them.
+    """
+    given, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        return config_flags.DEFINE_config_file("config", None, help)
+    finally:
+        sys.argv = given
 
 
 def define_settings(

@@ -16,6 +16,7 @@ from etils import epath
 
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.manifest import is_prepared
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.cli import check_output
@@ -35,6 +36,8 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> No
       UserError: naming the keys that differ, or what is in the way.
     """
     check_output("workdir", workdir, directory=True)
+    if is_prepared(str(workdir)):
+        raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
     if not is_remote(workdir):
         for path in (workdir / name for name in _FILES):
             if path.exists():
