@@ -15,6 +15,7 @@ from absl import flags
 from refusion_jax.benchmarks import __path__ as place
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.flagfiles import with_flagfiles
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(place))
 
@@ -40,5 +41,11 @@ def main(argv: list[str]) -> None:
     benchmark.main(own)
 
 
+def run() -> None:
+    """Runs the measurement that the command line names."""
+    sys.argv[1:] = with_flagfiles(sys.argv[1:])
+    main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    cli.guard(lambda: main(sys.argv[1:]))
+    cli.guard(run)

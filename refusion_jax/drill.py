@@ -23,7 +23,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
-from ml_collections import config_flags
 
 from refusion_jax.config import check, explained, names
 from refusion_jax.runtime import cli
@@ -34,7 +33,7 @@ from refusion_jax.training.events import FILE, account, read_events, read_log
 from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
 from refusion_jax.training.metrics import read_metrics
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; its flags go to `train`", lock_config=True)
+_CONFIG = cli.define_config("Config file; its flags go to `train`")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for both runs; new, or that of a drill before")
 _COUNT = flags.DEFINE_integer("faults", 12, "How many faults strike", 1, 100_000)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the kinds of faults and their moments")
@@ -139,7 +138,7 @@ def main() -> None:
     cli.check_output("workdir", workdir, directory=True)
     is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
-    given = [argument for argument in sys.argv[1:] if argument.startswith("--config")]
+    given = [argument for argument in sys.argv[1:] if argument.startswith(("--config", "-config"))]
     given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = Subject(given, workdir / "straight", _HOSTS.value)
     faulty = Subject(given, workdir / "faulty", _HOSTS.value)

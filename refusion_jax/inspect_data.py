@@ -13,7 +13,6 @@ masked are red. What the model is given stands in the order in which it sees it,
 
 from absl import flags
 from etils import epath
-from ml_collections import config_flags
 from rich.console import Console
 
 from refusion_jax.batch.rows import Rows, noise_keys
@@ -25,7 +24,7 @@ from refusion_jax.runtime import cli
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.training.inspection import corrupted, show_row, training_batch, verify
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file of the training, such as configs/quickstart.py")
+_CONFIG = cli.define_config("Config file of the training, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run of that config, for its tokenizer; without one it is trained again"
 )

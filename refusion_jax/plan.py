@@ -21,7 +21,6 @@ from pathlib import Path
 
 import ml_collections
 from absl import flags
-from ml_collections import config_flags
 from rich.console import Console
 
 from refusion_jax.config import check, explained, names
@@ -36,7 +35,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import decoders_for
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, such as configs/refusion_8b.py")
+_CONFIG = cli.define_config("Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
 _SLICES = flags.DEFINE_integer("slices", 1, "Slices, joined by the data-centre network", lower_bound=1)
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")

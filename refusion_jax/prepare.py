@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
-from refusion_jax.data.manifest import Manifest
+from refusion_jax.data.manifest import LONGEST_ROW, Manifest
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
@@ -36,7 +36,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "The directory to write, local or 
 _SHAPING = [
     flags.DEFINE_string("tokenizer", None, "A sentencepiece model, or a tokenizer.json of Hugging Face"),
     flags.DEFINE_string("mask_piece", MASK_PIECE, "The tokenizer's piece that stands for a masked token"),
-    flags.DEFINE_integer("row_length", 4096, "Tokens a row, as --config.row_length of `train`", 2, 2**24),
+    flags.DEFINE_integer("row_length", 4096, "Tokens a row, as --config.row_length of `train`", 2, LONGEST_ROW),
     flags.DEFINE_enum(
         "text_packing",
         "best_fit",

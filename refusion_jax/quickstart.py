@@ -30,9 +30,8 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
 from refusion_jax.systems.registry import decoders_for
-from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.metrics import read_metrics
-from refusion_jax.training.pretrained import load_for, load_tokenizer
+from refusion_jax.training.pretrained import choose_method, load_for, load_tokenizer
 from refusion_jax.training.workdir import read_config
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
@@ -154,7 +153,8 @@ def written_pieces(decoded: Decoded, index: int, tokenizer: Tokenizer, piece: in
 def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
-    find_step(workdir)
+    cli.check_output("workdir", workdir, directory=True)
+    choose_method(workdir, None)  # or there is no model, or none that we decode
     seconds = next((r["seconds"] for r in reversed(read_metrics(workdir)) if type(r.get("seconds")) is float), None)
     if seconds is None:
         raise UserError(f"--workdir={workdir}: holds no metrics.jsonl of a training run")

@@ -25,7 +25,6 @@ import jax
 import ml_collections
 from absl import flags
 from etils import epath
-from ml_collections import config_flags
 
 from refusion_jax.config import check, check_mesh, explained, make_objective, names
 from refusion_jax.config.model import model_config
@@ -55,9 +54,7 @@ from refusion_jax.training.recovery import Health, LeftOut, leave_out
 from refusion_jax.training.train_step import TrainState, init_state, wide_to_int
 from refusion_jax.training.workdir import check_same_run, claim
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Config file, such as configs/quickstart.py", lock_config=True
-)
+_CONFIG = cli.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)

@@ -127,7 +127,7 @@ class Calls:
         """One call, (command, flags); the files that it is about are written to a new directory."""
         directory.mkdir()
         kinds = [self._flag] * 6 + [self._prompts] * 3 + [self._rows, self._data, self._foreign, self._run] * 2
-        kinds += [self._checkpoint, self._log, self._config]
+        kinds += [self._checkpoint, self._log, self._config, self._flagfile]
         return self.rng.choice(kinds)(directory)
 
     def _flag(self, directory: Path) -> tuple[str, list[str]]:
@@ -200,6 +200,22 @@ class Calls:
         command = self.rng.choice(["train", "plan", "inspect_data", "drill"])
         needed = [f"--workdir={directory}/new"] if command != "plan" else ["--topology=v5e:2x2"]
         return command, [f"--config={directory}/c.py", *needed]
+
+    def _flagfile(self, directory: Path) -> tuple[str, list[str]]:
+        """A file of flags with something wrong with it."""
+        rng, file = self.rng, directory / "f"
+        value = f"--{rng.choice(FLAGS['generate'].split())}={rng.choice(NASTY)}"
+        leads = [f"--flagfile={path}" for path in (file, f"{directory}/../{directory.name}/f", "/dev/zero", ".", "")]
+        lines = [
+            f"--checkpoint={self.run}",
+            f"--input={directory}/none.jsonl",
+            "# a comment",
+            rng.choice([value, *leads]),
+        ]
+        file.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+        if rng.random() < 0.3:
+            self._spoil(file)
+        return "generate", [f"--flagfile={file}", *[f"--input={directory}/none.jsonl"] * rng.randrange(2)]
 
     def _copy_run(self, directory: Path, *without: str) -> Path:
         ignored = shutil.ignore_patterns(*without, "tensorboard", "*cache*")

@@ -1,10 +1,13 @@
-"""A chat template is a program by strangers: what it may take, and that nothing but the conversation comes of it."""
+"""A template is a program by strangers: what it may take, and that nothing but its text comes of it."""
+
+import datetime
 
 import pytest
 
 from refusion_jax import UserError
-from refusion_jax.data import chat_template
+from refusion_jax.data import templates
 from refusion_jax.data.chat_template import ChatTemplate
+from refusion_jax.data.templates import TemplateError, Templates
 
 TURNS = [{"role": "user", "content": "a\u2028 \U0001f600"}, {"role": "assistant", "content": "b"}]
 
@@ -24,19 +27,19 @@ def test_a_template_renders_turn_after_turn():
         ("{{ messages[0].content * 10**11 }}", "fails: it needs more than 1024 MiB"),
         ("{{ 9 ** (9 ** 9) }}", "it takes too much time"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes too much time"),
-        ("{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "fails: it gives more than 16,777,216 characters"),
+        ("{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "fails: it gives more than 4,194,304 characters"),
         ("{{ messages.__class__.__mro__ }}", "fails: access to attribute"),
         ("{{ nobody.knows }}", "fails: 'nobody' is undefined"),
     ],
 )
 def test_what_it_may_not_do(source, said, monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
+    monkeypatch.setattr(templates, "SECONDS", 1.0)
     with pytest.raises(UserError, match=said):
         ChatTemplate(source, "here").render(messages=TURNS)
 
 
 def test_one_failure_does_not_spoil_the_next_conversation(monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
     template = ChatTemplate("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}{{ n }}", "here")
     for n in (2, 99999, 3, 100001, 4):
         if n < 9:
@@ -44,3 +47,22 @@ def test_one_failure_does_not_spoil_the_next_conversation(monkeypatch):
         else:
             with pytest.raises(UserError, match="too much time" if n < 100_000 else "Range too big"):
                 template.render(n=n)
+
+
+def test_tasks_have_a_dialect_of_their_own_and_the_same_limits(monkeypatch):
+    """lm_eval keeps the last newline, refuses names that nobody knows, and has a filter more."""
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    task = Templates("task")
+    doc = {"a": "1 #### 2", "day": datetime.date(2026, 1, 2)}
+    text = "{{ a.split('####')[-1].strip() }} {{ a|regex_replace('[0-9]', 'n') }} {{ day }}\n"
+    assert task.render(text, doc) == "2 n #### n 2026-01-02\n"
+    for source, said in {
+        "{{ nobody }}": "'nobody' is undefined",
+        "{{ 'a' * 10**11 }}": "more than 1024 MiB",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "too much time",
+        "{{ ('a' * 40 + 'b')|regex_replace('(a+)+$', '') }}": "too much time",
+        "{{ a.__class__.__mro__ }}": "unsafe",
+    }.items():
+        with pytest.raises(TemplateError, match=said):
+            task.render(source, doc)
+    assert task.render("{{ a }}", doc) == "1 #### 2"

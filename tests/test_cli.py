@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import start
 
 from refusion_jax import UserError
 from refusion_jax.runtime import cli
@@ -77,3 +78,29 @@ def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     ):
         with pytest.raises(UserError, match=said):
             cli.check_output("output", path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("JAX_ENABLE_X64", "maybe", "a variable of the environment: invalid truth value 'maybe' for .*JAX_ENABLE_X64"),
+        ("JAX_ENABLE_X64", "1", "JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it"),
+    ],
+)
+def test_an_environment_that_jax_refuses_is_one_line(name, value, said, monkeypatch):
+    """JAX reads it while a command is imported, before anything of ours runs."""
+    monkeypatch.setenv(name, value)
+    process = start("convert")
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert re.fullmatch(f"error: {said}.*\n", err)
+
+
+def test_a_directory_that_is_gone_is_said_to_be(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as end:
+        cli.guard(lambda: cli.check_output("output", Path("x")))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: the directory that this was started in is not there any more\n"

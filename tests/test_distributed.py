@@ -284,6 +284,10 @@ def test_bad_input_is_one_line_and_never_tried_again(tmp_path, flags, said):
             "JAX_PROCESS_ID=2 must be a number from 0 to below JAX_NUM_PROCESSES=2",
         ),
         (
+            {"JAX_NUM_PROCESSES": "9" * 20, "JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID=2 must be a number from 0 to below JAX_NUM_PROCESSES=9",
+        ),
+        (
             {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h", "JAX_PROCESS_ID": "1"},
             "JAX_COORDINATOR_ADDRESS=h must be host:port",
         ),

@@ -176,6 +176,14 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
         ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be asked: AssertionError: Context is not a string"),
         ('["\\n\\n"]', "[3]", r"--tasks=sums: until=\[3\] must be texts"),
         ('["\\n\\n"]', "3", "--tasks=sums: it cannot be asked: TypeError"),
+        ("{{{{question}}}}", "{{{{ 'a' * 10**11 }}}}", "--tasks=sums: the template .* needs more than 1024 MiB"),
+        ("{{{{question}}}}", "{{{{ nobody }}}}", "--tasks=sums: the template .* fails: 'nobody' is undefined$"),
+        ("'####'", "'####' if question != 'Sort 5 5 3 5.' else nobody", "--tasks=sums: the template .* not Strict"),
+        ("repeats: {repeats}", "repeats: 0", "--tasks=sums: repeats=0 must be a number from 1 to 10000"),
+        ("([0-9])", "(", "--tasks=sums: it cannot be asked: error: missing"),
+        ("exact_match", "nope", "--tasks=sums: it cannot be asked: ValueError: .*there is no metric nope"),
+        ("task: sums", "task: 3", "--include_path=.*/tasks: cannot be searched for tasks: TypeError"),
+        ("generate_until", "multiple_choice", "cannot be asked: TypeError: doc_to_choice was called but not set"),
     ):
         assert old in GENERATE
         plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE.replace(old, new)))

@@ -80,7 +80,8 @@ def check(c: ml_collections.ConfigDict) -> None:
     if c.eval.tasks or c.eval.decode:
         read_decode(c)
 
-    if c.profile_steps and not (len(c.profile_steps) == 2 and 1 <= c.profile_steps[0] <= c.profile_steps[1]):
+    is_span = len(c.profile_steps) == 2 and all(type(step) is int for step in c.profile_steps)
+    if c.profile_steps and not (is_span and 1 <= c.profile_steps[0] <= c.profile_steps[1]):
         refuse("profile_steps", "must be a first and a last step, counted from 1, such as (10,12)")
 
     m = c.model

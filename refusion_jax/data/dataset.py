@@ -78,6 +78,7 @@ def _open_prepared(
             )
         if part.manifest.tokenizer != tokenizer_hash(tokenizer):
             raise UserError(f"{part.path} was made with another tokenizer than {file}; prepare it again with that one")
+        _try(part)
     weights = tuple(data.weights) or tuple(len(part) for part in parts)
     if len(weights) != len(parts) or not all(isinstance(w, int | float) and w > 0 for w in weights):
         raise UserError(
@@ -119,7 +120,14 @@ def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer
         )
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
         raise UserError(f"--config.{key}: {path} was made with another tokenizer than the run's; prepare it with that")
+    _try(rows)
     return rows
+
+
+def _try(rows: PreparedRows) -> None:
+    """Reads one row, which tells whether the manifest is that of the files, before a run's directory is made."""
+    if len(rows):
+        rows[0]
 
 
 def corpus(examples: list[Example]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,12 @@ from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
+from refusion_jax.data.tokenizer_growth import TextGrowth
 from refusion_jax.runtime.errors import UserError, first_line, is_unicode, without_stderr
-from refusion_jax.runtime.json_input import kind_of, read_object
+from refusion_jax.runtime.json_input import kind_of, parse_json, read_object
 from refusion_jax.runtime.storage import read_file
 
+_TRIED = "What\u0301s 2 + 2?\n\t\ufb01 \u4e2d\u00a0\U0001f600"
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 
 
@@ -34,12 +37,14 @@ class FastTokenizer:
         """
         content = read_file(path)
         self._path = path
-        try:
-            text = content.decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not a Hugging Face tokenizer: not UTF-8") from error
+        what = "is not a Hugging Face tokenizer"
+        described = self._ask(lambda: parse_json(content), what)
+        if not isinstance(described, dict):
+            raise UserError(f"{path} {what}: it must hold an object, not {kind_of(described)}")
         with without_stderr():  # a panic is printed, too
-            self._tokenizer = self._ask(lambda: tokenizers.Tokenizer.from_str(text), "is not a Hugging Face tokenizer")
+            self._growth = self._ask(lambda: TextGrowth(str(path), described), what)
+            self._tokenizer = self._ask(lambda: tokenizers.Tokenizer.from_str(content.decode()), what)
+            self._ask(self._try)
         self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
         self._tokenizer.no_padding()
         self._config_path = path.with_name("tokenizer_config.json")
@@ -91,8 +96,15 @@ class FastTokenizer:
 
     def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
         self._tokenizer.encode_special_tokens = as_text  # else "<|im_end|>" becomes the token of that name
+        self._ask(lambda: self._growth.check(texts))
         encoded = self._ask(lambda: self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         return [one.ids for one in encoded]
+
+    def _try(self) -> None:
+        """Has it panic now if it will; with all else that fails it may do for other texts."""
+        self._growth.check([_TRIED])
+        with contextlib.suppress(Exception):
+            self._tokenizer.encode_batch_fast([_TRIED], add_special_tokens=False)
 
     def _ask(self, call: Callable[[], Any], what: str = "is a tokenizer that fails") -> Any:
         """What the library answers. It raises nothing more precise than Exception, and its panics not even that.
@@ -105,7 +117,7 @@ class FastTokenizer:
         """
         try:
             return call()
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, UserError):
             raise
         except BaseException as error:  # noqa: BLE001
             raise UserError(f"{self._path} {what}: {first_line(error)}") from error

@@ -12,6 +12,7 @@ from refusion_jax.runtime.storage import write_file
 
 FORMAT = "refusion_jax rows 1"
 FILE = "manifest.json"
+LONGEST_ROW = 2**24  # tokens
 PROGRESS = ".progress"  # directory of an unfinished `prepare`
 
 
@@ -93,6 +94,8 @@ def _fault(manifest: Manifest) -> str | None:
     for name, least in (("row_length", 2), ("vocabulary", 1), ("rows", 0), ("documents", 0), ("segments", 0)):
         if getattr(manifest, name) < least:
             return f"{name} must be at least {least}"
+    if manifest.row_length > LONGEST_ROW:
+        return f"row_length must be at most {LONGEST_ROW}"
     if manifest.token_bytes not in (2, 4):
         return "token_bytes must be 2 or 4"
     for shard in manifest.shards:

@@ -1,5 +1,6 @@
 """Runs tasks of lm_eval (its own, the pinned ones, and the user's) and summarizes the cost of decoding."""
 
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -11,17 +12,34 @@ from typing import Any
 
 import datasets
 import lm_eval
+import lm_eval.api.model
 import lm_eval.api.task
+import lm_eval.utils
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
 
+from refusion_jax.data.templates import TemplateError, Templates
 from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel, key_of
 from refusion_jax.runtime.errors import UserError
 
 PINNED = Path(__file__).parent / "tasks"
-lm_eval.api.task.tqdm = lambda items, **_: items  # its progress bars would break up the log of a training run
+# Its progress bars would break up the log of a training run.
+lm_eval.api.task.tqdm = lm_eval.api.model.tqdm = lambda items, **_: items
+_TEMPLATES = Templates("task")
+_REPEATS = 10_000  # answers to one problem
 _SEED = 1234  # for choosing few-shot examples; lm_eval's default
+
+
+def _apply_template(template: str, doc: dict[str, Any]) -> str:
+    """A text of a task file about a problem."""
+    try:
+        return _TEMPLATES.render(template, doc)
+    except TemplateError as error:
+        raise TemplateError(f"the template {template[:60]!r} {error}") from error
+
+
+lm_eval.utils.apply_template = _apply_template  # its own would render a stranger's program without limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +56,44 @@ class Plan:
     flags: str = "--"  # prefix of the flags, for error messages
 
 
+_SAID: collections.deque[str] = collections.deque(maxlen=3)  # errors that lm_eval has logged
+
+
+class _Kept(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps what lm_eval logs of an error, since what it then raises often says nothing."""
+        _SAID.append(record.getMessage())
+
+
+def _reason(error: BaseException) -> str:
+    """Why a task cannot be used, in one line."""
+    said = " ".join([*_SAID, str(error.__cause__ or error)]).split()
+    return f"{type(error).__name__}: {' '.join(said)[:300]}"
+
+
 def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
     """The tasks, with their data.
 
     Raises:
       UserError: where a task is unknown, its data cannot be loaded, or a flag it needs is missing.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    _SAID.clear()
+    logger = logging.getLogger("lm_eval")
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    logger.handlers = [_Kept()]
+    for library in ("datasets", "huggingface_hub"):  # say line after line what they then raise
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     paths = [PINNED, *([plan.include_path] if plan.include_path else [])]
-    manager = TaskManager(include_path=paths, include_defaults=False)
-    if not all(name in manager.all_tasks for name in plan.tasks):
-        manager = TaskManager(include_path=paths)  # takes seconds, as lm_eval has thousands of files
+    try:
+        manager = TaskManager(include_path=paths, include_defaults=False)
+        if not all(name in manager.all_tasks for name in plan.tasks):
+            manager = TaskManager(include_path=paths)  # takes seconds, as lm_eval has thousands of files
+    except Exception as error:  # files of tasks hold anything
+        raise UserError(
+            f"{plan.flags}include_path={plan.include_path}: cannot be searched for tasks: {_reason(error)}"
+        ) from error
     tasks = [task for name in plan.tasks for task in _load(manager, name, plan)]
     for task in tasks:
         _check(task, plan)
@@ -69,10 +113,11 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> list[lm_eval.api.task.
             local |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
             spec = load_yaml(manager.task_index[name].yaml_path) | local
         return list(manager.load([spec])["tasks"].values())
+    except TemplateError as error:
+        raise UserError(f"{plan.flags}tasks={name}: {error}") from error
     except (Exception, SystemExit) as error:  # datasets, the hub and task files raise whatever they like
-        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{plan.flags}tasks={name}: it cannot be loaded: {type(error).__name__}: {reason}; if its data cannot be "
+            f"{plan.flags}tasks={name}: it cannot be loaded: {_reason(error)}; if its data cannot be "
             f"downloaded here, put it into DIR/{name}.jsonl and give {plan.flags}task_data=DIR"
         ) from error
 
@@ -81,6 +126,9 @@ def _check(task: lm_eval.api.task.Task, plan: Plan) -> None:
     name, metadata = task.config.task, task.config.metadata or {}
     if plan.num_fewshot and task.config.num_fewshot == 0:
         raise UserError(f"--num_fewshot={plan.num_fewshot}: {name} is a task without examples; leave the flag out")
+    if not (type(task.config.repeats) is int and 1 <= task.config.repeats <= _REPEATS):
+        shown = str(task.config.repeats)[:60]
+        raise UserError(f"{plan.flags}tasks={name}: repeats={shown} must be a number from 1 to {_REPEATS}")
     if not getattr(task, "UNSAFE_CODE", False):
         return
     if not plan.allow_code_execution:
@@ -118,14 +166,32 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.
                 )
                 everything += [[str(argument) for argument in instance.args] for instance in task.instances]
                 lm.check([i for i in task.instances if i.request_type == "generate_until"])
+                _check_scoring(task)
             except UserError:
                 raise
+            except TemplateError as error:
+                raise UserError(f"{plan.flags}tasks={task.config.task}: {error}") from error
             except (Exception, SystemExit) as error:  # a task file is a program of its own
-                reason = " ".join(str(error).split())[:300]
                 raise UserError(
-                    f"{plan.flags}tasks={task.config.task}: it cannot be asked: {type(error).__name__}: {reason}"
+                    f"{plan.flags}tasks={task.config.task}: it cannot be asked: {_reason(error)}"
                 ) from error
     return key_of(everything)
+
+
+def _check_scoring(task: lm_eval.api.task.Task) -> None:
+    """Tries on empty answers what is done only when everything is decoded: filters, and the targets of problems."""
+    if not callable(task.config.process_results):
+        for instance in task.instances:
+            task.doc_to_target(instance.doc)
+        for metric, function in getattr(task, "_metric_fn_list", {}).items():
+            if function is None:
+                raise ValueError(f"there is no metric {metric}")
+    for instance in task.instances:
+        instance.resps = [""] * instance.repeats
+    if task.OUTPUT_TYPE == "generate_until":
+        task.apply_filters()
+    for instance in task.instances:
+        instance.resps, instance.filtered_resps = [], {}
 
 
 def _learn_settings(lm: EvaluatedModel, tasks: list[lm_eval.api.task.Task]) -> None:

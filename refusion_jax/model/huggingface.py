@@ -22,6 +22,7 @@ from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import read_object
+from refusion_jax.runtime.storage import check_file
 
 # Ours -> (theirs, how many leading axes of ours are the input; 0: the same array in both).
 _LAYER = {
@@ -146,6 +147,7 @@ class Tensors:
         self._file_of = {}
         for name in sorted(files):
             try:
+                check_file(path / name)
                 with safetensors.safe_open(path / name, "numpy") as file:
                     self._file_of |= dict.fromkeys(file.keys(), name)
             except FileNotFoundError as error:

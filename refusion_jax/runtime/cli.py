@@ -5,6 +5,7 @@ import difflib
 import errno
 import io
 import os
+import re
 import select
 import shlex
 import sys
@@ -18,14 +19,18 @@ from typing import Any
 import ml_collections
 from absl import app, flags, logging
 from etils import epath
+from ml_collections import config_flags
 
 from refusion_jax.runtime.errors import Failure, SettingError, UserError, first_line
+from refusion_jax.runtime.flagfiles import with_flagfiles
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.runtime.storage import STORES, is_remote, names_no_store
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
 _HELP_FLAGS = {"--help", "-h"}
 flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
+_NO = ("", "0", "false", "f", "no", "n", "off")  # as JAX reads it
+_BAD_BACKEND = re.compile("Unable to initialize backend ('cpu'|.* not in the list of known backends)")  # JAX's words
 _LONGEST_LINE = 2000  # characters of an error
 _STORE_SECONDS = 15.0  # until a store must have answered
 
@@ -46,6 +51,9 @@ def run(
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
+        argv = sys.argv = [argv[0], *with_flagfiles(argv[1:])]  # `drill` hands on what it was given
+        if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
+            raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
         if _HELP_FLAGS & set(argv):
             print(_help(argv, settings, hidden))
             sys.exit(0)
@@ -54,7 +62,9 @@ def run(
         try:
             logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is refused below
             rest = flags.FLAGS(argv)[1:]
-        except (Exception, SystemExit) as error:  # a config file is the user's own program, and may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a config file is the user's own program, and may raise anything
             fault = config_fault(argv[1:], names() if names else ())
             is_ours = isinstance(error, flags.Error | UserError)
             raise fault or (
@@ -104,8 +114,12 @@ def guard(main: Callable[[], None]) -> None:
             _end(None, 141)
         if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
             _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
+        if isinstance(error, FileNotFoundError) and _is_nowhere():
+            _end(UserError("the directory that this was started in is not there any more"), 2, error)
         if isinstance(error, OSError) and error.errno in _OF_A_DISK:
             _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
+        if isinstance(error, RuntimeError) and _BAD_BACKEND.match(str(error)):
+            _end(UserError(f"the environment: {first_line(error)}"), 2, error)
         _end(Failure(_unforeseen(error)), 1, error)
 
 
@@ -113,6 +127,15 @@ def guard(main: Callable[[], None]) -> None:
 _OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
 _OF_A_PATH |= {errno.ENXIO}  # a socket, or a terminal that is not there
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _is_nowhere() -> bool:
+    """Whether the directory that this was started in has been deleted, so that no name in it means a place."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _reader_is_gone() -> bool:
@@ -269,6 +292,8 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         reason = "is a link that leads in a circle, or lies below one"
     elif nearest != real and not nearest.is_dir():
         reason = f"{nearest} is a file"
+    elif any(nearest.is_relative_to(top) if directory else str(nearest) == top for top in ("/proc", "/sys")):
+        reason = f"nothing can be made in {nearest}"
     elif not os.access(nearest, os.W_OK):
         reason = f"no permission to write to {nearest}"
     if reason:
@@ -285,6 +310,18 @@ def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: 
     for path in [] if is_remote(output) else inputs:
         if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):
             raise UserError(f"--{flag}={output}: lies in --input={path}, or is the same; name another place")
+
+
+def define_config(help: str) -> flags.FlagHolder:
+    """The flag --config, and one --config.KEY for every key of the file that it names.
+
+    ml_collections looks at the command line already here, and would read flagfiles before `run` has checked them.
+    """
+    given, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        return config_flags.DEFINE_config_file("config", None, help)
+    finally:
+        sys.argv = given
 
 
 def define_settings(

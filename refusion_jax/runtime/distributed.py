@@ -76,12 +76,16 @@ def _explicit(given: dict[str, str]) -> tuple[str, int, int]:
         if name not in given:
             raise UserError(f"{name} is not set, but {' and '.join(given)} {'are' if len(given) > 1 else 'is'}")
     address, *numbers = (given[name] for name in _VARIABLES)
-    if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
+    if not all(map(_is_number, numbers)) or int(numbers[1]) >= int(numbers[0]):
         raise UserError(f"JAX_PROCESS_ID={numbers[1]} must be a number from 0 to below JAX_NUM_PROCESSES={numbers[0]}")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not _is_number(port) or not 0 < int(port) < 65536:
         raise UserError(f"JAX_COORDINATOR_ADDRESS={address} must be host:port, with a port from 1 to 65535")
     return address, *map(int, numbers)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
 
 
 @contextlib.contextmanager

@@ -16,21 +16,35 @@ from etils import epath
 
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.manifest import is_prepared
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.cli import check_output
 from refusion_jax.runtime.errors import UserError, first_line
 from refusion_jax.runtime.json_input import read_object
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.runtime.storage import check_file, is_remote, write_file
+
+_FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "left_out.json")
+_FILES += ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_DIRECTORIES = ("checkpoints", "tensorboard", "compilation_cache")
 
 
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
-    """Refuses a directory that holds another run.
+    """Refuses a directory that holds another run, or what a run could not write to.
 
     Raises:
-      UserError: naming the keys that differ.
+      UserError: naming the keys that differ, or what is in the way.
     """
     check_output("workdir", workdir, directory=True)
+    if is_prepared(str(workdir)):
+        raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
+    if not is_remote(workdir):
+        for path in (workdir / name for name in _FILES):
+            if path.exists():
+                check_file(path)
+        for path in (workdir / name for name in _DIRECTORIES):
+            if path.exists() and not path.is_dir():
+                raise UserError(f"--workdir={workdir}: {path.name} in it is no directory")
     if not (workdir / "config.json").exists():
         return
     there, here = (json.loads(c.to_json()) for c in (read_config(workdir), config))
