@@ -13,7 +13,7 @@ import sys
 from absl import flags
 
 from refusion_jax.benchmarks import __path__ as place
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.flagfiles import with_flagfiles
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
         return
     if unexpected := own([f"bench {name}", *rest])[1:]:
         raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
-    cli.check_values(own)
+    flag_values.check_values(own)
     benchmark.main(own)
 
 

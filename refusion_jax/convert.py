@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.runtime import cli, sharding
+from refusion_jax.runtime import cli, flag_values, sharding
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import LARGEST_FILE, check_file, write_file
 from refusion_jax.training.checkpoint_directory import find_step
@@ -60,7 +60,7 @@ def main() -> None:
     if None in (_FROM.value, _TO.value, _FORMAT.value):
         raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface are needed; --help explains")
     source, target = Path(_FROM.value), Path(_TO.value)
-    cli.check_output("to", target, directory=True)
+    flag_values.check_output("to", target, directory=True)
     if target.exists():
         raise UserError(f"--to={target} exists; name a new directory")
     if not source.is_dir():

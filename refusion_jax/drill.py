@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from absl import flags
 
 from refusion_jax.config import check, explained, names
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import read_object
 from refusion_jax.training.checkpoint_directory import saved_steps
@@ -135,7 +135,7 @@ def main() -> None:
         raise UserError(f"--kinds={min(unknown)}: unknown; known: {', '.join(FAULTS)}")
     kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
     workdir = Path(_WORKDIR.value)
-    cli.check_output("workdir", workdir, directory=True)
+    flag_values.check_output("workdir", workdir, directory=True)
     is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
     given = [argument for argument in sys.argv[1:] if argument.startswith(("--config", "-config"))]

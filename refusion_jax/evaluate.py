@@ -35,7 +35,7 @@ from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.evaluation import needs_harness
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.huggingface import is_huggingface
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.distributed import together
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
@@ -78,7 +78,7 @@ def main() -> None:
             "--checkpoint=DIR, --output=DIR and one of --tasks=A,B and --data=DIR are needed; --help explains"
         )
     output = Path(_OUTPUT.value)
-    cli.check_output("output", output, directory=True)
+    flag_values.check_output("output", output, directory=True)
     checkpoint = epath.Path(_CHECKPOINT.value)
     if _PREPARED.value:
         held_out = measure(checkpoint, _PREPARED.value)

@@ -48,7 +48,7 @@ from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.huggingface import is_huggingface
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.compiled_code import find_danger, keep_compiled
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import declared, scope
@@ -190,12 +190,12 @@ def main() -> None:
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
     inputs = [_INPUT.value] if _INPUT.value else []
     if output:
-        cli.check_output("output", output)
-        cli.check_apart(output, inputs)
+        flag_values.check_output("output", output)
+        flag_values.check_apart(output, inputs)
     feeds = epath.Path(_RECORD.value) if _RECORD.value else None
     if feeds:
-        cli.check_output("record_feeds", feeds)
-        cli.check_apart(feeds, inputs, "record_feeds")
+        flag_values.check_output("record_feeds", feeds)
+        flag_values.check_apart(feeds, inputs, "record_feeds")
         if output and absolute(feeds) == absolute(output):
             raise UserError(f"--record_feeds={feeds}: --output={output} is the same file")
     if output:

@@ -25,7 +25,7 @@ from refusion_jax.data.manifest import LONGEST_ROW, Manifest
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import is_remote
 
@@ -121,8 +121,8 @@ def main() -> None:
     if not _INPUT.value or _OUTPUT.value is None or flag["tokenizer"] is None:
         raise UserError("--input, --output and --tokenizer are needed; --help explains")
     if not is_remote(_OUTPUT.value):
-        cli.check_output("output", Path(_OUTPUT.value), directory=True)
-        cli.check_apart(_OUTPUT.value, _INPUT.value)
+        flag_values.check_output("output", Path(_OUTPUT.value), directory=True)
+        flag_values.check_apart(_OUTPUT.value, _INPUT.value)
     tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"])
     fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--")
     shared = {name: flag[name] for name in ("mask_piece", "row_length", "text_packing", "on_error", "dedup")}

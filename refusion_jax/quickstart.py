@@ -25,7 +25,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.companions import missing
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
@@ -153,7 +153,7 @@ def written_pieces(decoded: Decoded, index: int, tokenizer: Tokenizer, piece: in
 def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
-    cli.check_output("workdir", workdir, directory=True)
+    flag_values.check_output("workdir", workdir, directory=True)
     choose_method(workdir, None)  # or there is no model, or none that we decode
     seconds = next((r["seconds"] for r in reversed(read_metrics(workdir)) if type(r.get("seconds")) is float), None)
     if seconds is None:

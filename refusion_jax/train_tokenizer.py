@@ -16,7 +16,7 @@ from refusion_jax.data.packing import usable
 from refusion_jax.data.pieces import find_files
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 
@@ -35,8 +35,8 @@ def main() -> None:
     if _INPUT.value is None or _OUTPUT.value is None:
         raise UserError("--input and --output are needed; --help explains")
     output = Path(_OUTPUT.value)
-    cli.check_output("output", output)
-    cli.check_apart(output, find_files(_INPUT.value))
+    flag_values.check_output("output", output)
+    flag_values.check_apart(output, find_files(_INPUT.value))
     config = default_config()
     config.data.path = _INPUT.value
     config.data.update({name: flag.value for name, flag in _FIELDS.items()})

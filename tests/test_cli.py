@@ -9,7 +9,7 @@ import pytest
 from conftest import start
 
 from refusion_jax import UserError
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import Failure, SettingError
 
 
@@ -62,14 +62,14 @@ def test_what_can_be_no_path(path):
     cli.flags.DEFINE_string("workdir", None, "", flag_values=values)
     values(["program", f"--workdir={path}"])
     with pytest.raises(UserError, match="--workdir=.*: is (empty|too long for a path)"):
-        cli.check_values(values)
+        flag_values.check_values(values)
 
 
 def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--output=.*/file is a file"):
-        cli.check_output("output", tmp_path / "file" / "below")
-    cli.check_output("output", Path(os.devnull))
+        flag_values.check_output("output", tmp_path / "file" / "below")
+    flag_values.check_output("output", Path(os.devnull))
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, said in (
         (tmp_path / "none" / "..", "is a directory"),
@@ -77,7 +77,7 @@ def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
         (Path("gs://bucket/file"), "must be a local path"),
     ):
         with pytest.raises(UserError, match=said):
-            cli.check_output("output", path)
+            flag_values.check_output("output", path)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def test_a_directory_that_is_gone_is_said_to_be(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(SystemExit) as end:
-        cli.guard(lambda: cli.check_output("output", Path("x")))
+        cli.guard(lambda: flag_values.check_output("output", Path("x")))
     assert end.value.code == 2
     assert capsys.readouterr().err == "error: the directory that this was started in is not there any more\n"

@@ -37,7 +37,7 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import shard_count
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
@@ -73,7 +73,7 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a way and batch size, then a table."""
     if own.size not in SIZES:
         raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
-    batch_sizes = cli.read_counts("batch_sizes", own.batch_sizes)
+    batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
     table = Table(

@@ -32,7 +32,7 @@ from refusion_jax.config.model import model_config
 from refusion_jax.model.attention import attention
 from refusion_jax.model.flops import peak_flops, train_flops_per_token
 from refusion_jax.model.triton import triton_attention
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import write_file
@@ -64,7 +64,7 @@ def main(own: flags.FlagValues) -> None:
     """Runs what fits; prints one JSON object a record."""
     if not own.output:
         raise UserError("--output=: name the directory of the results")
-    cli.check_output("output", Path(own.output), directory=True)
+    flag_values.check_output("output", Path(own.output), directory=True)
     if not own.rehearse and jax.default_backend() != "gpu":
         raise UserError(f"bench gpu: the devices here are {jax.default_backend()}; --rehearse tries it without a GPU")
     began, records = time.perf_counter(), []

@@ -21,7 +21,7 @@ from etils import epath
 from refusion_jax.batch.batch import Batch, is_labelled
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import flag_values
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.pretrained import load_model
@@ -40,7 +40,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a number of rows (and of tokens)."""
-    rows, tokens = (cli.read_counts(name, own[name].value) for name in ("rows", "tokens"))
+    rows, tokens = (flag_values.read_counts(name, own[name].value) for name in ("rows", "tokens"))
     if own.checkpoint:
         directory = find_step(epath.Path(own.checkpoint))[0]
         batch = training_batch(read_config(directory), directory, step=0)[2]

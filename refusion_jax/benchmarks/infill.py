@@ -22,7 +22,7 @@ from rich.table import Table
 from refusion_jax.benchmarks.decode import read_way
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 from refusion_jax.systems.api import stream
@@ -58,7 +58,7 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a slot size, checkpoint and way, then a table."""
     if not own.checkpoint:
         raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
-    slot_sizes = cli.read_counts("slot_sizes", own.slot_sizes)
+    slot_sizes = flag_values.read_counts("slot_sizes", own.slot_sizes)
     table = Table("slot size", "checkpoint", "way", "exact match", "tokens/forward")
     for size, checkpoint in itertools.product(slot_sizes, own.checkpoint):
         for record in measure(checkpoint, own.way or default_ways(), size, own.problems, own.batch_size):

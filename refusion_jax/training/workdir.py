@@ -19,8 +19,8 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime.cli import check_output
 from refusion_jax.runtime.errors import UserError, first_line
+from refusion_jax.runtime.flag_values import check_output
 from refusion_jax.runtime.json_input import read_object
 from refusion_jax.runtime.storage import check_file, is_remote, write_file
 

@@ -33,7 +33,7 @@ from refusion_jax.benchmarks.headline.comparison import Comparison
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS
 from refusion_jax.config import check
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.registry import find_system, trainable
@@ -63,7 +63,7 @@ def main(own: flags.FlagValues) -> None:
     config = read_config(file)
     for flag, path, is_directory in (("output", own.output, True), ("page", own.page, False)):
         if path:
-            cli.check_output(flag, Path(path), is_directory)
+            flag_values.check_output(flag, Path(path), is_directory)
     directory = Path(own.output)
     given = [own[name].serialize() for name in own if own[name].present and name != "page"]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])

@@ -42,7 +42,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import cli
+from refusion_jax.runtime import flag_values
 from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.systems.registry import default_system
@@ -68,7 +68,7 @@ def main(own: flags.FlagValues) -> None:
     if not own.checkpoint:
         raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
     shapes = [None, *map(read_shape, own.shapes)]
-    batch_sizes = cli.read_counts("batch_sizes", own.batch_sizes)
+    batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     ways = {way: read_way(way, {"max_new_tokens": _MAX_NEW_TOKENS}) for way in own.way or default_system().decoders}
     place_of = {way: find_checkpoint(own.checkpoint, settings.method) for way, settings in ways.items()}
     loaded = {place: load_model(place) for place in dict.fromkeys(place_of.values())}

@@ -1,0 +1,122 @@
+"""Checks of what flags name, before any work is done for it: paths, numbers, and lists of numbers."""
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from absl import flags
+from etils import epath
+
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import STORES, is_remote, names_no_store
+
+_STORE_SECONDS = 15.0  # until a store must have answered
+# Flags that name a file or directory, in any command.
+_PATHS = {
+    *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
+    *("compilation_cache", "hlo", "record_feeds", "feeds"),
+    "stop",  # is a text, but in that, too, there must be something
+}
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
+
+
+def check_values(values: flags.FlagValues) -> None:
+    """Refuses what can be no path, and numbers that absl takes although nothing can be done with them.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    for name in values:  # those of settings have limits of their own
+        value = values[name].value
+        if "." not in name and isinstance(value, int | float) and not -(2**32) < value < 2**32:
+            raise UserError(f"--{name}={str(value)[:60]}: must be a number between -2^32 and 2^32")
+    for name in sorted(name for name in _PATHS & set(values) if not values[name].using_default_value):
+        given = values[name].value
+        for path in given if isinstance(given, list) else [given]:
+            if path == "":
+                raise UserError(f"--{name}=: is empty")
+            if not isinstance(path, str) or name == "stop":
+                continue
+            if why := names_no_store(path):
+                raise UserError(f"--{name}={path}: {why}")
+            if is_remote(path):
+                _check_reachable(name, path)
+                continue
+            raw = os.fsencode(path)
+            if len(raw) > _LONGEST_PATH or max(map(len, raw.split(b"/"))) > _LONGEST_NAME:
+                raise UserError(f"--{name}={path[:60]}...: is too long for a path")
+
+
+def _check_reachable(flag: str, path: str) -> None:
+    """Asks a store for a path; its client would try again and again for most of a minute."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            epath.Path(path).exists()
+            answers.append("")
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            answers.append(f"{type(error).__name__}: {error}")
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_STORE_SECONDS)
+    if why := answers[0] if answers else f"no answer in {_STORE_SECONDS:g} s":
+        raise UserError(f"--{flag}={path} cannot be reached: {why}")
+
+
+def read_counts(flag: str, values: Sequence[str]) -> list[int]:
+    """The numbers of a flag that lists some, each at least 1.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    if not values or not all(x.isascii() and x.isdecimal() and len(x) < 10 and int(x) for x in values):
+        raise UserError(f"--{flag}={','.join(values)}: must be numbers from 1 to 999,999,999 with commas between")
+    return [int(x) for x in values]
+
+
+def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
+    """Refuses a path that cannot be written, before any work is done for it.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    if is_remote(path):
+        return
+    if os.fspath(path).startswith(tuple(store[:-1] for store in STORES)):  # one slash is what pathlib leaves
+        raise UserError(f"--{flag}={path}: must be a local path; copy what is there when it is done")
+    path = Path(path).absolute()
+    if directory and (signs := set("*?[\\") & set(str(path))):
+        raise UserError(
+            f"--{flag}={path}: has {min(signs)} in it; Orbax takes a path for a pattern, and would not "
+            f"find its files again: name another directory"
+        )
+    real = Path(os.path.realpath(path))
+    nearest = next(p for p in (real, *real.parents) if p.exists())
+    reason = None
+    if nearest == real and real.is_dir() != directory:
+        reason = f"is a {'file' if directory else 'directory'}"
+    elif any(p.is_symlink() for p in (real, *real.parents)):
+        reason = "is a link that leads in a circle, or lies below one"
+    elif nearest != real and not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif any(nearest.is_relative_to(top) if directory else str(nearest) == top for top in ("/proc", "/sys")):
+        reason = f"nothing can be made in {nearest}"
+    elif not os.access(nearest, os.W_OK):
+        reason = f"no permission to write to {nearest}"
+    if reason:
+        raise UserError(f"--{flag}={path}: {reason}")
+
+
+def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:
+    """Refuses to write over what is read, or into a directory that is read whole.
+
+    Raises:
+      UserError: naming the flag and the input.
+    """
+    real = Path(os.path.realpath(output))
+    for path in [] if is_remote(output) else inputs:
+        if not is_remote(path) and Path(os.path.realpath(path)) in (real, *real.parents):
+            raise UserError(f"--{flag}={output}: lies in --input={path}, or is the same; name another place")
