@@ -9,10 +9,13 @@ import pytest
 from conftest import BOS, MASK, PROMPTS, settings, sharp_model, tiny_model
 
 from refusion_jax import UserError, decode
+from refusion_jax.batch.masking import shuffle_documents
 from refusion_jax.batch.rows import Rows
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import Given, Request
 from refusion_jax.systems import block_diffusion
+
+KEYS = jax.random.split(jax.random.key(0), 4)
 
 
 def test_the_matrix_of_the_docstring_is_the_mask():
@@ -21,32 +24,33 @@ def test_the_matrix_of_the_docstring_is_the_mask():
     assert block_diffusion.ComplementaryBlocks(2).dense(12).tolist() == expected
 
 
-def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_documents():
+@pytest.mark.parametrize("seed", range(4))
+def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_documents(seed):
     """Blocks of four: the second is the first document's, and repeats its end in place of the other's beginning."""
     tokens, segments = np.arange(5, 17), np.array([1] * 6 + [2] * 6)
     response = np.array([0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], bool)
-    rows = Rows(*(jnp.asarray(x)[None] for x in (tokens, segments, response)))
-    owner, seen = np.array([1] * 8 + [2] * 4), np.array([*tokens[:6], tokens[5], tokens[5], *tokens[8:]])
-    trained = np.array([0, 0] + [1] * 10, bool)
-    for seed in range(4):
-        objective = block_diffusion.ComplementaryMasks(MASK, 4, 1e-3)
-        batch = objective.corrupt(rows, jax.random.split(jax.random.key(seed), 1))
-        first, second, clean = np.split(np.asarray(batch.inputs[0]), 3)
-        np.testing.assert_array_equal(clean, tokens)
-        np.testing.assert_array_equal(batch.visibility.segment_ids[0], [*owner, *owner, *segments])
-        np.testing.assert_array_equal(batch.positions[0, :12], [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5])
-        np.testing.assert_array_equal((first == MASK), (second != MASK) & trained)
-        for copy in (first, second):
-            np.testing.assert_array_equal(copy[copy != MASK], seen[copy != MASK])
-        weight = np.asarray(batch.weights["mdm"][0])
-        labelled = np.zeros(36, bool)
-        for copy, x in enumerate((first, second)):
-            for n in range(1, 12):
-                is_behind_own = n % 4 > 0 or owner[n - 1] == segments[n - 1] == segments[n]
-                labelled[12 * copy + n - 1] = trained[n] and x[n] == MASK and is_behind_own
-        np.testing.assert_allclose(weight, labelled / labelled.sum(), rtol=1e-6)
-        assert labelled.sum() == 6 + 3  # the token at the start of the third block follows one that it does not own
-        np.testing.assert_array_equal(np.asarray(batch.labels[0])[labelled], np.tile([*seen[1:], 0], 3)[labelled])
+    rows, keys = Rows(*(jnp.asarray(x)[None] for x in (tokens, segments, response))), KEYS[seed : seed + 1]
+    tokens, response = (np.asarray(x[0]) for x in jax.tree.leaves(shuffle_documents(rows, keys))[::2])
+    owner, source = np.array([1] * 8 + [2] * 4), np.array([0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10, 11])
+    seen, trained = tokens[source], response[source]
+    batch = block_diffusion.ComplementaryMasks(MASK, 4, 1e-3).corrupt(rows, keys)
+    first, second, clean = np.split(np.asarray(batch.inputs[0]), 3)
+    np.testing.assert_array_equal(clean, tokens)
+    np.testing.assert_array_equal(batch.visibility.segment_ids[0], [*owner, *owner, *segments])
+    np.testing.assert_array_equal(batch.positions[0, :12], [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5])
+    np.testing.assert_array_equal((first == MASK), (second != MASK) & trained)
+    for copy in (first, second):
+        np.testing.assert_array_equal(copy[copy != MASK], seen[copy != MASK])
+    weight = np.asarray(batch.weights["mdm"][0])
+    labelled = np.zeros(36, bool)
+    for copy, x in enumerate((first, second)):
+        for n in range(1, 12):
+            is_behind_own = n % 4 > 0 or owner[n - 1] == segments[n - 1] == segments[n]
+            labelled[12 * copy + n - 1] = trained[n] and x[n] == MASK and is_behind_own
+    np.testing.assert_allclose(weight, labelled / labelled.sum(), rtol=1e-6)
+    # Of the third block, the first token follows one that it does not own.
+    assert labelled.sum() == trained[:8].sum() + trained[9:].sum()
+    np.testing.assert_array_equal(np.asarray(batch.labels[0])[labelled], np.tile([*seen[1:], 0], 3)[labelled])
 
 
 def test_prefilled_blocks_are_those_of_a_forward_over_everything():

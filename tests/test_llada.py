@@ -8,6 +8,7 @@ from conftest import MASK, config_with, forward, tiny_model
 from test_objectives import rows_of
 
 from refusion_jax.batch.batch import loss_terms
+from refusion_jax.batch.masking import pad_answers
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.config import make_objective
 
@@ -17,7 +18,8 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_one_a_row_by_hand(pa
     """1 / documents * sum over masked tokens of CE / (p * response tokens), each document in a forward of its own."""
     rows, model = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)]), tiny_model()
     objective = make_objective(config_with(objective="llada", **{"llada.padding": padding}), MASK)
-    batch = objective.corrupt(rows, jax.random.split(jax.random.key(5), 2))
+    keys = jax.random.split(jax.random.key(5), 2)
+    batch, padded = objective.corrupt(rows, keys), pad_answers(rows, keys, padding)
     total, documents, length = 0.0, 0, rows.tokens.shape[1]
     segments = np.asarray(batch.visibility.segment_ids)
     for row in range(2):
@@ -30,7 +32,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_one_a_row_by_hand(pa
             log_p = np.asarray(jax.nn.log_softmax(logits))[0]
             is_masked = alone[0, : len(places)] == MASK
             p = float(batch.facts["mask_ratio"][row, places[0]])
-            prompt = {(0, 1): 2, (0, 2): 0, (0, 3): 3, (1, 1): 1, (1, 2): 4}[row, int(segment)]
+            prompt = int(np.sum(~np.asarray(padded.is_response[row, places])))
             assert not is_masked[:prompt].any()
             cost = sum(-log_p[at, batch.labels[row, places[at]]] for at in np.flatnonzero(is_masked))
             total += cost / (p * (len(places) - prompt))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import MASK, config_with
 
-from refusion_jax.batch.masking import pad_answers
+from refusion_jax.batch.masking import pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.config import make_objective
 
@@ -19,15 +19,44 @@ ROWS = Rows(
     is_response=jnp.asarray((SEGMENTS > 0) & (np.arange(10)[None] % 3 > 0)),
 )
 FIRST = jax.tree.map(lambda x: x * (jnp.arange(10) < 3)[None], ROWS)  # one document of three tokens, and room
-PAD = jax.jit(pad_answers, static_argnums=2)
-KEYS = [jax.random.split(jax.random.key(seed), 2) for seed in range(20)]
+UNEQUAL = Rows(
+    tokens=jnp.array([[30, 31, 32, 2, 20, 21, 2, 10, 2, 0]]),
+    segment_ids=jnp.array([[1] * 4 + [2] * 3 + [3] * 2 + [0]]),
+    is_response=jnp.array([[0, 0, 0, 1, 0, 0, 1, 0, 1, 0]], bool),
+)
+PAD, SHUFFLE = jax.jit(pad_answers, static_argnums=2), jax.jit(shuffle_documents)
+KEYS = [jax.random.split(jax.random.key(seed), 2) for seed in range(40)]
+
+
+def documents_of(rows: Rows) -> list[list[int]]:
+    """The documents of the first row, in order."""
+    tokens, segments = np.asarray(rows.tokens[0]), np.asarray(rows.segment_ids[0])
+    assert (np.diff(segments[segments > 0]) >= 0).all()
+    return [tokens[segments == one].tolist() for one in range(1, segments.max() + 1)]
+
+
+def test_documents_are_whole_and_stand_in_any_order_and_place():
+    """Where one begins must not tell how long it is."""
+    orders, begins = set(), set()
+    for keys in KEYS:
+        rows = SHUFFLE(UNEQUAL, keys[:1])
+        found = documents_of(rows)
+        assert sorted(found) == [[10, 2], [20, 21, 2], [30, 31, 32, 2]]
+        np.testing.assert_array_equal(rows.is_response, rows.tokens == 2)
+        assert not np.asarray(rows.segment_ids[0, 9:]).any()
+        orders.add(tuple(text[0] for text in found))
+        begins.add(np.asarray(rows.tokens[0]).tolist().index(10))
+    assert len(orders) == 6
+    assert begins == {0, 3, 4, 7}
 
 
 def test_the_drawing_of_the_docstring_is_one_of_the_rows_that_come_out():
     drawn = [np.asarray(PAD(ROWS, keys, 0.5).tokens[0]).tolist() for keys in KEYS]
     assert [10, 11, 2, 2, 2, 2, 30, 31, 2, 2] in drawn
-    assert [10, 11, 2, 20, 21, 2, 30, 31, 2, 2] in drawn
-    assert all(tokens[:3] == [10, 11, 2] for tokens in drawn)  # the first stays
+    assert all(10 in text or 20 in text or 30 in text for text in drawn)
+    for keys in KEYS:
+        first = SHUFFLE(ROWS, keys).tokens[0, :3]
+        np.testing.assert_array_equal(PAD(ROWS, keys, 0.5).tokens[0, :3], first)  # the first stays
 
 
 def test_padding_is_a_part_of_the_answer_before_it():

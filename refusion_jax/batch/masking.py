@@ -3,6 +3,8 @@
 Axes: B rows, T row length.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
@@ -17,13 +19,29 @@ PADDING = Setting(
 )  # fmt: skip
 
 
+def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
+    """Puts the documents of each row into a random order; the empty end stays where it is.
+
+    Rows are packed with the longest documents first, and often to their end. What stands behind a document, and where
+    in its row it begins, would tell a model how long it is, and a decoder has no row (of the quickstart's reversals,
+    those of three words were the last ones in their rows, and models wrote a fourth).
+    """
+    index = row_index(rows.tokens)
+    draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), index.shape[1:]))(keys)
+    of_document = jnp.take_along_axis(draws, index - text_positions(rows.segment_ids), axis=1)
+    order = jnp.argsort(jnp.where(rows.segment_ids > 0, of_document, 2.0), axis=1, stable=True)
+    rows = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=1), rows)
+    is_first = (text_positions(rows.segment_ids) == 0) & (rows.segment_ids > 0)
+    return dataclasses.replace(rows, segment_ids=jnp.cumsum(is_first, axis=1) * (rows.segment_ids > 0))
+
+
 def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
     """Replaces some documents by padding of the one before them: repeats of its last token, the EOS.
 
     A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those behind the
     end with EOS (LLaDA pads answers with EOS, as part of the loss). Packed rows have no room for that, so some
-    documents are replaced, never the first of a row; the empty end of a row becomes padding, too. With the second one
-    replaced:
+    documents are replaced, in a random order of the row's and never the first; the empty end of a row becomes padding,
+    too. With the second one replaced:
 
         tokens     p a E q b E r c E .
                    p a E E E E r c E E
@@ -35,6 +53,7 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
     """
     if not share:
         return rows
+    rows = shuffle_documents(rows, keys)
     index, is_real = row_index(rows.tokens), rows.segment_ids > 0
     start = index - text_positions(rows.segment_ids)
     draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)

@@ -48,6 +48,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
+from refusion_jax.batch.masking import shuffle_documents
 from refusion_jax.batch.rows import Rows, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.decoding import cache as kv
@@ -98,6 +99,7 @@ class ComplementaryMasks:
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Both noisy copies and the clean text; each noisy block belongs to the document of its first token."""
+        rows = shuffle_documents(rows, keys)
         T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         first = index - index % self.block_size  # of the block
