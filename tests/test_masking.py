@@ -53,10 +53,8 @@ def test_documents_are_whole_and_stand_in_any_order_and_place():
 def test_the_drawing_of_the_docstring_is_one_of_the_rows_that_come_out():
     drawn = [np.asarray(PAD(ROWS, keys, 0.5).tokens[0]).tolist() for keys in KEYS]
     assert [10, 11, 2, 2, 2, 2, 30, 31, 2, 2] in drawn
-    assert all(10 in text or 20 in text or 30 in text for text in drawn)
-    for keys in KEYS:
-        first = SHUFFLE(ROWS, keys).tokens[0, :3]
-        np.testing.assert_array_equal(PAD(ROWS, keys, 0.5).tokens[0, :3], first)  # the first stays
+    assert [10, 11, 2, 20, 21, 2, 30, 31, 2, 2] in drawn
+    assert all(tokens[:3] == [10, 11, 2] for tokens in drawn)  # the first stays
 
 
 def test_padding_is_a_part_of_the_answer_before_it():

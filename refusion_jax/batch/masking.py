@@ -22,9 +22,9 @@ PADDING = Setting(
 def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     """Puts the documents of each row into a random order; the empty end stays where it is.
 
-    Rows are packed with the longest documents first, and often to their end. What stands behind a document, and where
-    in its row it begins, would tell a model how long it is, and a decoder has no row (of the quickstart's reversals,
-    those of three words were the last ones in their rows, and models wrote a fourth).
+    Rows are packed with the longest documents first, and often to their end, so that the place where one begins tells
+    how long it is: for blocks counted from the start of the row, which a decoder has not (of the quickstart's
+    reversals, those of three words always ended with their rows; elsewhere a model wrote a fourth).
     """
     index = row_index(rows.tokens)
     draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), index.shape[1:]))(keys)
@@ -40,8 +40,8 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
 
     A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those behind the
     end with EOS (LLaDA pads answers with EOS, as part of the loss). Packed rows have no room for that, so some
-    documents are replaced, in a random order of the row's and never the first; the empty end of a row becomes padding,
-    too. With the second one replaced:
+    documents are replaced, never the first of a row; the empty end of a row becomes padding, too. With the second one
+    replaced:
 
         tokens     p a E q b E r c E .
                    p a E E E E r c E E
@@ -53,7 +53,6 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
     """
     if not share:
         return rows
-    rows = shuffle_documents(rows, keys)
     index, is_real = row_index(rows.tokens), rows.segment_ids > 0
     start = index - text_positions(rows.segment_ids)
     draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)
