@@ -23,8 +23,13 @@ os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} --xla_force_host_platform_device_cou
 # threads they wait for each other for ever (seen once, with two devices on two cores).
 os.environ["NPROC"] = "32"
 
-# The user's own cache is left alone.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="refusion-tests-")
+# The user's own cache is left alone. Workers of pytest-xdist inherit that of the process that starts them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="refusion-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+# Programs that one process compiles, a command or a worker, are there for the next one.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] + "/programs"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 import hypothesis
 import jax
@@ -42,7 +47,6 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import find_decoder
 
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 hypothesis.settings.register_profile(  # the same examples each time, and no fault of theirs where the machine is busy
     "refusion",
     derandomize=True,
@@ -51,9 +55,6 @@ hypothesis.settings.register_profile(  # the same examples each time, and no fau
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("refusion")
-# Programs that one command compiles are there for the next one; not for this process, whose JAX has been imported.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] + "/commands"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_threefry_partitionable", True)

@@ -38,8 +38,16 @@ def test_who_can_write_to_an_object_store_is_not_known():
     assert "is not known" in find_danger(epath.Path("gs://bucket/run"))
 
 
-def test_a_cache_that_is_not_trusted_is_not_used_unless_asked(tmp_path, caplog, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it
+@pytest.fixture
+def no_cache_yet():
+    """As users have it; the tests' own cache is back behind the test."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_cache_that_is_not_trusted_is_not_used_unless_asked(no_cache_yet, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda *changed: used.append(changed))
     used = []
     tmp_path.chmod(0o777)

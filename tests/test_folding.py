@@ -35,5 +35,4 @@ def test_tokens_see_in_folded_rows_whom_they_see_in_others(pattern):
 @pytest.mark.parametrize("parts", [2, 4])
 def test_every_chip_has_as_many_keys_to_attend_to(pattern, parts):
     of_chips = Folded(pattern, parts).dense(128).reshape(parts, -1).sum(axis=1)
-    assert of_chips.max() <= 1.05 * of_chips.mean()
-    assert of_chips.mean() * parts == pytest.approx(128 * pattern.keys_seen(128))
+    assert of_chips.tolist() == [128 * pattern.keys_seen(128) / parts] * parts

@@ -23,8 +23,11 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     """Puts the documents of each row into a random order; the empty end stays where it is.
 
     Rows are packed with the longest documents first, and often to their end, so that the place where one begins tells
-    how long it is: for blocks counted from the start of the row, which a decoder has not (of the quickstart's
-    reversals, those of three words always ended with their rows; elsewhere a model wrote a fourth).
+    how long it is where blocks are counted from the start of the row, and a decoder's text always begins at one.
+
+    Args:
+      rows: to shuffle; their documents are numbered anew, from the left.
+      keys: one a row.
     """
     index = row_index(rows.tokens)
     draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), index.shape[1:]))(keys)

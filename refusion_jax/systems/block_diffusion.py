@@ -30,8 +30,8 @@ copies, shift and mean, order of decoding. The authors give each copy a clean te
 which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole blocks. Here rows are
 packed: a noisy block belongs to the document of its first token; behind the end of that document it holds repeats of
 the EOS in place of the next document, whose labels in this block are lost. They are masked and predicted like others,
-because a decoder fills them before it knows where the text ends (without labels 67 % of the quickstart's answers were
-right, and wrong ones too long or too short).
+because a decoder fills them before it knows where the text ends. Blocks are counted from the start of the row, so the
+documents of a row are shuffled: packed by length, their places would tell it.
 Their approximate cache inside a block, off by default, is left out. Places behind a revealed EOS are not decoded, but
 fed as masks.
 

@@ -1,0 +1,72 @@
+"""Source files of every kind, read whole or in pieces."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from test_prepare import write_pairs
+
+from refusion_jax.data.examples import Example, Fields
+from refusion_jax.data.pieces import cut, find_files, read, whole
+
+
+def test_a_parquet_file_that_no_table_can_be_made_of_is_a_bad_example(tmp_path):
+    far = pyarrow.table({"text": ["a"], "messages": pyarrow.array([2**60], pyarrow.timestamp("us"))})
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    for table in (far, twice):
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        (bad,) = read(whole(str(tmp_path / "a.parquet")), Fields())
+        assert bad.kind == "unreadable file"
+
+
+def test_a_directory_with_a_link_to_one_above_is_read_once(tmp_path):
+    (tmp_path / "in" / "below").mkdir(parents=True)
+    write_pairs(tmp_path / "in" / "below" / "a.jsonl", 1)
+    (tmp_path / "in" / "below" / "back").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "aside").symlink_to(tmp_path / "in" / "below")  # is another name, which the user gave
+    found = find_files(str(tmp_path / "in"))
+    assert found == [str(tmp_path / "in" / name / "a.jsonl") for name in ("aside", "below")]
+
+
+def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path):
+    pairs = write_pairs(tmp_path / "a.jsonl", 100)
+    table = pyarrow.table({"query": [q for q, _ in pairs], "response": [r for _, r in pairs], "image": [b"x"] * 100})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=9)
+    writer = ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+    for line in (tmp_path / "a.jsonl").read_bytes().splitlines():
+        writer.write(line)
+    writer.close()
+    for suffix in ("jsonl", "parquet", "array_record"):
+        path = str(tmp_path / f"a.{suffix}")
+        for size in (1, 300, 1 << 20):
+            pieces = cut(path, size)
+            assert len(pieces) == 1 if size > 1 << 19 else len(pieces) > 3
+            examples = [e for piece in pieces for e in read(piece, Fields())]
+            assert [(e.prompt, e.response) for e in examples] == pairs
+            wheres = [str(e.where).rsplit(":" if suffix == "jsonl" else " ", 1)[1] for e in examples]
+            assert wheres == [str(i) for i in range(1, 101)]
+
+
+@pytest.mark.parametrize("size", [7, 64, 1000, 10**6])
+def test_a_text_is_cut_between_characters_only(size, tmp_path):
+    text = "grüße ☃\n" * 20 + "☃" * 30000 + "\n" + "x" * 500
+    (tmp_path / "a.txt").write_text(text)
+    parts = [e for piece in cut(str(tmp_path / "a.txt"), size * 50) for e in read(piece, Fields())]
+    assert all(isinstance(e, Example) for e in parts)
+    assert "".join(e.response for e in parts) == text
+    assert [e.starts for e in parts] == [True] + [False] * (len(parts) - 1)
+    assert [e.ends for e in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_messages_become_a_prompt_and_the_last_answer(tmp_path):
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "r"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns[:2]}))
+    good, bad = read(whole(str(tmp_path / "a.jsonl")), Fields())
+    assert (good.prompt, good.response) == ((("system", "s"), ("user", "q")), "r")
+    assert bad.kind == "not a conversation"

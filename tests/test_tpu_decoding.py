@@ -1,0 +1,96 @@
+"""Decoders, compiled for TPUs that are not here: what they keep in memory, and what a forward moves."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import pytest
+from conftest import run
+from test_tpu import config_of, pytestmark  # noqa: F401  the marks are for the tests below
+
+from refusion_jax import DecodeSettings
+from refusion_jax.config.model import model_config
+from refusion_jax.planning import hlo
+from refusion_jax.planning.compiler import compile_program, prepare_environment
+from refusion_jax.planning.costs import collective_kind, count
+from refusion_jax.planning.feeds import Load, Target, forward_costs
+from refusion_jax.planning.programs import lower_decode
+from refusion_jax.runtime import sharding
+from refusion_jax.runtime.chips import find_chip
+
+ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 32  # a forward writes a block behind the text; all rows at their widest
+
+
+def test_the_decoder_is_planned_too():
+    flags = ["--config=configs/quickstart.py", "--topology=v5e:2x2", "--what=decode", "--memory_only", "--json"]
+    flags += ["--decode.batch_size=8", "--decode.max_new_tokens=16", "--decode.slot_size=4"]
+    flags += ["--decode.method=sequential"]  # it compiles in a fifth of the time; the default's is looked into below
+    record = json.loads(run("plan", *flags)[0])
+    assert record["what"] == "decode"
+    assert record["fits"]
+    assert record["flops_per_chip"] > 0
+
+
+def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
+    flags = ["--config=configs/refusion_8b.py:0.6b", "--topology=v5e:2x2", "--what=decode", "--memory_only", "--json"]
+    flags += ["--decode.batch_size=1024", "--config.model.num_hidden_layers=4"]
+    flags += ["--decode.method=sequential"]  # it compiles in a fifth of the time
+    out, err = run("plan", *flags, code=2)
+    assert not json.loads(out)["fits"]
+    (line,) = err.strip().splitlines()
+    found = re.fullmatch(r"error: needs .* GiB a chip of v5e:2x2; --decode.batch_size=(\d+) makes it fit", line)
+    assert 1 <= int(found[1]) <= 512
+
+
+@functools.cache
+def decoder_of_8b() -> hlo.Module:
+    """What the chips of a v5e:2x4 run that decode eight rows of 8B together, each with its share of the heads."""
+    prepare_environment()
+    config = config_of("refusion_8b", "8b", **{"mesh.tensor": 8, "mesh.fsdp": 1})
+    settings = DecodeSettings("refusion", batch_size=ROWS, cache_length=1024, max_new_tokens=64, serial_blocks=2)
+    return compile_program(lower_decode, (config.to_json(), "v5e:2x4", 1, settings), memory_only=True).module
+
+
+def decoding_loop(module: hlo.Module) -> str:
+    """The body of the last loop whose end the data decides; the one before it is the prefill's."""
+    entry = module.computations[module.entry]
+    loops = [i for i in entry.instructions.values() if i.opcode == "while"]
+    return [i.attribute("body") for i in loops if hlo.trip_count(module, entry, i) is None][-1]
+
+
+def all_that_runs_in(module: hlo.Module, name: str, seen: set[str]) -> list[hlo.Instruction]:
+    """The instructions of a computation, and of those that it calls."""
+    if name in seen:
+        return []
+    seen.add(name)
+    found = list(module.computations[name].instructions.values())
+    for i in list(found):
+        for inner in (i.attribute("body"), i.attribute("condition"), *i.called, *i.branches):
+            found += all_that_runs_in(module, inner, seen) if inner else []
+    return found
+
+
+def test_the_8b_decoder_copies_no_cache_and_gathers_no_weights_in_its_loop():
+    module = decoder_of_8b()
+    inside = all_that_runs_in(module, decoding_loop(module), set())
+    assert len(inside) > 1000
+    keys = 36 * CACHE * ROWS * 128 * 2  # bytes of a chip: layers, entries, rows, one head in bfloat16
+    copied = [s for i in inside if i.opcode.startswith("copy") for s in i.shapes]
+    assert not [s for s in copied if CACHE in s.dims or s.bytes >= keys / 8]  # all the new entries are keys / 33
+    assert {collective_kind(i) for i in inside} == {None, "all-reduce"}
+
+
+def test_a_forward_of_8b_moves_hardly_more_than_its_weights_and_the_live_cache():
+    """Bytes are what the operations of the loop's compiled body read from and write to HBM; of the shapes of a forward
+    the dearest counts, and of the lengths of the cache the whole. They are what `plan --feeds` prices, too."""
+    module = decoder_of_8b()
+    costs = count(dataclasses.replace(module, entry=decoding_loop(module)), chips_per_slice=8)
+    config, mesh = config_of("refusion_8b", "8b"), dict.fromkeys(sharding.MESH_AXES, 1) | {"tensor": 8}
+    target = Target(model_config(config), config.dtype, find_chip("v5e:2x4"), mesh)
+    assert costs.bytes <= 1.1 * (target.weight_bytes() + target.cache_bytes(ROWS * CACHE))
+
+    priced = forward_costs(Load(PLACES, ROWS * CACHE, PLACES * (CACHE + PLACES / ROWS)), target)
+    assert costs.bytes == pytest.approx(priced.bytes, rel=0.03)
+    assert costs.flops == pytest.approx(priced.flops, rel=0.01)
+    assert sum(c.bytes for c in costs.collectives) == pytest.approx(priced.collectives[0].bytes, rel=0.01)
