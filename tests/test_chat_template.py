@@ -1,6 +1,8 @@
 """A template is a program by strangers: what it may take, and that nothing but its text comes of it."""
 
 import datetime
+import signal
+import time
 
 import pytest
 
@@ -47,6 +49,19 @@ def test_one_failure_does_not_spoil_the_next_conversation(monkeypatch):
         else:
             with pytest.raises(UserError, match="too much time" if n < 100_000 else "Range too big"):
                 template.render(n=n)
+
+
+def test_signals_that_a_process_ignores_do_not_lift_the_limits(monkeypatch):
+    """libtpu, once it is loaded, ignores that of the timer, which ends a template that takes too long."""
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    monkeypatch.setattr(templates, "_PATIENCE", 20.0)  # on the clock
+    began, before = time.monotonic(), signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        with pytest.raises(UserError, match="too much time"):
+            ChatTemplate("{{ 9 ** (9 ** 9) }}", "here").render(messages=TURNS)
+    finally:
+        signal.signal(signal.SIGPROF, before)
+    assert time.monotonic() - began < 20.0
 
 
 def test_tasks_have_a_dialect_of_their_own_and_the_same_limits(monkeypatch):

@@ -48,6 +48,7 @@ SCRIPTS = [
 SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
 SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128", "--config.decay_steps=1"]
 SMALLER_BENCH = ["max_new_tokens=16", "serial_blocks=2", "slot_size=4"]
+SHARED_PROGRAMS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")  # most compile the same
 CHEAP_TESTS = "'one_shot and (never_seen or own_key or plain_reference or committed_once)'"  # the others compile more
 
 
@@ -92,6 +93,7 @@ def tiny_qwen3(path) -> None:
 
 def shell(command: str, home) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "JAX_"))}
+    env |= {name: os.environ[name] for name in SHARED_PROGRAMS}
     env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILE, "PYTHONPATH": str(home), "PYTHON": sys.executable}
     done = subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -83,6 +83,8 @@ class _Process:
             sys.executable,
             [sys.executable, "-I", program, json.dumps(limits)],
             {},
+            setsigmask=[],
+            setsigdef=[signal.SIGPROF],  # that of its timer; libtpu, once it is loaded, ignores it
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, there_in, 0),
                 (os.POSIX_SPAWN_DUP2, there_out, 1),

@@ -2,6 +2,7 @@
 
   python -m refusion_jax.bench headline --budget=tiny --output=runs/headline
   python -m refusion_jax.bench headline --budget=small --output=runs/small --systems=refusion,ar,llada
+  python -m refusion_jax.bench headline --budget=small --output=runs/small --seeds=1 --notune
   python -m refusion_jax.bench headline --budget=tiny --output=runs/headline --page=BENCHMARKS.md
 
 Trains each system (configs/headline.py:BUDGET; `small` uses three seeds, after short runs that choose the learning
@@ -45,6 +46,9 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_string("budget", "tiny", f"How much is spent: {' | '.join(BUDGETS)}", flag_values=own)
     flags.DEFINE_string("output", None, "Directory of the comparison: made, or gone on with", flag_values=own)
+    seeds = {"lower_bound": 1, "upper_bound": 100, "flag_values": own}
+    flags.DEFINE_integer("seeds", None, "Runs of each system, in place of the budget's number", **seeds)
+    flags.DEFINE_bool("tune", True, "Try the budget's learning rates; --notune takes the config's", flag_values=own)
     flags.DEFINE_list("systems", [], "Which systems, with commas between; all by default", flag_values=own)
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
     flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
@@ -59,6 +63,8 @@ def main(own: flags.FlagValues) -> None:
         raise UserError("--output=: name a directory for the comparison")
     for name in own.systems:
         find_system(name)
+    budget = BUDGETS[own.budget]
+    budget = dataclasses.replace(budget, seeds=own.seeds or budget.seeds, rates=budget.rates if own.tune else ())
     file = own.config or f"configs/headline.py:{own.budget}"
     config = read_config(file)
     for flag, path, is_directory in (("output", own.output, True), ("page", own.page, False)):
@@ -67,13 +73,13 @@ def main(own: flags.FlagValues) -> None:
     directory = Path(own.output)
     given = [own[name].serialize() for name in own if own[name].present and name != "page"]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
-    size = dataclasses.asdict(BUDGETS[own.budget]) | {"name": own.budget}
+    size = dataclasses.asdict(budget) | {"name": own.budget}
     call = {"budget": size, "config": file, "keys": config.to_dict()}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
         every = [name for name in trainable() if find_system(name).decoders]  # the others only fine-tune
         systems = list(dict.fromkeys(own.systems)) or every
-        results = Comparison(directory, own.budget, config, file, systems, own.studies, command, pieces).run()
+        results = Comparison(directory, own.budget, budget, config, file, systems, own.studies, command, pieces).run()
     finally:
         pieces.close()
     page = report.report(results)

@@ -20,7 +20,7 @@ from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.measure import check_fit, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import (
-    BUDGETS,
+    Budget,
     Point,
     Run,
     held_out,
@@ -44,7 +44,8 @@ class Comparison:
     def __init__(
         self,
         directory: Path,
-        budget: str,
+        name: str,
+        budget: Budget,
         config: ml_collections.ConfigDict,
         file: str,
         systems: list[str],
@@ -56,7 +57,8 @@ class Comparison:
 
         Args:
           directory: of the comparison.
-          budget: name of one of BUDGETS.
+          name: of the budget.
+          budget: how much is spent.
           config: of every run.
           file: of the config, with its variant.
           systems: names.
@@ -66,7 +68,7 @@ class Comparison:
         """
         self._directory, self._config, self._file, self._systems = directory, config, file, systems
         self._command, self._commit = command, commit()
-        self._name, self._budget, self._pieces = budget, BUDGETS[budget], pieces
+        self._name, self._budget, self._pieces = name, budget, pieces
         self._points = {system: operating_points(system, self._budget, config) for system in systems}
         self._studies = {system: studies(system, self._budget, config) if with_studies else {} for system in systems}
         self._mixture, self._problems = mixture(config.data.difficulty), held_out(config, self._budget)
