@@ -54,6 +54,13 @@ def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
     assert not trial_runs("ar", BUDGETS["tiny"], CONFIGS("tiny"), "c.py")
 
 
+def test_a_budget_is_made_smaller_by_flags():
+    small = BUDGETS["small"]
+    assert small.changed(seeds=None, tune=True) == small
+    assert small.changed(seeds=1, tune=True).seeds == 1
+    assert not trial_runs("ar", small.changed(seeds=1, tune=False), CONFIGS("small"), "c.py")
+
+
 def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
     pieces = Pieces(tmp_path / "all", {"budget": "tiny"})
     pieces.add("one", {"x": 1})

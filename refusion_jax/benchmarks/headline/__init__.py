@@ -63,8 +63,7 @@ def main(own: flags.FlagValues) -> None:
         raise UserError("--output=: name a directory for the comparison")
     for name in own.systems:
         find_system(name)
-    budget = BUDGETS[own.budget]
-    budget = dataclasses.replace(budget, seeds=own.seeds or budget.seeds, rates=budget.rates if own.tune else ())
+    budget = BUDGETS[own.budget].changed(own.seeds, own.tune)
     file = own.config or f"configs/headline.py:{own.budget}"
     config = read_config(file)
     for flag, path, is_directory in (("output", own.output, True), ("page", own.page, False)):

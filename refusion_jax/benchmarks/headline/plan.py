@@ -33,6 +33,10 @@ class Budget:
     rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; if empty, that one is used
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
 
+    def changed(self, seeds: int | None, tune: bool) -> "Budget":
+        """With another number of seeds, unless that is None; and without trying learning rates, unless `tune`."""
+        return dataclasses.replace(self, seeds=seeds or self.seeds, rates=self.rates if tune else ())
+
 
 BUDGETS = {
     "tiny": Budget(seeds=1, problems=96, timed=48, new_tokens=32, repeats=3),
