@@ -205,6 +205,15 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_filter_that_does_not_end_is_ended_and_named(loaded, tasks, tmp_path, monkeypatch):
+    """It tries all ways to spread the characters of an answer over 1,600 places; what was decoded is kept."""
+    monkeypatch.setattr(benchmark, "_FILTER_SECONDS", 0.5)
+    directory = tasks(GENERATE.replace("([0-9])", "^(([^#]?){{40}}){{40}}#$"))
+    with pytest.raises(UserError, match=r"--tasks=sums: its filters .* do not end: it takes more than 0.\d+ s"):
+        evaluate(loaded, tmp_path / "out", "sums", directory, limit=6, temperature=2.0)
+    assert len((tmp_path / "out" / "answers.0.jsonl").read_text().splitlines()) >= 6
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "data").exists(), reason=f"no GSM8K in {SHARED}")
 def test_six_hundred_questions_of_gsm8k(loaded, trained_run, tasks, tmp_path):

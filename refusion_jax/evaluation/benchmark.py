@@ -4,9 +4,10 @@ import collections
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from refusion_jax.data.templates import TemplateError, Templates
 from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel, key_of
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.time_limit import time_limit
 
 PINNED = Path(__file__).parent / "tasks"
 # Its progress bars would break up the log of a training run.
 lm_eval.api.task.tqdm = lm_eval.api.model.tqdm = lambda items, **_: items
 _TEMPLATES = Templates("task")
 _REPEATS = 10_000  # answers to one problem
+_FILTER_SECONDS = 10.0  # of processor time for the filters of a task, and 10 ms for each answer
 _SEED = 1234  # for choosing few-shot examples; lm_eval's default
 
 
@@ -97,6 +100,7 @@ def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
     tasks = [task for name in plan.tasks for task in _load(manager, name, plan)]
     for task in tasks:
         _check(task, plan)
+        task.apply_filters = functools.partial(_filter, task.apply_filters, task, plan)
     return tasks
 
 
@@ -192,6 +196,18 @@ def _check_scoring(task: lm_eval.api.task.Task) -> None:
         task.apply_filters()
     for instance in task.instances:
         instance.resps, instance.filtered_resps = [], {}
+
+
+def _filter(apply: Callable[[], Any], task: lm_eval.api.task.Task, plan: Plan) -> None:
+    """Filters the answers of a task: a regular expression of a stranger may take for ever on some text."""
+    answers = sum(len(instance.resps) for instance in task.instances)
+    try:
+        with time_limit(_FILTER_SECONDS + answers / 100):
+            apply()
+    except TimeoutError as error:
+        raise UserError(
+            f"{plan.flags}tasks={task.config.task}: its filters (filter_list) do not end: {error}"
+        ) from error
 
 
 def _learn_settings(lm: EvaluatedModel, tasks: list[lm_eval.api.task.Task]) -> None:
