@@ -50,6 +50,23 @@ def test_documents_are_whole_and_stand_in_any_order_and_place():
     assert begins == {0, 3, 4, 7}
 
 
+@pytest.mark.parametrize("name", ["llada", "dream"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_shortest_document_is_replaced_unless_it_is_shuffled_to_the_front(name, shuffle):
+    objective = make_objective(
+        config_with(objective=name, **{f"{name}.padding": 0.5, f"{name}.shuffle": shuffle}), MASK
+    )
+    corrupt, lengths = jax.jit(objective.corrupt), {10: set(), 20: set(), 30: set()}
+    for keys in KEYS:
+        batch = corrupt(UNEQUAL, keys[:1])
+        segments = np.asarray(batch.visibility.segment_ids[0])
+        for one in range(1, segments.max() + 1):
+            places = np.flatnonzero(segments == one)
+            if len(places):
+                lengths[int(batch.inputs[0, places[0]])].add(len(places))
+    assert max(lengths[10]) == (10 if shuffle else 3)  # padded by the others' places, or by the row's empty end alone
+
+
 def test_the_drawing_of_the_docstring_is_one_of_the_rows_that_come_out():
     drawn = [np.asarray(PAD(ROWS, keys, 0.5).tokens[0]).tolist() for keys in KEYS]
     assert [10, 11, 2, 2, 2, 2, 30, 31, 2, 2] in drawn

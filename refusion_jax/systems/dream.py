@@ -35,7 +35,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
-from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers
+from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text as canvas
@@ -51,6 +51,7 @@ from refusion_jax.systems.interface import System
 KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
     "padding": PADDING,
+    "shuffle": SHUFFLE,
     "cart_p": Setting(0.3, "how fast a clean token's weight falls with the distance to it", above=0, at_most=1),
 }
 
@@ -67,11 +68,12 @@ class ShiftedDiffusion:
     mask_id: int
     eps: float
     padding: float
+    shuffle: bool
     cart_p: float
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document; labels are shifted by one place."""
-        rows = pad_answers(rows, keys, self.padding)
+        rows = pad_answers(shuffle_documents(rows, keys) if self.shuffle else rows, keys, self.padding)
         positions = text_positions(rows.segment_ids)
         is_masked, p = draw_masks(rows, keys, self.eps)
         is_masked = is_masked & (positions > 0)

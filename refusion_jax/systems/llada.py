@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
-from refusion_jax.batch.masking import PADDING, draw_masks, pad_answers
+from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text as canvas
@@ -45,6 +45,7 @@ from refusion_jax.systems.likelihood import Feed, Text
 KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
     "padding": PADDING,
+    "shuffle": SHUFFLE,
 }
 
 
@@ -58,10 +59,11 @@ class MaskedDiffusion:
     mask_id: int
     eps: float
     padding: float
+    shuffle: bool
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document."""
-        rows = pad_answers(rows, keys, self.padding)
+        rows = pad_answers(shuffle_documents(rows, keys) if self.shuffle else rows, keys, self.padding)
         is_masked, p = draw_masks(rows, keys, self.eps)
         response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
         return Batch(
