@@ -6,10 +6,11 @@
 Time: blocks of --steps training steps take turns without a save, with an asynchronous save after the first step, and
 with a save that has checksums; a block ends when its save is on disk. The cost is the CPU time of all threads that a
 save adds to a block, relative to the neighbouring block without one, as the median; and the same by the clock, which
-means little on a machine that others use. (With an accelerator the host would otherwise be idle.) Memory: the most that
-a save holds on the host, relative to the size of the state, for a model of --memory_hidden_size. Flipped bits: after
-each of --flips random bit flips, in any file of the newest of two checkpoints, that checkpoint must be skipped because
-of a checksum.
+means little on a machine that others use. (With an accelerator the host would otherwise be idle.) Steps vary more than
+a save costs, so the CPU time of saves is also measured alone, in milliseconds and relative to the time of a block.
+Memory: the most that a save holds on the host, relative to the size of the state, for a model of --memory_hidden_size.
+Flipped bits: after each of --flips random bit flips, in any file of the newest of two checkpoints, that checkpoint must
+be skipped because of a checksum.
 """
 
 import ctypes
@@ -38,6 +39,7 @@ from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.program import Program, train_program
 from refusion_jax.training.train_step import TrainState
 
+_SAVES_ALONE = 15
 _DATA = {"next_row": 0, "rows": 1, "fingerprint": ""}
 
 
@@ -126,6 +128,7 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
                     block(steps, lambda step, state: None)
                 if number:  # the first round compiles
                     times.append(np.array([time.process_time(), time.monotonic()]) - began)
+        alone = {name: _alone(own, done, state) for name, own in kept.items()}
     none = np.median(seconds["none"], axis=0)
     more = {
         name: np.median(np.subtract(seconds[name], seconds["none"]), axis=0) / none for name in ("saved", "checksums")
@@ -139,7 +142,21 @@ def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
         "cost_with_checksums": float(more["checksums"][0]),
         "cost_by_clock": float(more["saved"][1]),
         "cost_with_checksums_by_clock": float(more["checksums"][1]),
+        "alone_ms": 1e3 * alone["saved"],
+        "alone_with_checksums_ms": 1e3 * alone["checksums"],
+        "alone_with_checksums_of_steps": alone["checksums"] / float(none[1]),
     }
+
+
+def _alone(checkpoints: Checkpoints, done: int, state: TrainState) -> float:
+    """CPU seconds of a save while nothing is trained: the median of some."""
+    taken = []
+    for number in range(_SAVES_ALONE):
+        began = time.process_time()
+        checkpoints.save(done + number, state, _DATA)
+        checkpoints.wait()
+        taken.append(time.process_time() - began)
+    return float(np.median(taken))
 
 
 def memory(width: int) -> dict[str, float | str]:

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 def time_limit(seconds: float) -> Iterator[None]:
     """Ends what the block does after so many seconds of this process's user time; a busy machine costs nothing.
 
-    Regular expressions and other Python code are ended; a call into a library is so only when it returns. Signals
-    reach the main thread alone: in another one there is no limit.
+    Regular expressions and other Python code are ended; a call into a library is so only when it returns. There is no
+    limit in another thread than the main one, which signals do not reach, nor where a library handles this signal.
 
     Raises:
       TimeoutError: where the block takes longer.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGVTALRM) is None:
         yield
         return
 
