@@ -17,7 +17,7 @@ PADDING = Setting(
     0.3, "share of documents replaced by padding of the one before, so that a model learns where answers end",
     at_least=0, below=1,
 )  # fmt: skip
-# The config key of `shuffle_documents`, for the same systems.
+# The config key of `shuffle_documents`, for systems that pad answers and can do without it.
 SHUFFLE = Setting(
     False, "whether documents of a row are put into a random order before some are replaced by padding: the longest, "
     "which stand first, are then padded as the others are, and a model learns where they end, in more steps",

@@ -13,7 +13,8 @@ adds Gumbel noise to the logits, but not to the confidences. With `merge` only s
 fed (decoding/merging.py).
 
 From the paper and the authors' code: schedule, order of commitment, 1 / p. Our choices: t and the normalization
-are per document, as documents are packed; a row stops after the block in which an EOS was committed.
+are per document, as documents are packed; padding takes the places of other documents, in the order in which they are
+packed or, with `shuffle`, in a random one; a row stops after the block in which an EOS was committed.
 
 Axes: B rows, T row length, C text length, N tokens to decode, K block length, V vocabulary.
 """
