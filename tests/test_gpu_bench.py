@@ -34,7 +34,7 @@ def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeyp
         raise RuntimeError("RESOURCE_EXHAUSTED: out | of\nmemory")
 
     some = [gpu.Part("first", 0, breaks), gpu.Part("logits", 0, lambda: [{"largest_error": 0.5}])]
-    monkeypatch.setattr(gpu, "parts", lambda *_: some)
+    monkeypatch.setattr(gpu, "parts", lambda own: some)
     own = flags.FlagValues()
     gpu.define_flags(own)
     own(["gpu", "--rehearse", f"--output={tmp_path / 'out'}"])

@@ -48,6 +48,7 @@ from refusion_jax.training.pretrained import load_model
 SIZES = {
     "tiny": (128, 3, 4, 2, 32, 384, 512, True),
     "small": (512, 8, 8, 4, 64, 1536, 4096, True),
+    "medium": (640, 12, 10, 5, 64, 1792, 4096, True),
     "0.6b": (1024, 28, 16, 8, 128, 3072, 151936, True),
     "1.7b": (2048, 28, 16, 8, 128, 6144, 151936, True),
     "8b": (4096, 36, 32, 8, 128, 12288, 151936, False),

@@ -5,9 +5,10 @@
 
 First, logits, attention over packed rows (forward and gradient) and greedy answers are compared with the CPU's; then
 model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; then every decoder of the default system, and
-the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128. Writes OUTPUT/results.json after
-every part, and OUTPUT/section.md, a section for BENCHMARKS.md. A part that is not expected to fit into the rest of
---minutes is skipped; a part that fails is reported, and the others go on.
+the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128; and with --checkout, the authors'
+code beside ours, as `bench authors` compares them. Writes OUTPUT/results.json after every part, and OUTPUT/section.md,
+a section for BENCHMARKS.md. A part that is not expected to fit into the rest of --minutes is skipped; a part that fails
+is reported, and the others go on.
 
 --rehearse does the same with tiny shapes on any device, with the attention kernel emulated. Its figures mean nothing,
 and its results say so.
@@ -15,6 +16,7 @@ and its results say so.
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ import numpy as np
 from absl import flags
 
 from refusion_jax.batch.visibility import CAUSAL, Visibility
+from refusion_jax.benchmarks import authors
 from refusion_jax.benchmarks import decode as decoding
 from refusion_jax.benchmarks import train as training
 from refusion_jax.config import default_config
@@ -57,6 +60,10 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint", None, "Trained weights whose answers are compared; none: skipped", flag_values=own
     )
+    flags.DEFINE_string(
+        "checkout", None, "Clone of the authors' code, to decode with it; none: skipped", flag_values=own
+    )
+    flags.DEFINE_string("python", sys.executable, "Interpreter that runs their code", flag_values=own)
     flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: tries this script itself", flag_values=own)
 
 
@@ -73,7 +80,7 @@ def main(own: flags.FlagValues) -> None:
     def left() -> float:
         return own.minutes - (time.perf_counter() - began) / 60
 
-    for part in parts(own.checkpoint, own.rehearse):
+    for part in parts(own):
         if part.minutes > left():
             found = [{"skipped": f"takes about {part.minutes:g} minutes, and {max(left(), 0):.1f} are left"}]
         else:
@@ -89,13 +96,16 @@ def main(own: flags.FlagValues) -> None:
     write_file(Path(own.output) / "section.md", section(head, records))
 
 
-def parts(checkpoint: str, rehearse: bool) -> list[Part]:
+def parts(own: flags.FlagValues) -> list[Part]:
     """All measurements, the cheapest and most important first."""
+    checkpoint, rehearse = own.checkpoint, own.rehearse
     few = [Part("logits", 1, logits), Part("attention", 1, lambda: packed(rehearse))]
     if checkpoint:
         few.append(Part("answers", 2, lambda: answers(checkpoint, 4 if rehearse else 64)))
     for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
         few.append(Part(f"training {size}", 0.5 if rehearse else 3, lambda size=size: [trained(size)]))
+    if own.checkout:
+        few.append(Part("the authors' code", 0.5 if rehearse else 4, lambda: beside_authors(own)))
     for size in ("tiny",) if rehearse else ("1.7b", "8b"):
         for rows in (2,) if rehearse else (1, 8, 32, 128):
             run = lambda size=size, rows=rows: decoded(size, rows, 8 if rehearse else 128)  # noqa: E731
@@ -190,6 +200,19 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
 
 
+def beside_authors(gpu: flags.FlagValues) -> list[dict]:
+    """Our decoder and the authors' code on the same random weights, in slots of which all drafts are accepted."""
+    own = flags.FlagValues()
+    authors.define_flags(own)
+    dtype, few = ("float32", "16") if gpu.rehearse else ("bfloat16", "128")
+    settings = [f"--decode.max_new_tokens={few}", "--decode.slot_size=8", "--decode.token_threshold=0"]
+    own(["gpu", f"--checkout={gpu.checkout}", f"--python={gpu.python}", f"--dtype={dtype}", *settings, "--repeats=2"])
+    own.count = 2 if gpu.rehearse else 8
+    size = "tiny" if gpu.rehearse else "1.7b"
+    model = decoding.random_model(size, dtype)
+    return [record | {"size": size} for record in authors.measure(model, own, [1, own.count])]
+
+
 def causal(segments: jax.Array) -> Visibility:
     """Causal attention within each document of packed rows."""
     return Visibility.of(CAUSAL, segments)
@@ -228,7 +251,17 @@ def section(head: dict, records: list[dict]) -> str:
                 r["size"], f"`{r['way']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
                 f"{r['tokens_per_forward']:.2f}", f"{r['ms_per_forward']:.2f}", f"{r['of_bandwidth']:.0%}",
             )
-            for r in measured if "way" in r
+            for r in measured if "of_bandwidth" in r
+        ],
+    )  # fmt: skip
+    lines += table(
+        ("beside the authors' code", "way", "batch", "tokens/s", "theirs", "ratio"),
+        [
+            (
+                r["size"], f"`{r['way']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
+                f"{r['their_tokens_per_second']:,.0f}", f"{r['ratio'][1]:.2f}",
+            )
+            for r in measured if "ratio" in r
         ],
     )  # fmt: skip
     missing = [record for record in records if record not in measured]

@@ -1,13 +1,13 @@
-"""Measures the CPU time and memory of saving a checkpoint, and whether flipped bits are noticed.
+"""Measures the time and memory of saving a checkpoint, and whether flipped bits are noticed.
 
   python -m refusion_jax.bench save
-  python -m refusion_jax.bench save --steps=50 --blocks=9 --flips=100 --hidden_size=128
+  python -m refusion_jax.bench save --steps=50 --windows=80 --flips=100 --hidden_size=128
 
-Time: blocks of --steps training steps take turns without a save, with an asynchronous save after the first step, and
-with a save that has checksums; a block ends when its save is on disk. The cost is the CPU time of all threads that a
-save adds to a block, relative to the neighbouring block without one, as the median; and the same by the clock, which
-means little on a machine that others use. (With an accelerator the host would otherwise be idle.) Steps vary more than
-a save costs, so the CPU time of saves is also measured alone, in milliseconds and relative to the time of a block.
+Time: windows of 10 training steps take turns without a save, with an asynchronous save after the first step, and with a
+save that has checksums; a window ends when its save is on disk. The cost is what a save adds to a window, relative to
+the time of --steps steps, as the median over pairs of neighbouring windows, with its standard error; by the clock, and
+in CPU time of all threads. Windows are short because the speed of a machine drifts by more than a save costs. The CPU
+time of saves is also measured while nothing is trained.
 Memory: the most that a save holds on the host, relative to the size of the state, for a model of --memory_hidden_size.
 Flipped bits: after each of --flips random bit flips, in any file of the newest of two checkpoints, that checkpoint must
 be skipped because of a checksum.
@@ -19,7 +19,6 @@ import pathlib
 import random
 import tempfile
 import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +38,17 @@ from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.program import Program, train_program
 from refusion_jax.training.train_step import TrainState
 
+_WINDOW = 10  # steps
 _SAVES_ALONE = 15
 _DATA = {"next_row": 0, "rows": 1, "fingerprint": ""}
 
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    flags.DEFINE_integer("steps", 50, "Steps between two saves", 2, 10_000, flag_values=own)
-    flags.DEFINE_integer("blocks", 5, "Blocks of steps of each kind, in turns", 1, 1000, flag_values=own)
+    flags.DEFINE_integer(
+        "steps", 50, "Steps between two saves; the cost is a share of theirs", 1, 10_000, flag_values=own
+    )
+    flags.DEFINE_integer("windows", 40, "Windows of 10 steps of each kind, in turns", 2, 1000, flag_values=own)
     flags.DEFINE_integer("flips", 100, "Bits that flip, one at a time", 0, 100_000, flag_values=own)
     for name, width, what in (("hidden_size", 128, "timed"), ("memory_hidden_size", 1024, "saved to measure memory")):
         help = f"Width of the model that is {what}; 4 layers of heads of 32, a vocabulary of 512"
@@ -61,7 +63,7 @@ def main(own: flags.FlagValues) -> None:
     """
     table = Table("what", "figures")
     for measured in (
-        cost(own.hidden_size, own.steps, own.blocks),
+        cost(own.hidden_size, own.steps, own.windows),
         memory(own.memory_hidden_size),
         flipped(own.hidden_size, own.flips),
     ):
@@ -95,57 +97,54 @@ def _bytes(state: TrainState) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(state))
 
 
-def cost(width: int, steps: int, blocks: int) -> dict[str, float | str]:
-    """Relative CPU time, and time, that a save adds to a block of steps."""
+def cost(width: int, steps: int, windows: int) -> dict[str, float | str]:
+    """Time that a save adds, relative to that of `steps` steps."""
     program, mesh, state = _fresh(width)
     ones = jnp.ones((32, 64), jnp.int32)
     rows = jax.device_put(Rows(ones, ones, ones.astype(bool)), sharding.sharding(mesh, "batch", "length"))
     done = 0
 
-    def block(length: int, save: Callable[[int, TrainState], None]) -> None:
+    def window(checkpoints: Checkpoints | None) -> list[float]:
+        """Seconds by the clock, and of all threads on the CPU."""
         nonlocal state, done
+        clock, cpu = time.monotonic(), time.process_time()
         with jax.set_mesh(mesh):
-            for index in range(length):
+            for index in range(_WINDOW):
                 state, metrics = program.step(state, rows)
-                if index == 0:
-                    save(done, state)
+                if checkpoints is not None and index == 0:
+                    checkpoints.save(done, state, _DATA)
                 metrics["loss"].block_until_ready()
-        done += length
+        if checkpoints is not None:
+            checkpoints.wait()
+        done += _WINDOW
+        return [time.monotonic() - clock, time.process_time() - cpu]
 
-    seconds: dict[str, list[np.ndarray]] = {"none": [], "saved": [], "checksums": []}  # of the CPU, by the clock
     with tempfile.TemporaryDirectory() as directory:
-        kept = {
-            name: Checkpoints(epath.Path(directory) / name, keep=2, verify=name == "checksums")
-            for name in ("saved", "checksums")
+        kinds: dict[str, Checkpoints | None] = {"none": None} | {
+            name: Checkpoints(epath.Path(directory) / name, keep=2, verify=name == "with_checksums")
+            for name in ("without_checksums", "with_checksums")
         }
-        for number in range(blocks + 1):
-            for name, times in seconds.items():
-                began = np.array([time.process_time(), time.monotonic()])
-                if own := kept.get(name):
-                    block(steps, lambda step, state, own=own: own.save(step, state, _DATA))
-                    own.wait()
-                else:
-                    block(steps, lambda step, state: None)
-                if number:  # the first round compiles
-                    times.append(np.array([time.process_time(), time.monotonic()]) - began)
-        alone = {name: _alone(own, done, state) for name, own in kept.items()}
-    none = np.median(seconds["none"], axis=0)
-    more = {
-        name: np.median(np.subtract(seconds[name], seconds["none"]), axis=0) / none for name in ("saved", "checksums")
-    }
-    return {
+        for checkpoints in kinds.values():  # compiles
+            window(checkpoints)
+        turns = [{name: window(checkpoints) for name, checkpoints in kinds.items()} for _ in range(windows)]
+        seconds = {name: np.array([turn[name] for turn in turns]) for name in kinds}  # of [windows, 2]
+        alone = {name: _alone(own, done, state) for name, own in kinds.items() if own is not None}
+    step, _ = np.median(seconds["none"], axis=0) / _WINDOW
+    found: dict[str, float | str] = {
         "what": "time",
         "state_mib": _bytes(state) / 2**20,
         "steps": steps,
-        "step_ms": 1e3 * float(none[1]) / steps,
-        "cost": float(more["saved"][0]),
-        "cost_with_checksums": float(more["checksums"][0]),
-        "cost_by_clock": float(more["saved"][1]),
-        "cost_with_checksums_by_clock": float(more["checksums"][1]),
-        "alone_ms": 1e3 * alone["saved"],
-        "alone_with_checksums_ms": 1e3 * alone["checksums"],
-        "alone_with_checksums_of_steps": alone["checksums"] / float(none[1]),
+        "windows": windows,
+        "step_ms": 1e3 * step,
     }
+    for name, own in alone.items():
+        more = (seconds[name] - seconds["none"]) / (steps * step)
+        low, middle, high = np.percentile(more, [25, 50, 75], axis=0)
+        error = 0.93 * (high - low) / np.sqrt(windows)  # of a median, where errors are normal
+        found |= {f"cost_{name}": middle[0], f"cost_{name}_error": error[0]}
+        found |= {f"cost_{name}_cpu": middle[1], f"cost_{name}_cpu_error": error[1]}
+        found[f"alone_{name}_cpu_ms"] = 1e3 * own
+    return {name: value if isinstance(value, str) else float(value) for name, value in found.items()}
 
 
 def _alone(checkpoints: Checkpoints, done: int, state: TrainState) -> float:
