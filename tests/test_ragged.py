@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
-from refusion_jax.systems.refusion.budget import choose, shapes_of
+from refusion_jax.systems.refusion.budget import choose, shapes_of, worthwhile
 
 
 @hypothesis.settings(max_examples=30)
@@ -88,23 +88,41 @@ def test_some_compiled_shape_holds_any_rows_and_a_lone_row_is_one_tile():
         assert all(a.places >= 0.5 * b.places for a, b in itertools.pairwise(shapes))
 
 
+TOKENS = st.integers(0, 6)
+
+
 @hypothesis.settings(max_examples=40)
-@hypothesis.given(st.lists(st.tuples(*[st.integers(0, 6)] * 2), min_size=8, max_size=8), st.integers(0, 400))
-def test_what_is_needed_fits_and_a_budget_is_kept_unless_the_shape_has_room(rows, budget):
-    """And the smallest wishes are granted first."""
-    needed, asked = 4 * np.array(rows).T
+@hypothesis.given(st.lists(st.tuples(*[TOKENS] * 4), min_size=8, max_size=8), st.integers(0, 400))
+def test_what_is_needed_fits_and_the_shape_is_the_least_that_holds_what_pays(rows, budget):
+    """A wish pays within the budget, the smallest first, or where its row has shown that it does."""
+    needed, plan, guess, worth = 4 * np.array(rows, np.int32).T
     shapes = shapes_of(8, 48, 24, 400, 4)
-    index, room = jax.device_get(choose(jnp.array(needed), jnp.array(asked), jnp.full(8, budget), shapes, 1))
-    shape, room = shapes[index], np.minimum(room, asked)
+    wishes, each = np.stack([plan + guess, plan, guess], axis=1), np.stack([worth * 0, worth, worth * 0], axis=1)
+    given = (jnp.array(x) for x in (needed, wishes, np.full(8, budget, np.int32), each))
+    index, room = jax.device_get(choose(*given, shapes, 1))
+    shape = shapes[index]
     assert (room >= 0).all()
     assert sum(-(-(needed + room) // shape.tile)) <= shape.tiles
 
-    def holds(s):
-        everything = sum(needed + asked) <= budget
-        wishes = s.tiles >= sum(-(-(needed + asked) // s.tile)) if everything else s.places >= budget * asked.any()
-        return wishes and s.tiles >= sum(-(-needed // s.tile))
+    asked, paying, left = wishes[:, 0].copy(), np.zeros(8, bool), budget - sum(needed)
+    for row in range(8):
+        options = [(w, e) for w, e in zip(wishes[row], each[row], strict=True) if 0 < w and (w <= e or w <= left)]
+        if options:
+            asked[row], own = options[0]
+            paying[row] = asked[row] <= own
+    for row in sorted(range(8), key=lambda row: asked[row]):
+        before = sum(asked[other] for other in range(8) if (asked[other], other) < (asked[row], row))
+        paying[row] |= 0 < asked[row] <= left - before
+    goal = needed + np.where(paying, asked, 0)
+    fitting = [s for s in shapes if s.tiles >= sum(-(-goal // s.tile))]
+    assert shape == (fitting or [shapes[-1]])[0]
+    if fitting:
+        assert (room[paying] == asked[paying]).all()
 
-    assert shape == next(s for s in shapes if holds(s))
-    assert sum(needed + asked) > budget or (room == asked).all()
-    granted = room == asked
-    assert not granted.any() or granted.all() or max(asked[granted]) <= min(asked[~granted]) + 2 * shape.tile
+
+def test_rows_whose_drafts_hold_speculate_more_and_share_what_that_saves():
+    live = jnp.array([True, True, True, False])
+    confirmed, refuted = jnp.array([0, 7, 0, 3]), jnp.array([0, 1, 3, 0])
+    assert worthwhile(48, confirmed, refuted, live, 1).tolist() == [16, 64, 4, 64]  # of three rows
+    assert worthwhile(48, confirmed, refuted, live, 2).tolist() == [24, 96, 12, 192]  # of two, and of one
+    assert worthwhile(0, confirmed, refuted, live, 1).tolist() == [0] * 4

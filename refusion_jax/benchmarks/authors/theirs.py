@@ -3,8 +3,8 @@
   python theirs.py CHECKOUT MODEL DTYPE
 
 CHECKOUT is their repository, MODEL a Hugging Face directory. Prints {"device"} when the model is loaded; then reads one
-JSON object a line, {"prompts", "settings"}, and answers {"answers", "seconds"}: the tokens decoded behind each prompt,
-one prompt after the other, and the time of all of them.
+JSON object a line, {"threads", "prompts", "settings"}, and answers {"answers", "seconds"}: the tokens decoded behind
+each prompt, one prompt after the other, and the time of all of them.
 """
 
 import json
@@ -24,12 +24,12 @@ def main(checkout: str, model_path: str, dtype: str) -> None:
     from qwen3.modeling_qwen3_refusion import Qwen3ForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = Qwen3ForCausalLM.from_pretrained(model_path, torch_dtype=getattr(torch, dtype)).to(device).eval()
     print(json.dumps({"device": device}), file=replies, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        settings = dict(asked["settings"])
+        torch.set_num_threads(asked["threads"])
+        settings = asked["settings"]
         tokenizer = types.SimpleNamespace(eos_token_id=settings.pop("eos_id"))  # all that they ask of one
         answers, began = [], time.perf_counter()
         for prompt in asked["prompts"]:

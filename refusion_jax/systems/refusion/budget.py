@@ -2,16 +2,16 @@
 
 Speculative tokens (the next plan, the next draft) never change the text; they only save forwards. They are free while a
 forward is bound by reading its weights, and where the shape that runs anyway has places left; otherwise they cost as
-much as any token. So there is a budget in tokens a forward: needed tokens are always fed, speculative ones as far as
-the budget, or else the shape, has room. Room goes to the smallest requests first, so that most are granted in full,
-since a partly granted one is of little use.
+much as any token. So there is a budget in tokens a forward: needed tokens are always fed, and speculative ones within
+the budget, or where the row has shown that they pay, or where the shape has room. Room goes to the smallest requests
+first, so that most are granted in full, since a partly granted one is of little use.
 
-Axes: B rows, S shards of rows, J shapes.
+Axes: B rows, S shards of rows, J shapes, O options.
 """
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from refusion_jax.decoding.feeds import Shape
 
@@ -48,10 +48,31 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     return tuple(sorted(set(shapes), key=lambda shape: shape.places))
 
 
+def worthwhile(
+    free: int, confirmed: Int32[Array, "B"], refuted: Int32[Array, "B"], live: Bool[Array, "B"], shards: int
+) -> Int32[Array, "B"]:
+    """Up to how many speculative tokens a row gains more than it loses, by how often its drafts were all accepted.
+
+    A forward of n tokens takes about as long as `free` + n tokens' arithmetic. If the drafts before them are accepted,
+    speculative tokens need not be fed later, and one forward of the row is saved, of which the weights are read for all
+    live rows together; otherwise they are lost. With odds of o they are expected to pay up to o free / rows tokens.
+
+    Args:
+      free: tokens that a forward can feed in the time of reading the weights.
+      confirmed, refuted: how often all drafts before were accepted, and how often they were not.
+      live: rows that are not finished.
+      shards: S.
+    """
+    rows = jnp.sum(live.reshape(shards, -1), axis=1, dtype=jnp.int32)
+    rows = jnp.repeat(jnp.maximum(rows, 1), live.shape[0] // shards)
+    return free * (confirmed + 1) // ((refuted + 1) * rows)
+
+
 def choose(
     needed: Int32[Array, "B"],
-    asked: Int32[Array, "B"],
+    wishes: Int32[Array, "B O"],
     budget: Int32[Array, "B"],
+    worth: Int32[Array, "B O"],
     shapes: tuple[Shape, ...],
     shards: int,
 ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
@@ -59,35 +80,46 @@ def choose(
 
     Args:
       needed: tokens that each row must feed.
-      asked: speculative tokens that each row could feed.
+      wishes: speculative tokens that each row could feed; it asks for the first option that pays, or else for the first
+        one, in case the shape has room.
       budget: tokens up to which a forward of a shard may speculate, by the settings of each row.
+      worth: tokens up to which each option pays whatever the budget.
       shapes: from `shapes_of`.
       shards: S.
 
     Returns:
-      (the index of the smallest shape that holds all needed tokens, and the speculative ones within the budget; the
-      number of speculative tokens of each row).
+      (the index of the smallest shape that holds all needed tokens and the speculative ones that pay; the number of
+      speculative tokens of each row).
     """
-    needed, asked, budget = (x.reshape(shards, -1) for x in (needed, asked, budget))
-    tile, tiles = jnp.array([s.tile for s in shapes]), jnp.array([s.tiles for s in shapes])
-    tile, tiles = tile[None], tiles[None]  # [1, J]
-    holds = tiles_of(needed, tile) <= tiles
-    budget = jnp.max(jnp.where(asked > 0, budget, 0), axis=1, keepdims=True)
-    is_within = jnp.sum(needed + asked, axis=1, keepdims=True) <= budget
-    holds &= jnp.where(is_within, tiles_of(needed + asked, tile) <= tiles, budget <= tile * tiles)  # [S, J]
+    needed, budget = (x.reshape(shards, -1) for x in (needed, budget))  # [S, B/S]
+    wishes, worth = (x.reshape(*needed.shape, -1) for x in (wishes, worth))
+    total = jnp.sum(needed, axis=1, keepdims=True)
+    pays = (wishes > 0) & ((wishes <= worth) | (total[:, :, None] + wishes <= budget[:, :, None]))
+    option = jnp.argmax(pays, axis=2, keepdims=True)
+    asked, worth = (jnp.take_along_axis(x, option, axis=2)[:, :, 0] for x in (wishes, worth))
+    within = total + asked + before(asked, asked) <= budget
+    pays = jnp.any(pays, axis=2) & ((asked <= worth) | within)
+
+    tile, tiles = jnp.array([s.tile for s in shapes])[None], jnp.array([s.tiles for s in shapes])[None]  # [1, J]
+    holds = tiles_of(needed + jnp.where(pays, asked, 0), tile) <= tiles  # [S, J]
     index = jnp.argmax(jnp.all(holds, axis=0).at[-1].set(True))
 
     tile, tiles = tile[0, index], tiles[0, index]
     have = -(-needed // tile)
-    wish = -(-(needed + asked) // tile) - have  # [S, B/S] more tiles
-    order = np.arange(wish.shape[1])
-    is_before = (wish[:, None] < wish[:, :, None]) | (
-        (wish[:, None] == wish[:, :, None]) & (order[None] < order[:, None])[None]
-    )
-    before = jnp.sum(jnp.where(is_before, wish[:, None], 0), axis=2)
+    more = -(-(needed + asked) // tile) - have  # [S, B/S] tiles
+    last = jnp.max(more) + 1  # what does not pay comes behind what does
     spare = tiles - jnp.sum(have, axis=1, keepdims=True)
-    granted = jnp.clip(spare - before, 0, wish)
+    granted = jnp.clip(spare - before(more, more + jnp.where(pays, 0, last)), 0, more)
     return index, jnp.minimum((have + granted) * tile - needed, asked).reshape(-1)
+
+
+def before(amounts: Int32[Array, "S R"], keys: Int32[Array, "S R"]) -> Int32[Array, "S R"]:
+    """The sum of the amounts of all rows before each one in the order of the keys, and of the rows where they tie."""
+    order = np.arange(keys.shape[1])
+    is_before = (keys[:, None] < keys[:, :, None]) | (
+        (keys[:, None] == keys[:, :, None]) & (order[None] < order[:, None])[None]
+    )
+    return jnp.sum(jnp.where(is_before, amounts[:, None], 0), axis=2)
 
 
 def tiles_of(tokens: Int32[Array, "S _"], tile: Int32[Array, "1 J"]) -> Int32[Array, "S J"]:

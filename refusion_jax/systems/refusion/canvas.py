@@ -64,7 +64,7 @@ class SlotSettings(shared.Settings):
     )  # fmt: skip
     speculate: str = setting(
         AUTO, "Tokens up to which a forward speculates, in each shard of the rows: the same text in fewer forwards. "
-        "'auto': as many as cost no time on this device; 0: no speculation",
+        "'auto': as many as save time on this device; 0: no speculation",
         choices=(AUTO,), or_number=True,
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime.chips import free_tokens
 from refusion_jax.runtime.sharding import device_kind_here, shard_count_here
-from refusion_jax.systems.refusion.budget import choose, shapes_of
+from refusion_jax.systems.refusion.budget import choose, shapes_of, worthwhile
 from refusion_jax.systems.refusion.canvas import (
     EXACT,
     Canvas,
@@ -62,6 +62,7 @@ from refusion_jax.systems.refusion.phases import (
 )
 from refusion_jax.systems.refusion.reading import Draws, Hidden, Tokens, read_tokens
 
+_MOST_ODDS = 4  # rows whose drafts are surer to hold are granted no more: shapes would be compiled for little
 _LEAST_PORTION = 16  # places whose logits are computed at once, at least; fewer cost as much on CPU
 
 
@@ -97,6 +98,8 @@ class State:
     ended: Bool[Array, "B"]  # an EOS was committed: no further blocks
     forwards: Int32[Array, "B"]
     rounds: Int32[Array, "B"]  # plans that were followed
+    confirmed: Int32[Array, "B"]  # forwards that accepted all drafts, so that a plan behind them would have held
+    refuted: Int32[Array, "B"]  # forwards that did not
 
     @property
     def active(self) -> Bool[Array, "B"]:
@@ -161,6 +164,8 @@ class PlanAndInfill:
             ended=zeros > 0,
             forwards=zeros,
             rounds=zeros,
+            confirmed=zeros,
+            refuted=zeros,
         )
 
     def step(self, model: Transformer, state: State) -> State:
@@ -193,7 +198,7 @@ class Sizes:
         """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`."""
         shards, itemsize = shard_count_here("batch"), jax.tree.leaves(model.output_head)[0].dtype.itemsize
         free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)
-        budget = max(decoder.budget, free)
+        budget = max(decoder.budget, _MOST_ODDS * free)
         shapes = shapes_of(rows // shards, decoder.width, decoder.block, budget, decoder.slot_size)
         return cls(shards, shapes, free, min(max(free, _LEAST_PORTION), shapes[-1].places))
 
@@ -219,11 +224,14 @@ def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
     # The next plan is ready if it was fed and all drafts before it were committed.
     is_valid = jnp.sum(committed, axis=(1, 2)) == jnp.sum(plan.drafted, axis=1)
     ready = jnp.any(plan.planned, axis=1) & is_valid & after.active
+    was_tried = s.active & (s.work.phase != PLAN) & (s.work.phase != PROPOSE)
     return dataclasses.replace(
         after,
         work=select(ready, follow(after.remaining, plan.plan_block, reading, s.settings), after.work),
         forwards=s.forwards + s.active,
         rounds=s.rounds + ready,
+        confirmed=s.confirmed + (was_tried & is_valid),
+        refuted=s.refuted + (was_tried & ~is_valid),
     )
 
 
@@ -249,10 +257,14 @@ def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tu
     planned, infilled = plans & s.remaining, proposes & chosen
     needed = jnp.sum(drafted, axis=1)
     needed += jnp.sum(jnp.where(planned, here.size, 0) + jnp.where(infilled, here.size - work.accepted, 0), axis=1)
-    next_plan = jnp.sum(jnp.where(ahead, plan_block.size, 0), axis=1)
-    budget = jnp.where(s.settings.budget < 0, sizes.free, s.settings.budget)
-    asked = jnp.where(s.settings.budget != 0, next_plan + jnp.sum(guess, axis=1), 0)
-    shape, room = choose(needed, jnp.minimum(asked, decoder.width - needed), budget, sizes.shapes, sizes.shards)
+    next_plan, guesses = jnp.sum(jnp.where(ahead, plan_block.size, 0), axis=1), jnp.sum(guess, axis=1)
+    auto = s.settings.budget < 0
+    pays = jnp.where(auto, worthwhile(sizes.free, s.confirmed, s.refuted, s.active, sizes.shards), 0)
+    wishes = jnp.stack([next_plan + guesses, next_plan, guesses], axis=1)
+    wishes = jnp.where(s.settings.budget[:, None] != 0, jnp.minimum(wishes, (decoder.width - needed)[:, None]), 0)
+    budget = jnp.where(auto, sizes.free, s.settings.budget)
+    pays = jnp.stack([pays * 0, pays, pays * 0], axis=1)  # what guesses are worth is not known
+    shape, room = choose(needed, wishes, budget, pays, sizes.shapes, sizes.shards)
 
     # The next plan comes first; guesses use the remaining room.
     ahead &= (next_plan <= room)[:, None]
