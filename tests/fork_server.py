@@ -1,8 +1,9 @@
 """Runs commands of ours quickly: a process that has imported everything once forks for each of them.
 
 To import JAX and ourselves takes 2 s of processor time, longer than most commands that a test starts.
-The process reads one JSON object a line, {"command", "flags", "environment", "seconds"}, and answers {"code", "out",
-"err", "cpu"}. A code below 0 is the signal that ended the command, -9 also where it took longer than it may.
+The process reads one JSON object a line, {"command", "flags", "environment", "directory", "seconds"}, and answers
+{"code", "out", "err", "cpu"}. A code below 0 is the signal that ended the command, -9 also where it took longer than it
+may.
 """
 
 import atexit
@@ -37,7 +38,14 @@ class ForkServer:
     def __init__(self):
         self._process = None
 
-    def ask(self, command: str, flags: list[str], environment: dict[str, str], seconds: float = 600) -> dict:
+    def ask(
+        self,
+        command: str,
+        flags: list[str],
+        environment: dict[str, str],
+        seconds: float = 600,
+        directory: Path = ROOT,
+    ) -> dict:
         """Runs `python -m refusion_jax.COMMAND` to its end: {"code", "out", "err", "cpu" (seconds)}."""
         if self._process is None:
             line = [sys.executable, "-W", "ignore", __file__]
@@ -45,6 +53,7 @@ class ForkServer:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
         asked = {"command": command, "flags": flags, "environment": environment, "seconds": seconds}
+        asked["directory"] = str(directory)
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -74,6 +83,7 @@ def main() -> None:
                 answers.close()
                 os.environ.clear()
                 os.environ.update(asked["environment"])
+                os.chdir(asked["directory"])
                 # Which JAX reads from the environment as it is imported.
                 jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR"))
                 run(asked["command"], asked["flags"])

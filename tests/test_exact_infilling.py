@@ -11,7 +11,7 @@ from conftest import BOS, EOS, MASK, PAD, PROMPTS, causal, forward, settings, sh
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
 
-RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "2400"))
+RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "1200"))
 LENGTH = 64  # every plain forward is padded to this: one compilation
 
 

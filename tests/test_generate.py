@@ -103,7 +103,7 @@ def test_devices_are_written_to_and_stay_devices(many):
     assert not os.path.lexists("/dev/full.partial")
 
 
-@pytest.mark.parametrize("flag", ["--nojson", "--json"])
+@pytest.mark.parametrize("flag", ["--nojson", pytest.param("--json", marks=pytest.mark.slow)])
 def test_a_terminal_shows_the_text_of_one_prompt(trained_run, flag):
     terminal, end = os.openpty()
     process = start(

@@ -108,6 +108,7 @@ def test_public_decode_gives_the_recorded_answers():
         assert (out.tokens[0], out.commit_order[0]) == (case["answer_ids"], case["commit_pos"]), case["id"]
 
 
+@pytest.mark.slow  # and needs all cases: the few that are shipped say little of a share
 def test_bfloat16_keeps_as_many_cases_as_the_authors_do():
     """Rounding decides some choices: theirs keeps 82 % of the cases that were recorded with the default folder.
 

@@ -38,8 +38,9 @@ def saved(path, dtype="float32", **changes):
     return path
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, "float32") for shape in SHAPES), (next(iter(SHAPES)), "bfloat16")]
+)
 def test_the_round_trip_is_the_same_to_the_bit(tmp_path, shape, dtype):
     source = saved(tmp_path / "theirs", dtype, **SHAPES[shape])
     run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/ours", f"--dtype={dtype}")

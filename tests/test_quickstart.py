@@ -2,10 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY_RUN
 
 from refusion_jax import quickstart
 from refusion_jax.data import tasks
@@ -27,10 +28,10 @@ def launch(workdir, *flags: str) -> str:
     return done.stdout
 
 
-# A quarter of the steps takes a quarter of the time, and teaches half of it: 55 % (refusion) and 53 % (sequential) with
-# seed 0 before the learning rate has fallen. What has learned nothing answers nothing, and not two tokens a forward.
+# An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0. What
+# has learned nothing answers nothing, and does not write two tokens a forward.
 @pytest.mark.parametrize(
-    ("steps", "least"), [(600, 0.4), pytest.param(2400, 0.9, marks=pytest.mark.slow)], ids=["quarter", "whole"]
+    ("steps", "least"), [(300, 0.1), pytest.param(2400, 0.9, marks=pytest.mark.slow)], ids=["eighth", "whole"]
 )
 def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, least):
     out = launch(workdir / str(steps), f"--config.steps={steps}")
@@ -47,13 +48,12 @@ def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(w
     assert 0 < report["train_seconds"] < report["seconds_total"]
 
 
-def test_run_again_it_goes_straight_to_decoding(workdir):
-    before = json.loads((workdir / "600" / "report.json").read_text())
-    out = launch(workdir / "600", "--config.steps=600")
+def test_run_again_it_goes_straight_to_decoding(trained_run, tmp_path):
+    shutil.copytree(trained_run, tmp_path / "run")
+    out = launch(tmp_path / "run", *TINY_RUN[1:])
     assert "training is complete" in out
     assert "step " not in out.split("training is complete")[0]
-    after = json.loads((workdir / "600" / "report.json").read_text())
-    assert after["refusion"]["accuracy"] == before["refusion"]["accuracy"]
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["problems"] == 200
 
 
 class Letters:

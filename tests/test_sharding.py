@@ -48,8 +48,8 @@ def loss_and_gradient(**mesh_shape: int):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"data": 8},
-        {"fsdp": 8},
+        pytest.param({"data": 8}, marks=pytest.mark.slow),  # whole steps are compared on these two as well
+        pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"fsdp": 4, "sequence": 2},
         {"fsdp": 2, "tensor": 2, "sequence": 2},

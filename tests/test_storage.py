@@ -46,7 +46,7 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
 
     # The last save was cut off: its folder is there, but not the mark that it is whole.
     del store.objects["run/checkpoints/60/commit_success.txt"]
-    out, _ = run("train", *flags)
+    out, _ = run("train", *flags, "--config.compilation_cache=shared")
     assert "step 40 of 60" in out
     assert "in 2 sessions" in out
     lines = store.objects["run/metrics.jsonl"][1].decode().splitlines()
@@ -55,13 +55,10 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
         assert [ours[key] for key in COMPUTED] == [theirs[key] for key in COMPUTED]
     spent = events.account(events.read_events(store.objects["run/events.jsonl"][1].decode()))
     assert spent["lost"] > 0
+    assert any(name.startswith("run/compilation_cache/jit_train_step") for name in store.objects)
 
     out, _ = run("generate", "--checkpoint=gs://bucket/run", "--prompt=Sort 3 1 2.")
     assert json.loads(out)["tokens"]
-
-    del store.objects["run/checkpoints/60/commit_success.txt"]
-    run("train", *flags, "--config.compilation_cache=shared")
-    assert any(name.startswith("run/compilation_cache/jit_train_step") for name in store.objects)
 
 
 class Unreachable:
