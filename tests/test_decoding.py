@@ -19,6 +19,7 @@ from refusion_jax.decoding.queue import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.runtime.chips import free_tokens
 from refusion_jax.systems.api import decoder_for, stream
+from refusion_jax.systems.refusion import decoder as slot_decoder
 from refusion_jax.systems.refusion.canvas import ORDERS
 from refusion_jax.systems.refusion.decoder import PlanAndInfill
 from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, RECOMPUTE, VERIFY
@@ -176,6 +177,21 @@ def test_the_larger_the_budget_the_fewer_the_forwards():
             assert (answers[i].tokens, answers[i].commit_order) == (first.tokens, first.commit_order)
             counts[budget] += answers[i].forwards
     assert counts["1000"] < counts["12"] < counts["0"]
+
+
+def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):
+    """Where 12 tokens are free and one slot of 4 a round is accepted, the next plan fits into them only at the end."""
+    monkeypatch.setattr(slot_decoder, "free_tokens", lambda *_: 12)
+    s = settings(
+        new=44, eos_id=29, batch_size=1, **ONE_BY_ONE
+    )  # a length of its own: nothing was compiled for it before
+    auto, fixed, most = (
+        decode(tiny_model(), PROMPTS[:2], dataclasses.replace(s, speculate=budget)) for budget in ("auto", "12", "1000")
+    )
+    assert auto.tokens == fixed.tokens
+    assert fixed.forwards == [2 * 11 - 2] * 2  # all but the last two of 11 plans take a forward of their own
+    assert most.forwards == [11 + 1] * 2
+    assert auto.forwards == [11 + 3] * 2  # two plans have held before one of 32 tokens is worth its time
 
 
 def test_a_budget_is_a_number_of_tokens_or_auto():
