@@ -48,6 +48,7 @@ def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(w
     assert 0 < report["train_seconds"] < report["seconds_total"]
 
 
+@pytest.mark.slow  # tests/test_train.py starts a finished training again, and READMEs' tests decode again
 def test_run_again_it_goes_straight_to_decoding(trained_run, tmp_path):
     shutil.copytree(trained_run, tmp_path / "run")
     out = launch(tmp_path / "run", *TINY_RUN[1:])
