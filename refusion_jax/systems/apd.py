@@ -18,11 +18,12 @@ tokens and three places:
 It decodes models that other systems train. `shift` tells whether these read the token at j from the logits at j - 1;
 our checkpoints store that.
 
-Based on a description of the paper and of the authors' code, neither of which we have read: target, same noise,
-prefix, first token, R = 0.6, 200 places ahead. Left out: their window of the model's own keys and values, which is an
-approximation; here every forward of the model runs over the whole text, and only the verifier has a cache, which is
-exact. `forwards` counts those of the model, each of which comes with one of the verifier. Our choices: drafts behind
-the first EOS are not committed; mask and padding are never chosen.
+From the authors' code (github.com/danielmisrael/apd): target, prefix, first token, no mask behind the last place ahead.
+From a description of the paper, which we have not read: the same noise, R = 0.6, 200 places. (Their code takes the most
+probable token of the target whatever the temperature; their demonstration has R = 0.7 and 100 places.) Left out: their
+window of the model's own keys and values, which is an approximation; here every forward of the model runs over the
+whole text, and only the verifier has a cache, which is exact. `forwards` counts those of the model, each of which comes
+with one of the verifier. Our choices: drafts behind the first EOS are not committed; mask and padding are never chosen.
 
 Axes: B rows, C text length, N tokens to decode, K places ahead, V vocabulary.
 """

@@ -24,10 +24,12 @@ this token and masks, without drafts. If all drafts are accepted, the last one g
 behind it N - 1 new drafts. So the text is distributed by p; decoded greedily, it is that of `ar` with the same weights,
 token by token.
 
-Based on a description of the paper and of the authors' code, neither of which we have read: layout, shift, weights,
-the rule of acceptance. Our choices: top_k and top_p apply to both p and q, so that the text stays distributed by p;
-blocks are counted from the start of the row, so that the first one of a document may be short; the weight of the clean
-half is constant, whereas the authors can also balance both halves.
+From the authors' code (github.com/thuEcstasy/I-DLM, 3342a17): layout, shift, both means and their weights, stride, the
+rule of acceptance, the cold start behind a rejection; we have not read the paper. They leave prompts unmasked in x_t;
+here masks stand for prompts, too, and the last of them predicts the first token of the answer. Our other choices: top_k
+and top_p apply to both p and q, so that the text stays distributed by p; blocks are counted from the start of the row,
+not of the document, so that the first one of a document may be short; the weight of the clean half is constant, whereas
+they can also balance both halves. Left out: their options to accept more than the rule allows.
 
 Axes: B rows, T row length, C cache entries, N stride, W = 2 N - 1 fed tokens, V vocabulary.
 """
