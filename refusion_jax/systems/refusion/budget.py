@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int32
 
 from refusion_jax.decoding.feeds import Shape
 
+MOST_ODDS = 4  # rows whose drafts are surer to hold are granted no more: shapes would be compiled for little
 _SHAPES = 6  # compiled shapes, at most; each has two thirds of the places of the next, which limits padding
 _TILE = 8  # places of a tile where rows feed few tokens: narrower tiles make attention slow, wider ones are seldom full
 _TILES_A_ROW = 4  # on average, at most, as each tile reads the keys of its row again
@@ -48,9 +49,7 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     return tuple(sorted(set(shapes), key=lambda shape: shape.places))
 
 
-def worthwhile(
-    free: int, confirmed: Int32[Array, "B"], refuted: Int32[Array, "B"], live: Bool[Array, "B"], shards: int
-) -> Int32[Array, "B"]:
+def worthwhile(free: int, held: Int32[Array, "B 2"], live: Bool[Array, "B"], shards: int) -> Int32[Array, "B"]:
     """Up to how many speculative tokens a row gains more than it loses, by how often its drafts were all accepted.
 
     A forward of n tokens takes about as long as `free` + n tokens' arithmetic. If the drafts before them are accepted,
@@ -59,13 +58,13 @@ def worthwhile(
 
     Args:
       free: tokens that a forward can feed in the time of reading the weights.
-      confirmed, refuted: how often all drafts before were accepted, and how often they were not.
+      held: how often all drafts before were accepted, and how often they were not.
       live: rows that are not finished.
       shards: S.
     """
     rows = jnp.sum(live.reshape(shards, -1), axis=1, dtype=jnp.int32)
     rows = jnp.repeat(jnp.maximum(rows, 1), live.shape[0] // shards)
-    return free * (confirmed + 1) // ((refuted + 1) * rows)
+    return free * (held[:, 0] + 1) // ((held[:, 1] + 1) * rows)
 
 
 def choose(

@@ -35,7 +35,7 @@ from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime.chips import free_tokens
 from refusion_jax.runtime.sharding import device_kind_here, shard_count_here
-from refusion_jax.systems.refusion.budget import choose, shapes_of, worthwhile
+from refusion_jax.systems.refusion.budget import MOST_ODDS, choose, shapes_of, worthwhile
 from refusion_jax.systems.refusion.canvas import (
     EXACT,
     Canvas,
@@ -62,7 +62,6 @@ from refusion_jax.systems.refusion.phases import (
 )
 from refusion_jax.systems.refusion.reading import Draws, Hidden, Tokens, read_tokens
 
-_MOST_ODDS = 4  # rows whose drafts are surer to hold are granted no more: shapes would be compiled for little
 _LEAST_PORTION = 16  # places whose logits are computed at once, at least; fewer cost as much on CPU
 
 
@@ -98,8 +97,7 @@ class State:
     ended: Bool[Array, "B"]  # an EOS was committed: no further blocks
     forwards: Int32[Array, "B"]
     rounds: Int32[Array, "B"]  # plans that were followed
-    confirmed: Int32[Array, "B"]  # forwards that accepted all drafts, so that a plan behind them would have held
-    refuted: Int32[Array, "B"]  # forwards that did not
+    held: Int32[Array, "B 2"]  # forwards after which a plan behind all drafts holds, and after which it does not
 
     @property
     def active(self) -> Bool[Array, "B"]:
@@ -164,8 +162,7 @@ class PlanAndInfill:
             ended=zeros > 0,
             forwards=zeros,
             rounds=zeros,
-            confirmed=zeros,
-            refuted=zeros,
+            held=jnp.zeros((B, 2), jnp.int32),
         )
 
     def step(self, model: Transformer, state: State) -> State:
@@ -198,8 +195,8 @@ class Sizes:
         """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`."""
         shards, itemsize = shard_count_here("batch"), jax.tree.leaves(model.output_head)[0].dtype.itemsize
         free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)
-        budget = max(decoder.budget, _MOST_ODDS * free)
-        shapes = shapes_of(rows // shards, decoder.width, decoder.block, budget, decoder.slot_size)
+        most = max(decoder.budget, MOST_ODDS * free)
+        shapes = shapes_of(rows // shards, decoder.width, decoder.block, most, decoder.slot_size)
         return cls(shards, shapes, free, min(max(free, _LEAST_PORTION), shapes[-1].places))
 
 
@@ -230,15 +227,13 @@ def step(model: Transformer, s: State, decoder: PlanAndInfill) -> State:
         work=select(ready, follow(after.remaining, plan.plan_block, reading, s.settings), after.work),
         forwards=s.forwards + s.active,
         rounds=s.rounds + ready,
-        confirmed=s.confirmed + (was_tried & is_valid),
-        refuted=s.refuted + (was_tried & ~is_valid),
+        held=s.held + (was_tried[:, None] & jnp.stack([is_valid, ~is_valid], axis=1)),
     )
 
 
 def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tuple[FeedPlan, Int32[Array, ""]]:
     """(what each row feeds, index of the shape): what its phase needs, and speculative tokens for the next forward."""
-    work = s.work
-    phase = work.phase[:, None]
+    work, phase = s.work, s.work.phase[:, None]
     plans, verifies, proposes, checks, recomputes = (phase == p for p in (PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE))
     chosen = work.chosen & (verifies | proposes | checks | recomputes)
     drafted = jnp.where(chosen, jnp.where(proposes, work.accepted, here.size), 0)
@@ -255,16 +250,15 @@ def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tu
     guess = jnp.where(chosen & (checks | (verifies & is_lone & ~is_exact)), here.size - work.guess, 0)
 
     planned, infilled = plans & s.remaining, proposes & chosen
-    needed = jnp.sum(drafted, axis=1)
-    needed += jnp.sum(jnp.where(planned, here.size, 0) + jnp.where(infilled, here.size - work.accepted, 0), axis=1)
+    masks = jnp.where(planned, here.size, 0) + jnp.where(infilled, here.size - work.accepted, 0)
+    needed = jnp.sum(drafted + masks, axis=1)
     next_plan, guesses = jnp.sum(jnp.where(ahead, plan_block.size, 0), axis=1), jnp.sum(guess, axis=1)
-    auto = s.settings.budget < 0
-    pays = jnp.where(auto, worthwhile(sizes.free, s.confirmed, s.refuted, s.active, sizes.shards), 0)
-    wishes = jnp.stack([next_plan + guesses, next_plan, guesses], axis=1)
-    wishes = jnp.where(s.settings.budget[:, None] != 0, jnp.minimum(wishes, (decoder.width - needed)[:, None]), 0)
+    most = jnp.where(s.settings.budget != 0, decoder.width - needed, 0)[:, None]
+    wishes = jnp.minimum(jnp.stack([next_plan + guesses, next_plan, guesses], axis=1), most)
+    auto, worth = s.settings.budget < 0, worthwhile(sizes.free, s.held, s.active, sizes.shards)
+    worth = jnp.where(auto, worth, 0)[:, None] * jnp.array([[0, 1, 0]])  # what guesses are worth is not known
     budget = jnp.where(auto, sizes.free, s.settings.budget)
-    pays = jnp.stack([pays * 0, pays, pays * 0], axis=1)  # what guesses are worth is not known
-    shape, room = choose(needed, wishes, budget, pays, sizes.shapes, sizes.shards)
+    shape, room = choose(needed, wishes, budget, worth, sizes.shapes, sizes.shards)
 
     # The next plan comes first; guesses use the remaining room.
     ahead &= (next_plan <= room)[:, None]
