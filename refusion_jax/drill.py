@@ -134,7 +134,7 @@ def main() -> None:
     if unknown := set(_KINDS.value) - FAULTS.keys():
         raise UserError(f"--kinds={min(unknown)}: unknown; known: {', '.join(FAULTS)}")
     kinds = _KINDS.value or [kind for kind in FAULTS if kind != "kill_host" or _HOSTS.value > 1]
-    workdir = Path(_WORKDIR.value)
+    workdir = Path(_WORKDIR.value).absolute()  # as Orbax wants paths
     flag_values.check_output("workdir", workdir, directory=True)
     is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
