@@ -229,7 +229,7 @@ def section(head: dict, records: list[dict]) -> str:
     if head["rehearsal"]:
         lines += ["A rehearsal with tiny shapes: these figures mean nothing.", ""]
     measured = [record for record in records if not {"failed", "skipped"} & set(record)]
-    checks = [(r, k) for r in measured for k in r if k.endswith("error") or k == "same"]
+    checks = [(r, k) for r in measured if "ratio" not in r for k in r if k.endswith("error") or k == "same"]
     lines += table(
         ("against the CPU", "", "value"),
         [(" ".join((r["part"], r.get("decoder", ""))).strip(), k.replace("_", " "), f"{r[k]:.3g}") for r, k in checks],
