@@ -32,7 +32,7 @@ from rich.table import Table
 
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_way
 from refusion_jax.decoding.prompts import read_prompts
-from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
@@ -90,10 +90,12 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     subjects = {(way, size): read_way(way, shared | {"batch_size": size}) for way in ways for size in batch_sizes}
     if own.prompts:
         lines = read_prompts(pathlib.Path(own.prompts), None, plain)
-        prompts = [list(request.prompt) for _, request in lines[: own.count]]
+        requests = [Request(request.prompt, name=request.name) for _, request in lines[: own.count]]
     else:
         shape = (own.count, 32)
-        prompts = np.random.default_rng(0).integers(5, min(c.num_tokens, 500), shape).tolist()
+        requests = [*map(Request, np.random.default_rng(0).integers(5, min(c.num_tokens, 500), shape).tolist())]
+    prompts = [list(request.prompt) for request in requests]
+    queues = {key: prepare(requests, settings, c) for key, settings in subjects.items()}
     asked = {"prompts": prompts, "settings": their_settings(plain, c.eos_token_id, c.mask_token_id)}
 
     speeds: dict[Any, list[float]] = {key: [] for key in ["theirs", *subjects]}
@@ -103,8 +105,8 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
         for turn in range(own.repeats + 1):  # the first one compiles
             answers["theirs"], seconds = theirs.decode(asked, threads)
             taken = {"theirs": (sum(map(len, answers["theirs"])), seconds)}
-            for key, settings in subjects.items():
-                answers[key], *taken[key] = ours(model, prompts, settings)
+            for key, queue in queues.items():
+                answers[key], *taken[key] = ours(model, queue)
             if turn:
                 for key, (tokens, seconds) in taken.items():
                     speeds[key].append(tokens / seconds)
@@ -142,13 +144,12 @@ def their_settings(settings: Settings, eos_id: int, mask_id: int) -> dict[str, A
     }
 
 
-def ours(model: Transformer, prompts: list[list[int]], settings: Settings) -> tuple[list[list[int]], int, float]:
+def ours(model: Transformer, requests: list[Request]) -> tuple[list[list[int]], int, float]:
     """Our answers, how many tokens were decoded for them, and the seconds that took."""
-    requests = prepare(prompts, settings, model.config)
     began = time.perf_counter()
     found = dict(stream(model, requests))
     seconds = time.perf_counter() - began
-    answers = [found[i] for i in range(len(prompts))]
+    answers = [found[i] for i in range(len(requests))]
     return [answer.tokens for answer in answers], sum(len(answer.commit_order) for answer in answers), seconds
 
 
