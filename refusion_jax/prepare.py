@@ -9,7 +9,6 @@ not grow with the input. Killed, the same command goes on where it was; the numb
 DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl and the tokenizer.
 """
 
-import os
 import shlex
 import sys
 import time
@@ -26,6 +25,7 @@ from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.runtime import cli, flag_values
+from refusion_jax.runtime.cores import available_cores
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import is_remote
 
@@ -127,7 +127,7 @@ def main() -> None:
     fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--")
     shared = {name: flag[name] for name in ("mask_piece", "row_length", "text_packing", "on_error", "dedup")}
     settings = Settings(flag["tokenizer"], **shared, held_out=flag["held_out"], fields=fields)
-    workers = _WORKERS.value or len(os.sched_getaffinity(0))
+    workers = _WORKERS.value or available_cores()
     bar = _Bar()
     try:
         chunks = plan_chunks(_INPUT.value, flag["shard_mib"] << 20)

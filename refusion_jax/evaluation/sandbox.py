@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from refusion_jax.evaluation import jail
+from refusion_jax.runtime.cores import available_cores
 from refusion_jax.runtime.errors import UserError
 
 _GRACE = 30  # seconds to set up the sandbox on a busy machine
@@ -93,7 +94,7 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
 
 def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = False) -> list[Outcome]:
     """`run` for each program, as many at a time as there are CPUs."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         return list(pool.map(functools.partial(run, limits=limits, unsafe=unsafe), programs))
 
 

@@ -13,7 +13,6 @@ count, and no compilation.
 """
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli, flag_values
+from refusion_jax.runtime.cores import available_cores
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import all_settings, stream
 from refusion_jax.systems.registry import default_system
@@ -187,7 +187,7 @@ class Theirs:
     def fastest(self, asked: dict[str, Any]) -> int:
         """The number of threads that decodes faster; a small model is slower on several."""
         seconds = {}
-        for threads in sorted({1, len(os.sched_getaffinity(0))}):
+        for threads in sorted({1, available_cores()}):
             self.decode(asked, threads)  # starts them
             _, seconds[threads] = self.decode(asked, threads)
         return min(seconds, key=seconds.get)

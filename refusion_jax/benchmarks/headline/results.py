@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import ml_collections
 
 from refusion_jax.benchmarks.headline.plan import Budget
+from refusion_jax.runtime.cores import available_cores
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
     """The processor, its cores, the memory and the device that JAX computes on."""
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores": available_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
