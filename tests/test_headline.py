@@ -61,6 +61,12 @@ def test_a_budget_is_made_smaller_by_flags():
     assert not trial_runs("ar", small.changed(seeds=1, tune=False), CONFIGS("small"), "c.py")
 
 
+def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():
+    small = BUDGETS["small"]
+    assert small.changed(seeds=1, tune=True).of_each_run() == small.of_each_run()
+    assert small.changed(seeds=1, tune=False).of_each_run() != small.of_each_run()
+
+
 def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
     pieces = Pieces(tmp_path / "all", {"budget": "tiny"})
     pieces.add("one", {"x": 1})

@@ -15,12 +15,11 @@ rate), decodes held-out problems of twelve families at every operating point of 
   plots/*.svg    accuracy against tokens a forward and tokens a second, accuracy by family, loss against tokens, the
                  estimates against the batch size; they need pip install -e '.[plots]'
 
-Started again with the same flags, it resumes. `tiny` is a smoke test of 15 minutes on two CPU cores and too small for
-conclusions; `small` takes hours there; `gpu` trains 50 M parameters on a GPU. --studies adds the comparisons that
-systems define themselves, at every checkpoint, and accuracy over training.
+Started again with the same flags, it resumes; with more seeds or systems, it adds theirs. `tiny` is a smoke test of 15
+minutes on two CPU cores and too small for conclusions; `small` takes hours there; `gpu` trains 50 M parameters on a
+GPU. --studies adds the comparisons that systems define themselves, at every checkpoint, and accuracy over training.
 """
 
-import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -72,8 +71,7 @@ def main(own: flags.FlagValues) -> None:
     directory = Path(own.output)
     given = [own[name].serialize() for name in own if own[name].present and name != "page"]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
-    size = dataclasses.asdict(budget) | {"name": own.budget}
-    call = {"budget": size, "config": file, "keys": config.to_dict()}
+    call = {"budget": budget.of_each_run() | {"name": own.budget}, "config": file, "keys": config.to_dict()}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
         every = [name for name in trainable() if find_system(name).decoders]  # the others only fine-tune

@@ -37,6 +37,10 @@ class Budget:
         """With another number of seeds, unless that is None; and without trying learning rates, unless `tune`."""
         return dataclasses.replace(self, seeds=seeds or self.seeds, rates=self.rates if tune else ())
 
+    def of_each_run(self) -> dict[str, Any]:
+        """What the result of a run depends on: all but the number of seeds, which a later call may raise."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "seeds"}
+
 
 BUDGETS = {
     "tiny": Budget(seeds=1, problems=96, timed=48, new_tokens=32, repeats=3),
