@@ -149,6 +149,9 @@ def test_where_nobody_is_ever_right_no_claim_holds():
 
 def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1}
+    exact = [{"tokens": 1_000_000 * i, "eval_bits_per_byte": 1.5 / i} for i in (1, 2)]
+    bound = [{"tokens": 2_000_000, "eval_bits_per_byte": x, "eval_bits_per_byte_is_bound": True} for x in (0.5, 0.7)]
+    trained = [("ar", exact), ("llada", bound[:1]), ("llada", bound[1:]), ("refusion", [{"tokens": 5, "loss": 1.0}])]
     recorded = {"system": "card", "decoder": "ar", "settings": "s=1"}
     recorded |= {"recordings": [json.loads(RECORDING.as_json())]}
     study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
@@ -163,7 +166,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "seeds": 2,
         "problems": 4,
         "new_tokens": 32,
-        "runs": [run_of | {"system": system} for system in ("refusion", "llada", "ar")],
+        "runs": [run_of | {"system": system, "losses": losses} for system, losses in trained],
         "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
         "studies": [study | {"step": 4}, study | {"step": 8, "accuracy": 0.75}],
         "prices": prices.prices(recorded),
@@ -173,6 +176,9 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert [float(x) for x in re.findall(r"\(([\d.]+)x\)", estimate)] == ratios(recorded)
     assert "Estimate, not calibrated" in page
     assert "| ar | 0.1 | 0.5000 |" in page
+    assert "| system | 1.00 M tokens | 2.00 M tokens |" in page
+    assert "| ar | 1.500 | 0.750 |" in page
+    assert "| llada |  | ≤ 0.600 |" in page
     assert "| system | setting | step 4 | step 8 |" in page
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page

@@ -12,8 +12,8 @@ rate), decodes held-out problems of twelve families at every operating point of 
   results.json   the figures, with machine, versions, commit and the command of every run; and estimates of the same
                  decoding with 8B parameters on TPUs
   report.md      table, conclusions, and which of the papers' claims hold; --page puts it into a file as well
-  plots/*.svg    accuracy against tokens a forward and tokens a second, accuracy by family, loss against tokens, the
-                 estimates against the batch size; they need pip install -e '.[plots]'
+  plots/*.svg    accuracy against tokens a forward and tokens a second and by family, loss and bits per byte against
+                 tokens, the estimates against the batch size; they need pip install -e '.[plots]'
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs. `tiny` is a smoke test of 15
 minutes on two CPU cores and too small for conclusions; `small` takes hours there; `gpu` trains 50 M parameters on a

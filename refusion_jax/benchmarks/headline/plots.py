@@ -7,6 +7,11 @@ from typing import Any
 from refusion_jax.benchmarks.headline.curves import Curve, curves, name_of
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 
+_TRAINING = [  # file, key of the records, label
+    ("loss", "eval_loss", "held-out loss (each system's own)"),
+    ("bits_per_byte", "eval_bits_per_byte", "bits per byte of held-out answers (bounds for masked diffusion)"),
+]
+
 
 def draw(results: dict[str, Any], directory: Path) -> str:
     """Writes the plots as SVG files. Returns a line that says where they are, or what they need.
@@ -36,7 +41,8 @@ def draw(results: dict[str, Any], directory: Path) -> str:
         axes.legend(fontsize="small")
         _save(fig, directory / f"accuracy_by_{name}.svg")
     _save(_by_family(pyplot, found), directory / "accuracy_by_family.svg")
-    _save(_losses(pyplot, results), directory / "loss_by_tokens.svg")
+    for name, kept, label in _TRAINING:
+        _save(_over_tokens(pyplot, results, kept, label), directory / f"{name}_by_tokens.svg")
     for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
         own = [record for record in results["prices"] if record["topology"] == topology]
         _save(_estimates(pyplot, topology, own), directory / f"estimate_{topology.replace(':', '_')}.svg")
@@ -64,22 +70,25 @@ def _by_family(pyplot, found: list[Curve]):
     return fig
 
 
-def _losses(pyplot, results: dict[str, Any]):
-    """Held-out loss over tokens. Some are bounds, others exact, so that only the shapes can be compared."""
+def _over_tokens(pyplot, results: dict[str, Any], name: str, label: str):
+    """One of the records of training over tokens."""
     fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     colors = {}
     for run in results["runs"]:
-        records = [record for record in run["losses"] if "eval_loss" in record]
+        records = [record for record in run["losses"] if name in record]
+        if not records:
+            continue
         is_new = run["system"] not in colors
         (line,) = axes.plot(
             [record["tokens"] for record in records],
-            [record["eval_loss"] for record in records],
+            [record[name] for record in records],
             color=colors.get(run["system"]),
             label=run["system"] if is_new else None,
         )
         colors[run["system"]] = line.get_color()
-    axes.set(xlabel="tokens trained on", ylabel="held-out loss (each system's own)", yscale="log")
-    axes.legend(fontsize="small")
+    axes.set(xlabel="tokens trained on", ylabel=label, yscale="log")
+    if colors:
+        axes.legend(fontsize="small")
     return fig
 
 

@@ -1,7 +1,9 @@
 """A comparison as Markdown: the table, conclusions computed from the figures, and which of the papers' claims hold."""
 
+import collections
 import dataclasses
 import math
+import statistics
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ def report(results: dict[str, Any]) -> str:
         _claims(found),
         "### By family",
         _families(found),
+        *_bits(results),
         *_estimates(results),
         *_sweep(results),
         *_studies(results),
@@ -205,6 +208,32 @@ def _families(found: list[Curve]) -> str:
         families = curve.fastest(_ONE).families
         rows.append(f"| {curve.name} | {' | '.join(f'{families[name].mean:.0%}' for name in names)} |")
     return "\n".join(rows)
+
+
+def _bits(results: dict[str, Any]) -> list[str]:
+    """Bits per byte of held-out answers over the tokens of training, where systems have a likelihood."""
+    measured = collections.defaultdict(lambda: collections.defaultdict(list))
+    bounded = set()
+    for run in results["runs"]:
+        for record in run["losses"]:
+            if "eval_bits_per_byte" in record:
+                measured[run["system"]][record["tokens"]].append(record["eval_bits_per_byte"])
+                bounded |= {run["system"]} if record.get("eval_bits_per_byte_is_bound") else set()
+    if not measured:
+        return []
+    counts = sorted({tokens for own in measured.values() for tokens in own})
+    rows = [
+        f"| system | {' | '.join(f'{tokens / 1e6:.2f} M tokens' for tokens in counts)} |",
+        "| --- " * (1 + len(counts)) + "|",
+    ]
+    for system, own in measured.items():
+        cells = ["≤ " * (system in bounded) + f"{statistics.mean(own[n]):.3f}" if n in own else "" for n in counts]
+        rows.append(f"| {system} | {' | '.join(cells)} |")
+    prose = (
+        "Bits per byte of held-out answers, given their prompts, by tokens of training: the mean of the seeds. Exact "
+        "where a system writes token by token or slot by slot, in reading order; ≤ marks a bound, by one draw a text."
+    )
+    return ["### Data efficiency", textwrap.fill(prose, _WIDTH), "\n".join(rows)]
 
 
 def _estimates(results: dict[str, Any]) -> list[str]:

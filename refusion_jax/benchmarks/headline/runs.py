@@ -18,6 +18,7 @@ from refusion_jax.training.metrics import read_metrics
 
 _POLL_SECONDS = 0.2
 _NEWS_SECONDS = 60.0
+_KEPT = ("tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits_per_byte_is_bound")  # of metrics.jsonl
 
 
 def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, An
       say: prints a line; called about once a minute.
 
     Returns:
-      {"seconds" of training, "tokens", "losses": [{"tokens", "loss", "eval_loss" where it was measured}]}.
+      {"seconds" of training, "tokens", "losses": [{"tokens", "loss", and where they were measured "eval_loss",
+      "eval_bits_per_byte", "eval_bits_per_byte_is_bound"}]}.
 
     Raises:
       Failure: where training fails, with the last line of its log.
@@ -43,10 +45,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, An
         last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise Failure(f"training {run.name} ended with exit code {code}: {last[:300]} (all of it is in {log})")
     records = read_metrics(workdir)
-    losses = [
-        {name: record[name] for name in ("tokens", "loss", "eval_loss") if record.get(name) is not None}
-        for record in records
-    ]
+    losses = [{name: record[name] for name in _KEPT if record.get(name) is not None} for record in records]
     return {"seconds": records[-1]["seconds"], "tokens": records[-1]["tokens"], "losses": losses}
 
 
