@@ -50,7 +50,7 @@ def test_every_family_is_asked_for_and_none_of_it_is_trained_on(budget):
 def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
     config = CONFIGS("small")
     rates = [trial.changes["learning_rate"] for trial in trial_runs("ar", BUDGETS["small"], config, "c.py")]
-    assert rates == [config.learning_rate / 2, config.learning_rate, 2 * config.learning_rate]
+    assert rates == [multiple * config.learning_rate for multiple in (0.5, 1, 2, 4)]
     assert not trial_runs("ar", BUDGETS["tiny"], CONFIGS("tiny"), "c.py")
 
 
