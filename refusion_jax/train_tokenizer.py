@@ -20,7 +20,7 @@ from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import write_file
 
-_INPUT = flags.DEFINE_string("input", None, "tasks | stdlib | a file or glob, as --config.data.path of `train`")
+_INPUT = flags.DEFINE_string("input", None, "What `train` takes as --config.data.path: a file, a glob, stdlib ...")
 _OUTPUT = flags.DEFINE_string("output", None, "The model file to write")
 _VOCAB_SIZE = flags.DEFINE_integer(
     "vocab_size", 8192, "Pieces, special tokens and bytes included; a small corpus yields fewer", 1, 2**24

@@ -167,6 +167,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "problems": 4,
         "new_tokens": 32,
         "runs": [run_of | {"system": system, "losses": losses} for system, losses in trained],
+        "texts": [run_of | {"system": "ar", "losses": [{"tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
         "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
         "studies": [study | {"step": 4}, study | {"step": 8, "accuracy": 0.75}],
         "prices": prices.prices(recorded),
@@ -179,6 +180,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "| system | 1.00 M tokens | 2.00 M tokens |" in page
     assert "| ar | 1.500 | 0.750 |" in page
     assert "| llada |  | ≤ 0.600 |" in page
+    assert "| ar | 2.500 |" in page.partition("### Text")[2]
     assert "| system | setting | step 4 | step 8 |" in page
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
@@ -240,6 +242,8 @@ def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
         (["--output={dir}", "--config=none.py"], "--config=none.py: no such file"),
         (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
         (["--output={dir}", "--config=configs/headline.py:vast"], "unknown variant 'vast'"),
+        (["--output={dir}", "--text=none.py"], "--text=none.py: no such file"),
+        (["--output={dir}", "--text=configs/quickstart.py"], "--text=configs/quickstart.py: its eval.path names no"),
     ],
 )
 def test_bad_input_is_named_and_changes_nothing(given, said, tmp_path):
@@ -259,6 +263,7 @@ def get_config():
     c.steps, c.warmup_steps, c.eval.every, c.checkpoint.every, c.log_every = STEPS, 2, 4, 4, 2
     c.batch_size, c.data.examples = 8, 600
     c.model.hidden_size, c.model.num_hidden_layers, c.model.intermediate_size = 32, 1, 64
+    c.update(KEYS)
     return c
 """
 
@@ -266,14 +271,19 @@ def get_config():
 @pytest.mark.slow
 def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp_path):
     """Two systems, a few steps; the accuracies of two runs with one seed are the same, too."""
-    config = tmp_path / "few.py"
-    config.write_text(FEW_STEPS.replace("STEPS", "40"))
+    config, text, corpus = tmp_path / "few.py", tmp_path / "text.py", tmp_path / "corpus.txt"
+    config.write_text(FEW_STEPS.replace("STEPS", "40").replace("KEYS", "{}"))
+    corpus.write_text("\n".join(f"Line {i} of a text in which {i} comes before {i + 1}." for i in range(2000)))
+    keys = {"data": {"path": str(corpus)}, "eval": {"path": str(corpus), "rows": 8}, "model": {"vocab_size": 300}}
+    text.write_text(FEW_STEPS.replace("STEPS", "8").replace("KEYS", repr(keys)))
 
     def asked(name):
-        return ["headline", f"--output={tmp_path / name}", f"--config={config}", "--systems=ar,card", "--studies"]
+        data = [f"--config={config}", f"--text={text}"]
+        return ["headline", f"--output={tmp_path / name}", *data, "--systems=ar,card", "--studies"]
 
     out, _ = run("bench", *asked("straight"), f"--page={tmp_path / 'PAGE.md'}")
     assert "The headline, budget `tiny`" in out
+    assert re.search(r"\| ar \| [\d.]+ \| [\d.]+ \|", out.partition("### Text")[2])
     assert (tmp_path / "PAGE.md").read_text().count("## The headline") == 1
     assert (tmp_path / "straight" / "report.md").exists()
 

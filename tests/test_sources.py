@@ -68,6 +68,9 @@ def test_the_standard_library_is_a_corpus_of_source_code():
     assert all(e.prompt is None for e in examples)
     assert any("def dumps(" in e.response for e in examples)
     assert not any("/test/" in e.where or "site-packages" in e.where for e in examples)
+    held_out = read("stdlib:held_out")
+    assert 0.01 < len(held_out) / len(examples) < 0.05
+    assert not {e.where for e in held_out} & {e.where for e in examples}
 
 
 def test_built_in_problems_are_as_many_as_asked_for():

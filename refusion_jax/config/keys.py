@@ -95,7 +95,7 @@ _DATA = {
     "path": Setting(
         "tasks",
         "tasks | families | stdlib | a file or glob: .jsonl, .parquet, text ... | DIR or DIR,DIR of `prepare`; "
-        "tasks:held_out and families:held_out are problems of the same kinds that the other never has",
+        "tasks:held_out, families:held_out and stdlib:held_out are of the same kinds, but never in the others",
     ),
     "weights": Setting((), "share of each prepared directory in data.path, such as (3,1); empty: by their rows"),
     "verify": Setting(False, "compare each prepared row that is read with its checksum"),

@@ -11,6 +11,7 @@ import glob
 import os
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import LONGEST_LINE, kind_of
 from refusion_jax.runtime.storage import LARGEST_FILE, is_remote
 
+_HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 _KINDS |= {".array_record": "array_record", ".arrayrecord": "array_record"}
@@ -52,13 +54,10 @@ class Piece:
 def find_files(pattern: str) -> list[str]:
     """The sorted files of a path, a glob, or a directory (all files below it except hidden ones).
 
-    `stdlib` means the source code of Python's standard library.
+    `stdlib` means the source code of Python's standard library, and `stdlib:held_out` files that it leaves out.
     """
-    if pattern == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
-        found = [p for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts)]
-        return [str(p) for p in found if p.stat().st_size]  # it has empty __init__.py files
+    if pattern in ("stdlib", "stdlib:held_out"):
+        return _standard_library(pattern != "stdlib")
     path = epath.Path(pattern)
     if path.is_dir():
         return sorted(map(str, _walk(path, ())))
@@ -71,6 +70,19 @@ def find_files(pattern: str) -> list[str]:
     if found := re.match(r"(.*?)/([^/]*[*?\[].*)", pattern):
         return sorted(str(p) for p in epath.Path(found[1]).glob(found[2]) if p.is_file())
     return [pattern] if path.is_file() else []
+
+
+def _standard_library(held_out: bool) -> list[str]:
+    """The files of the standard library that are held out, by a hash of their path, or all the others."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+    found = [p for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts)]
+    return [
+        str(p)
+        for p in found
+        if (zlib.crc32(p.relative_to(root).as_posix().encode()) % _HELD_OUT == 0) == held_out
+        and p.stat().st_size  # it has empty __init__.py files
+    ]
 
 
 def _walk(directory: epath.Path, above: tuple[str, ...]) -> Iterator[epath.Path]:

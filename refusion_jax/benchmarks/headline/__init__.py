@@ -17,7 +17,8 @@ rate), decodes held-out problems of twelve families at every operating point of 
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs. `tiny` is a smoke test of 15
 minutes on two CPU cores and too small for conclusions; `small` takes hours there; `gpu` trains 50 M parameters on a
-GPU. --studies adds the comparisons that systems define themselves, at every checkpoint, and accuracy over training.
+GPU, and as many on text (--text=CONFIG does so with any budget), for systems with a likelihood. --studies adds the
+comparisons that systems define themselves, at every checkpoint, and accuracy over training.
 """
 
 import json
@@ -50,6 +51,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_bool("tune", True, "Try the budget's learning rates; --notune takes the config's", flag_values=own)
     flags.DEFINE_list("systems", [], "Which systems, with commas between; all by default", flag_values=own)
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
+    flags.DEFINE_string("text", None, "Config of more runs, on text; by default the budget's, if any", flag_values=own)
     flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
     flags.DEFINE_string("page", None, "A file to put the report into, such as BENCHMARKS.md", flag_values=own)
 
@@ -62,9 +64,14 @@ def main(own: flags.FlagValues) -> None:
         raise UserError("--output=: name a directory for the comparison")
     for name in own.systems:
         find_system(name)
-    budget = BUDGETS[own.budget].changed(own.seeds, own.tune)
+    budget = BUDGETS[own.budget].changed(own.seeds, own.tune, own.text)
     file = own.config or f"configs/headline.py:{own.budget}"
-    config = read_config(file)
+    config = read_config("config", file)
+    if config.data.path != _PROBLEMS:
+        raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
+    text = read_config("text", budget.text) if budget.text else None
+    if text and not text.eval.path:
+        raise UserError(f"--text={budget.text}: its eval.path names no held-out text")
     for flag, path, is_directory in (("output", own.output, True), ("page", own.page, False)):
         if path:
             flag_values.check_output(flag, Path(path), is_directory)
@@ -72,6 +79,7 @@ def main(own: flags.FlagValues) -> None:
     given = [own[name].serialize() for name in own if own[name].present and name != "page"]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
     call = {"budget": budget.of_each_run() | {"name": own.budget}, "config": file, "keys": config.to_dict()}
+    call |= {"text": text and text.to_dict()}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
         every = [name for name in trainable() if find_system(name).decoders]  # the others only fine-tune
@@ -87,26 +95,23 @@ def main(own: flags.FlagValues) -> None:
     print(plots.draw(results, directory / "plots"))
 
 
-def read_config(file: str) -> ml_collections.ConfigDict:
-    """Reads the config of every run.
+def read_config(flag: str, file: str) -> ml_collections.ConfigDict:
+    """Reads a config.
 
     Args:
+      flag: that names it, for messages.
       file: FILE or FILE:VARIANT.
 
     Raises:
-      UserError: where there is no such config, or it has other data.
+      UserError: where there is no such config.
     """
     holder, argv = flags.FlagValues(), [f"--config={file}"]
     if fault := cli.config_fault(argv, ()):
-        raise fault
+        raise UserError(str(fault).replace("--config=", f"--{flag}="))
     config_flags.DEFINE_config_file("config", None, flag_values=holder)
     try:
         holder(["bench headline", *argv])
     except Exception as error:  # a config file is the user's own program, and may raise anything
-        raise UserError(f"--config={file}: {type(error).__name__}: {error}") from error
+        raise UserError(f"--{flag}={file}: {type(error).__name__}: {error}") from error
     check(holder.config)
-    if holder.config.data.path != _PROBLEMS:
-        raise UserError(
-            f"--config={file}: data.path={holder.config.data.path} has no answers to check; {_PROBLEMS} has"
-        )
     return holder.config

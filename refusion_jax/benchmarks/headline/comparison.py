@@ -26,6 +26,7 @@ from refusion_jax.benchmarks.headline.plan import (
     held_out,
     operating_points,
     studies,
+    text_run,
     trial_runs,
     whole_run,
 )
@@ -34,6 +35,7 @@ from refusion_jax.data.families import mixture
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.compiled_code import keep_compiled
 from refusion_jax.runtime.storage import write_file
+from refusion_jax.systems.registry import find_system
 from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.pretrained import load_model, load_tokenizer
 
@@ -69,6 +71,7 @@ class Comparison:
         self._directory, self._config, self._file, self._systems = directory, config, file, systems
         self._command, self._commit = command, commit()
         self._name, self._budget, self._pieces = name, budget, pieces
+        self._scored = [name for name in systems if budget.text and find_system(name).feed]  # these have a likelihood
         self._points = {system: operating_points(system, self._budget, config) for system in systems}
         self._studies = {system: studies(system, self._budget, config) if with_studies else {} for system in systems}
         self._mixture, self._problems = mixture(config.data.difficulty), held_out(config, self._budget)
@@ -77,7 +80,8 @@ class Comparison:
 
     def _count(self) -> collections.Counter:
         """The number of pieces of each kind."""
-        each = {"try": len(self._budget.rates) * len(self._systems), "train": self._budget.seeds * len(self._systems)}
+        runs = self._budget.seeds * (len(self._systems) + len(self._scored))
+        each = {"try": len(self._budget.rates) * len(self._systems), "train": runs}
         each["measure"] = self._budget.seeds * sum(map(len, self._points.values()))
         each["record"] = sum(len({point.decoder for point in points}) for points in self._points.values())
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
@@ -94,15 +98,16 @@ class Comparison:
           Failure: where a training run fails; finished pieces are kept.
         """
         trials = {system: self._trials(system) for system in self._systems}
-        runs = [
-            whole_run(system, seed, self._best(trials[system]), self._file)
-            for seed in range(self._budget.seeds)
-            for system in self._systems
-        ]
-        trained = [self._piece("train", f"train {run.name}", lambda run=run: self._train(run)) for run in runs]
+        rates, seeds = {system: self._best(own) for system, own in trials.items()}, range(self._budget.seeds)
+        runs = [whole_run(system, seed, rates[system], self._file) for seed in seeds for system in self._systems]
+        texts = [text_run(system, seed, rates[system], self._budget.text) for seed in seeds for system in self._scored]
+        trained, texts = (
+            [self._piece("train", f"train {run.name}", lambda run=run: self._train(run)) for run in some]
+            for some in (runs, texts)
+        )
         keep_compiled(self._directory / "compilation_cache", "own")
         found = results.about(self._name, self._command, self._config, self._budget)
-        found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained}
+        found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained, "texts": texts}
         found |= {"points": [], "studies": [], "prices": []}
         for run in runs:
             found["points"] += self._measured(run)
@@ -115,7 +120,7 @@ class Comparison:
 
     def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
         """Writes the results so far, with the commits of the code that made them."""
-        made = found["sweep"] + found["runs"] + found["points"] + found["studies"]
+        made = found["sweep"] + found["runs"] + found["texts"] + found["points"] + found["studies"]
         found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
         write_file(self._directory / "results.json", results.as_json(found))
 

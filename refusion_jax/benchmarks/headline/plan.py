@@ -32,10 +32,12 @@ class Budget:
     repeats: int  # of every timing; the median counts
     rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; if empty, that one is used
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
+    text: str = ""  # config of further runs, on text: their bits per byte are compared; none where it is empty
 
-    def changed(self, seeds: int | None, tune: bool) -> "Budget":
-        """With another number of seeds, unless that is None; and without trying learning rates, unless `tune`."""
-        return dataclasses.replace(self, seeds=seeds or self.seeds, rates=self.rates if tune else ())
+    def changed(self, seeds: int | None, tune: bool, text: str | None = None) -> "Budget":
+        """With another number of seeds or another text, unless they are None; and `tune` or try no learning rates."""
+        text = self.text if text is None else text
+        return dataclasses.replace(self, seeds=seeds or self.seeds, rates=self.rates if tune else (), text=text)
 
     def of_each_run(self) -> dict[str, Any]:
         """What the result of a run depends on: all but the number of seeds, which a later call may raise."""
@@ -45,7 +47,7 @@ class Budget:
 BUDGETS = {
     "tiny": Budget(seeds=1, problems=96, timed=48, new_tokens=32, repeats=3),
     "small": Budget(seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0, 4.0)),
-    "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3),
+    "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3, text="configs/headline.py:gpu_text"),
 }
 
 
@@ -84,6 +86,11 @@ def trial_runs(system: str, budget: Budget, config: ml_collections.ConfigDict, f
 def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
     """The run that is measured."""
     return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, file)
+
+
+def text_run(system: str, seed: int, rate: float, file: str) -> Run:
+    """A run on text."""
+    return Run(system, seed, f"{system}_text_seed{seed}", {"learning_rate": rate}, file)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,8 @@ def report(results: dict[str, Any]) -> str:
         _claims(found),
         "### By family",
         _families(found),
-        *_bits(results),
+        *_bits(results["runs"], "### Data efficiency", "Bits per byte of held-out answers, given their prompts"),
+        *_bits(results["texts"], "### Text", "Models of the same size trained on text: bits per byte of held-out text"),
         *_estimates(results),
         *_sweep(results),
         *_studies(results),
@@ -210,11 +211,11 @@ def _families(found: list[Curve]) -> str:
     return "\n".join(rows)
 
 
-def _bits(results: dict[str, Any]) -> list[str]:
-    """Bits per byte of held-out answers over the tokens of training, where systems have a likelihood."""
+def _bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
+    """Bits per byte over the tokens of training, where systems have a likelihood."""
     measured = collections.defaultdict(lambda: collections.defaultdict(list))
     bounded = set()
-    for run in results["runs"]:
+    for run in runs:
         for record in run["losses"]:
             if "eval_bits_per_byte" in record:
                 measured[run["system"]][record["tokens"]].append(record["eval_bits_per_byte"])
@@ -230,10 +231,10 @@ def _bits(results: dict[str, Any]) -> list[str]:
         cells = ["≤ " * (system in bounded) + f"{statistics.mean(own[n]):.3f}" if n in own else "" for n in counts]
         rows.append(f"| {system} | {' | '.join(cells)} |")
     prose = (
-        "Bits per byte of held-out answers, given their prompts, by tokens of training: the mean of the seeds. Exact "
-        "where a system writes token by token or slot by slot, in reading order; ≤ marks a bound, by one draw a text."
+        f"{what}, by tokens of training; the mean of the seeds. Exact where a system writes token by token or slot by "
+        f"slot, in reading order; ≤ marks a bound, by one draw a text."
     )
-    return ["### Data efficiency", textwrap.fill(prose, _WIDTH), "\n".join(rows)]
+    return [title, textwrap.fill(prose, _WIDTH), "\n".join(rows)]
 
 
 def _estimates(results: dict[str, Any]) -> list[str]:
