@@ -102,7 +102,8 @@ class DiffusionSettings(shared.Settings):
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
+        whole = [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
+        return whole + [{"block_length": 8, "steps": -(-new_tokens // 8) * forwards} for forwards in (8, 4, 2)]
 
 
 @jax.tree_util.register_dataclass

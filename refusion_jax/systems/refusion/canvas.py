@@ -70,10 +70,15 @@ class SlotSettings(shared.Settings):
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        own = {"slot_size": min(trained["sizes"])}
-        exact = [{"infill": "exact", "infill_blend": 0.5, "slot_threshold": sure} for sure in (0.9, 0.6, 0.3, 0.1)]
+        size = min(trained["sizes"])
+        exact = [
+            {"serial_blocks": blocks, "infill": "exact", "infill_blend": 0.5, "slot_threshold": sure}
+            for blocks, thresholds in ((1, (0.9, 0.6, 0.3)), (2, (0.9, 0.6)), (4, (0.9, 0.6)))
+            if not new_tokens % (size * blocks)
+            for sure in thresholds
+        ]
         theirs = [{"slot_threshold": sure, "token_threshold": sure} for sure in (0.9, 0.6, 0.3)]
-        return [own | point for point in exact + theirs]
+        return [{"slot_size": size} | point for point in exact + theirs]
 
     def check(self) -> None:
         if -1 < self.token_threshold < 0:
