@@ -114,8 +114,8 @@ class Comparison:
             found["studies"] += self._studied(run)
             self._write(found)
         recorded = self._recorded(found, runs)
-        found["prices"] = [estimate for record in recorded for estimate in prices.prices(record)]
-        self._write(found, recorded)
+        found["prices"] = [estimate for own in recorded for estimate in prices.prices(own)]
+        self._write(found, [record for own in recorded for record in own])
         return found
 
     def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
@@ -155,17 +155,24 @@ class Comparison:
             found.append(self._piece("measure", key, functools.partial(self._at, measure, run, point, load)))
         return found
 
-    def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[dict[str, Any]]:
-        """Records the feeds of every decoder, at its widest point on the model of the first seed."""
-        recorded = []
-        for curve in curves(found):
-            run = next(run for run in runs if run.system == curve.system)
-            points = (p for p in self._points[run.system] if p.decoder == curve.decoder)
-            point = next(p for p in points if p.label == curve.widest.settings)
-            key = f"record {run.name}: {point.decoder} {point.label}"
-            recorded.append(self._piece("record", key, functools.partial(self._feeds, run, point)))
-            jax.clear_caches()
-        return recorded
+    def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[list[dict[str, Any]]]:
+        """Records the feeds of every decoder at its points near its best accuracy, on the model of the first seed."""
+        shown = [
+            [
+                (runs[self._systems.index(curve.system)], point)
+                for point in self._points[curve.system]
+                if point.decoder == curve.decoder and point.label in {near.settings for near in curve.near_best}
+            ]
+            for curve in curves(found)
+        ]
+        known, self._left["record"] = self._left["record"], sum(map(len, shown))
+        self._total += self._left["record"] - known
+        return [[self._record(*which) for which in own] for own in shown]
+
+    def _record(self, run: Run, point: Point) -> dict[str, Any]:
+        jax.clear_caches()
+        key = f"record {run.name}: {point.decoder} {point.label}"
+        return self._piece("record", key, functools.partial(self._feeds, run, point))
 
     def _feeds(self, run: Run, point: Point) -> dict[str, Any]:
         model, tokenizer = self._load(self._directory / "runs" / run.name)

@@ -62,15 +62,11 @@ class Curve:
 
     def fastest(self, batch_size: str) -> Point:
         """The fastest point within WITHIN of the best accuracy."""
-        return max(self._near_best, key=lambda point: point.speed[batch_size].mean)
+        return max(self.near_best, key=lambda point: point.speed[batch_size].mean)
 
     @property
-    def widest(self) -> Point:
-        """The point with the most tokens a forward within WITHIN of the best accuracy."""
-        return max(self._near_best, key=lambda point: point.tokens_per_forward.mean)
-
-    @property
-    def _near_best(self) -> list[Point]:
+    def near_best(self) -> list[Point]:
+        """The points within WITHIN of the best accuracy."""
         return [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
 
 

@@ -1,10 +1,11 @@
 """Estimates how fast the recorded decoding of the trained models would be with 8B parameters on TPUs.
 
-The feeds of every decoder are recorded one prompt at a time, at its point with the most tokens a forward near its best
-accuracy, since a forward of 8B parameters is bound by reading its weights. A decoder that speculates is recorded with
-and without as many speculative tokens as such chips compute for free; at each batch size the faster one counts. The
-rest is arithmetic (planning/feeds.py), with one token a forward for the same answers as the baseline. Prompts and
-answers are as short as in the problems, so attention takes little time.
+The feeds of every decoder are recorded one prompt at a time, at all its points near its best accuracy: a small batch is
+bound by reading the weights, where the most tokens a forward are best, and a large one by arithmetic, where the least
+places are. A decoder that speculates is recorded with and without as many speculative tokens as such chips compute for
+free. At each batch size the fastest recording counts. The rest is arithmetic (planning/feeds.py), with one token a
+forward for the same answers as the baseline. Prompts and answers are as short as in the problems, so attention takes
+little time.
 """
 
 import json
@@ -43,19 +44,22 @@ def record(
     return {"recordings": recordings}
 
 
-def prices(recorded: dict[str, Any]) -> list[dict[str, Any]]:
-    """The estimates for a decoder: for each topology and batch size, the fastest of its recordings.
+def prices(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The estimates for a decoder: for each topology and batch size, the fastest of its recordings and its settings.
 
     Args:
-      recorded: its record, with "recordings".
+      recorded: its records, one for each point, with "recordings".
     """
-    recordings = [build(Recording, content) for content in recorded["recordings"]]
-    about = {key: recorded[key] for key in ("system", "decoder", "settings")}
+    recordings = [(own["settings"], build(Recording, content)) for own in recorded for content in own["recordings"]]
+    about = {key: recorded[0][key] for key in ("system", "decoder")}
     found = []
     for topology, chips in TOPOLOGIES.items():
         mesh = dict.fromkeys(MESH_AXES, 1) | {"tensor": chips}
         target = Target(shape_of(MODEL), "bfloat16", find_chip(topology), mesh)
-        ways = [price_all(recording, target) for recording in recordings]
+        ways = [
+            [priced | {"settings": settings} for priced in price_all(recording, target)]
+            for settings, recording in recordings
+        ]
         best = [max(same, key=lambda record: record["tokens_per_second"]) for same in zip(*ways, strict=True)]
         found.append(about | {"model": MODEL, "topology": topology, "calibrated": False, "batches": best})
     return found

@@ -243,10 +243,10 @@ def _estimates(results: dict[str, Any]) -> list[str]:
         return []
     prose = (
         "**Estimate, not calibrated; nothing here ran on a TPU.** What each decoder fed for these problems, one at a "
-        "time, at its setting of the most tokens a forward within reach of its best accuracy, priced by arithmetic for "
+        f"time, at every setting within {WITHIN:.0%} of its best accuracy, priced by arithmetic for "
         f"a model of {results['prices'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share; a "
-        "batch feeds so many such rows side by side (refusion_jax/planning/feeds.py). In brackets: times what one "
-        "token a forward takes for the same answers."
+        "batch feeds so many such rows side by side (refusion_jax/planning/feeds.py). At each batch size the fastest "
+        "setting counts. In brackets: times what one token a forward takes for the same answers."
     )
     parts = ["### The same feeds on TPUs", textwrap.fill(prose, _WIDTH, break_long_words=False, break_on_hyphens=False)]
     for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
@@ -254,7 +254,7 @@ def _estimates(results: dict[str, Any]) -> list[str]:
         own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
         shown = [b["batch_size"] for b in own[0]["batches"] if b["batch_size"] in _SHOWN]
         rows = [
-            f"| {topology}, estimate | setting | tokens/forward | "
+            f"| {topology}, estimate | settings | tokens/forward at 1 | "
             f"{' | '.join(f'tokens/s at {size}' for size in shown)} | faster up to a batch of |",
             "| --- " * (4 + len(shown)) + "|",
         ]
@@ -263,11 +263,20 @@ def _estimates(results: dict[str, Any]) -> list[str]:
                 f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"] if b["batch_size"] in shown
             )
             rows.append(
-                f"| {name_of(r['system'], r['decoder'])} | {r['settings'] or 'its own'} | "
+                f"| {name_of(r['system'], r['decoder'])} | {_settings(r['batches'])} | "
                 f"{r['batches'][0]['tokens_per_forward']:.2f} | {speeds} | {ahead_up_to(r['batches']) or 'none'} |"
             )
         parts.append("\n".join(rows))
     return parts
+
+
+def _settings(batches: list[dict[str, Any]]) -> str:
+    """The settings of the estimates, and from which batch size on."""
+    told = []
+    for record, before in zip(batches, [None, *batches], strict=False):
+        if before is None or record["settings"] != before["settings"]:
+            told.append(f"from {record['batch_size']}: " * bool(told) + (record["settings"] or "its own"))
+    return "; ".join(told)
 
 
 def _sweep(results: dict[str, Any]) -> list[str]:
