@@ -4,6 +4,7 @@ All training comes before all decoding, so that this process holds no device whi
 """
 
 import collections
+import dataclasses
 import functools
 import math
 import statistics
@@ -32,6 +33,8 @@ from refusion_jax.benchmarks.headline.plan import (
 )
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.data.families import mixture
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.compiled_code import keep_compiled
 from refusion_jax.runtime.storage import write_file
@@ -152,7 +155,7 @@ class Comparison:
                 jax.clear_caches()  # compiled programs use memory mappings, and a process can have only 65,530
             decoder = point.decoder
             key = f"measure {run.name}: {decoder} {point.label}"
-            found.append(self._piece("measure", key, functools.partial(self._at, measure, run, point, load)))
+            found.append(self._piece("measure", key, functools.partial(self._at, self._measure, run, point, load)))
         return found
 
     def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[list[dict[str, Any]]]:
@@ -188,7 +191,7 @@ class Comparison:
             for title, points in self._studies[run.system].items():
                 for point in points:
                     key = f"study {run.name} at step {step}, {title}: {point.decoder} {point.label}"
-                    made = self._piece("study", key, functools.partial(self._at, _accuracy, run, point, load))
+                    made = self._piece("study", key, functools.partial(self._at, self._accuracy, run, point, load))
                     found.append(made | {"study": title, "step": step})
             jax.clear_caches()
         return found
@@ -196,7 +199,14 @@ class Comparison:
     def _at(self, what: Callable, run: Run, point: Point, load: Callable[[], tuple]) -> dict[str, Any]:
         """The record of one measurement, `what`, of a run's model at a point."""
         own = {"system": run.system, "seed": run.seed, "decoder": point.decoder, "settings": point.label}
-        return own | what(self._mixture, self._problems, point, self._budget, *load())
+        return own | what(point, *load())
+
+    def _measure(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
+        return measure(self._mixture, self._problems, point, self._budget, model, tokenizer)
+
+    def _accuracy(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
+        once = dataclasses.replace(self._budget, repeats=1)  # nothing is timed
+        return score(self._mixture, self._problems, point, once, model, tokenizer)[0]
 
     def _load(self, path: Path) -> tuple:
         model, tokenizer = load_model(path, self._config.dtype), load_tokenizer(path)
@@ -219,10 +229,6 @@ class Comparison:
             f"{'at least ' * unknown}{left / 60:.0f} min left  {key}{_outcome(record)}"
         )
         return record
-
-
-def _accuracy(*what: Any) -> dict[str, Any]:
-    return score(*what)[0]
 
 
 def _outcome(record: dict[str, Any]) -> str:
