@@ -172,7 +172,9 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "studies": [study | {"step": 4}, study | {"step": 8, "accuracy": 0.75}],
         "prices": prices.prices([recorded]),
     }
-    page = report.report(whole)
+    assert "### Plots" not in report.report(whole)
+    page = report.report(whole, ["plots/speed.svg"])
+    assert '<img src="plots/speed.svg"' in page.partition("### Plots")[2]
     (estimate,) = re.findall(r"^\| card by ar \| s=1 \| 4\.00 \|.*\|$", page.partition("v5p:2x2x1")[0], re.M)
     assert [float(x) for x in re.findall(r"\(([\d.]+)x\)", estimate)] == ratios(recorded)
     assert "Estimate, not calibrated" in page

@@ -22,6 +22,7 @@ comparisons that systems define themselves, at every checkpoint, and accuracy ov
 """
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -36,7 +37,6 @@ from refusion_jax.benchmarks.headline.plan import BUDGETS
 from refusion_jax.config import check
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
@@ -53,6 +53,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
     flags.DEFINE_string("text", None, "Config of more runs, on text; by default the budget's, if any", flag_values=own)
     flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
+    flags.DEFINE_string("plots", None, "Directory for the plots; by default plots in OUTPUT", flag_values=own)
     flags.DEFINE_string("page", None, "A file to put the report into, such as BENCHMARKS.md", flag_values=own)
 
 
@@ -72,11 +73,15 @@ def main(own: flags.FlagValues) -> None:
     text = read_config("text", budget.text) if budget.text else None
     if text and not text.eval.path:
         raise UserError(f"--text={budget.text}: its eval.path names no held-out text")
-    for flag, path, is_directory in (("output", own.output, True), ("page", own.page, False)):
+    for flag, path, is_directory in (
+        ("output", own.output, True),
+        ("plots", own.plots, True),
+        ("page", own.page, False),
+    ):
         if path:
             flag_values.check_output(flag, Path(path), is_directory)
     directory = Path(own.output)
-    given = [own[name].serialize() for name in own if own[name].present and name != "page"]
+    given = [own[name].serialize() for name in own if own[name].present and name not in ("page", "plots")]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
     call = {"budget": budget.of_each_run() | {"name": own.budget}, "config": file, "keys": config.to_dict()}
     call |= {"text": text and text.to_dict()}
@@ -87,12 +92,13 @@ def main(own: flags.FlagValues) -> None:
         results = Comparison(directory, own.budget, budget, config, file, systems, own.studies, command, pieces).run()
     finally:
         pieces.close()
-    page = report.report(results)
-    write_file(directory / "report.md", page)
-    if own.page:
-        report.put_into(Path(own.page), page)
-    print(page)
-    print(plots.draw(results, directory / "plots"))
+    drawn = plots.draw(results, Path(own.plots) if own.plots else directory / "plots")
+    for page in [directory / "report.md", *([Path(own.page)] if own.page else [])]:
+        text = report.report(results, [os.path.relpath(path, page.parent) for path in drawn])
+        report.put_into(page, text)
+    print(text)
+    if not drawn:
+        print("no plots: they need matplotlib (pip install -e '.[plots]', then the same command again)")
 
 
 def read_config(flag: str, file: str) -> ml_collections.ConfigDict:

@@ -13,15 +13,15 @@ _TRAINING = [  # file, key of the records, label
 ]
 
 
-def draw(results: dict[str, Any], directory: Path) -> str:
-    """Writes the plots as SVG files. Returns a line that says where they are, or what they need.
+def draw(results: dict[str, Any], directory: Path) -> list[Path]:
+    """Writes the plots as SVG files, and returns their paths: none where matplotlib is not installed.
 
     Args:
       results: of the comparison.
       directory: for the files.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return "no plots: they need matplotlib (pip install -e '.[plots]', then the same command again)"
+        return []
     import matplotlib
 
     matplotlib.use("Agg")
@@ -33,20 +33,24 @@ def draw(results: dict[str, Any], directory: Path) -> str:
     plots = {"tokens_per_forward": ("tokens a forward", lambda p: p.tokens_per_forward)}
     for size in map(str, BATCH_SIZES):
         plots[f"tokens_per_second_{size}"] = (f"tokens a second, {size} at a time", lambda p, s=size: p.speed[s])
+    drawn = {}
     for name, (label, figure) in plots.items():
         fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
         for curve in found:
             _plot_curve(axes, curve, figure)
         axes.set(xlabel=label, ylabel="right", xscale="log")
         axes.legend(fontsize="small")
-        _save(fig, directory / f"accuracy_by_{name}.svg")
-    _save(_by_family(pyplot, found), directory / "accuracy_by_family.svg")
+        drawn[f"accuracy_by_{name}"] = fig
+    drawn["accuracy_by_family"] = _by_family(pyplot, found)
     for name, kept, label in _TRAINING:
-        _save(_over_tokens(pyplot, results, kept, label), directory / f"{name}_by_tokens.svg")
+        drawn[f"{name}_by_tokens"] = _over_tokens(pyplot, results, kept, label)
     for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
         own = [record for record in results["prices"] if record["topology"] == topology]
-        _save(_estimates(pyplot, topology, own), directory / f"estimate_{topology.replace(':', '_')}.svg")
-    return f"the plots are in {directory}"
+        drawn[f"estimate_{topology.replace(':', '_')}"] = _estimates(pyplot, topology, own)
+    for name, fig in drawn.items():
+        fig.savefig(directory / f"{name}.svg", metadata={"Date": None})
+        pyplot.close(fig)
+    return [directory / f"{name}.svg" for name in drawn]
 
 
 def _plot_curve(axes, curve: Curve, figure) -> None:
@@ -103,10 +107,3 @@ def _estimates(pyplot, topology: str, own: list[dict[str, Any]]):
     axes.set_title("estimate, not calibrated")
     axes.legend(fontsize="small")
     return fig
-
-
-def _save(fig, path: Path) -> None:
-    from matplotlib import pyplot
-
-    fig.savefig(path, metadata={"Date": None})
-    pyplot.close(fig)

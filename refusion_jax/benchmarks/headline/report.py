@@ -5,6 +5,7 @@ import dataclasses
 import math
 import statistics
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ _CEILING = 0.99  # above it two accuracies are not told apart
 _BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost -->", "<!-- end of headline {} -->"
 
 
-def report(results: dict[str, Any]) -> str:
-    """The whole page."""
+def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
+    """The whole page; `plots` are paths of images to show, as seen from it."""
     found = sorted(curves(results), key=lambda curve: -curve.best)
     parts = [
         f"## The headline, budget `{results['budget']}`",
@@ -37,6 +38,7 @@ def report(results: dict[str, Any]) -> str:
         _claims(found),
         "### By family",
         _families(found),
+        *["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)][: 2 * bool(plots)],
         *_bits(results["runs"], "### Data efficiency", "Bits per byte of held-out answers, given their prompts"),
         *_bits(results["texts"], "### Text", "Models of the same size trained on text: bits per byte of held-out text"),
         *_estimates(results),
