@@ -8,4 +8,5 @@ source "$(dirname "$0")/install.sh" ""
 workdir=${WORKDIR:-runs/quickstart}
 export JAX_PLATFORMS=cpu
 .venv/bin/python -m refusion_jax.train --config=configs/quickstart.py --workdir="$workdir" "$@"
-.venv/bin/python -m refusion_jax.quickstart --workdir="$workdir" --started="$started" --decode.slot_size=4
+.venv/bin/python -m refusion_jax.quickstart --workdir="$workdir" --started="$started" --decode.slot_size=4 \
+  --decode.serial_blocks=2 # of 16 tokens: a CPU pays for every mask that is planned
