@@ -38,7 +38,7 @@ def random_requests(rng: np.random.Generator, count: int, slot_size: int) -> lis
     return requests
 
 
-@pytest.mark.parametrize("slot_size", [2, 5, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slot_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_every_token_but_a_slots_first_is_the_best_behind_the_one_before_it(slot_size):
     """In one plain causal forward over what was given and then committed, in this order.
 
