@@ -149,8 +149,11 @@ def test_where_nobody_is_ever_right_no_claim_holds():
 
 def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1}
-    exact = [{"tokens": 1_000_000 * i, "eval_bits_per_byte": 1.5 / i} for i in (1, 2)]
-    bound = [{"tokens": 2_000_000, "eval_bits_per_byte": x, "eval_bits_per_byte_is_bound": True} for x in (0.5, 0.7)]
+    exact = [{"step": i, "tokens": 1_000_000 * i, "eval_bits_per_byte": 0.5 / i} for i in (1, 2)]
+    bound = [
+        {"step": 2, "tokens": tokens, "eval_bits_per_byte": bits, "eval_bits_per_byte_is_bound": True}
+        for tokens, bits in ((2_010_000, 0.5), (1_990_000, 0.7))
+    ]
     trained = [("ar", exact), ("llada", bound[:1]), ("llada", bound[1:]), ("refusion", [{"tokens": 5, "loss": 1.0}])]
     recorded = {"system": "card", "decoder": "ar", "settings": "s=1"}
     recorded |= {"recordings": [json.loads(RECORDING.as_json())]}
@@ -167,9 +170,13 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "problems": 4,
         "new_tokens": 32,
         "runs": [run_of | {"system": system, "losses": losses} for system, losses in trained],
-        "texts": [run_of | {"system": "ar", "losses": [{"tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
+        "texts": [run_of | {"system": "ar", "losses": [{"step": 9, "tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
         "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
-        "studies": [study | {"step": 4}, study | {"step": 8, "accuracy": 0.75}],
+        "studies": [
+            study | {"step": 4},
+            study | {"step": 8, "accuracy": 0.75},
+            study | {"step": 8, "accuracy": 0.745, "tokens_per_forward": 4.0, "settings": "infill=threshold"},
+        ],
         "prices": prices.prices([recorded]),
     }
     assert "### Plots" not in report.report(whole)
@@ -180,11 +187,16 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "Estimate, not calibrated" in page
     assert "| ar | 0.1 | 0.5000 |" in page
     assert "| system | 1.00 M tokens | 2.00 M tokens |" in page
-    assert "| ar | 1.500 | 0.750 |" in page
+    assert "| ar | 0.500 | 0.250 |" in page
+    assert "* ar is where llada ends (0.600) after 1.00 M tokens, or before." in page
     assert "| llada |  | ≤ 0.600 |" in page
     assert "| ar | 2.500 |" in page.partition("### Text")[2]
     assert "| system | setting | step 4 | step 8 |" in page
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
+    assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
+    conclusion = " ".join(page.split())
+    assert "most often right with infill=exact: 75.0%, 3.00 tokens a forward;" in conclusion
+    assert "within 1% of it, the most tokens a forward with infill=threshold: 74.5%, 4.00." in conclusion
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
     assert "Other work shared the machine" in page
 

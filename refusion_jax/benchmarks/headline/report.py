@@ -1,14 +1,13 @@
 """A comparison as Markdown: the table, conclusions computed from the figures, and which of the papers' claims hold."""
 
-import collections
 import dataclasses
 import math
-import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from refusion_jax.benchmarks.headline import over_training
 from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, curves, name_of
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
@@ -38,12 +37,16 @@ def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
         _claims(found),
         "### By family",
         _families(found),
-        *["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)][: 2 * bool(plots)],
-        *_bits(results["runs"], "### Data efficiency", "Bits per byte of held-out answers, given their prompts"),
-        *_bits(results["texts"], "### Text", "Models of the same size trained on text: bits per byte of held-out text"),
+        *(["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)] if plots else []),
+        *over_training.bits(
+            results["runs"], "### Data efficiency", "Bits per byte of held-out answers, given their prompts"
+        ),
+        *over_training.bits(
+            results["texts"], "### Text", "Models of the same size trained on text: bits per byte of held-out text"
+        ),
         *_estimates(results),
-        *_sweep(results),
-        *_studies(results),
+        *over_training.sweep(results),
+        *over_training.studies(results),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -213,32 +216,6 @@ def _families(found: list[Curve]) -> str:
     return "\n".join(rows)
 
 
-def _bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
-    """Bits per byte over the tokens of training, where systems have a likelihood."""
-    measured = collections.defaultdict(lambda: collections.defaultdict(list))
-    bounded = set()
-    for run in runs:
-        for record in run["losses"]:
-            if "eval_bits_per_byte" in record:
-                measured[run["system"]][record["tokens"]].append(record["eval_bits_per_byte"])
-                bounded |= {run["system"]} if record.get("eval_bits_per_byte_is_bound") else set()
-    if not measured:
-        return []
-    counts = sorted({tokens for own in measured.values() for tokens in own})
-    rows = [
-        f"| system | {' | '.join(f'{tokens / 1e6:.2f} M tokens' for tokens in counts)} |",
-        "| --- " * (1 + len(counts)) + "|",
-    ]
-    for system, own in measured.items():
-        cells = ["≤ " * (system in bounded) + f"{statistics.mean(own[n]):.3f}" if n in own else "" for n in counts]
-        rows.append(f"| {system} | {' | '.join(cells)} |")
-    prose = (
-        f"{what}, by tokens of training; the mean of the seeds. Exact where a system writes token by token or slot by "
-        f"slot, in reading order; ≤ marks a bound, by one draw a text."
-    )
-    return [title, textwrap.fill(prose, _WIDTH), "\n".join(rows)]
-
-
 def _estimates(results: dict[str, Any]) -> list[str]:
     """Estimates for the recorded feeds on TPUs, with a table for each topology."""
     if not results["prices"]:
@@ -279,37 +256,3 @@ def _settings(batches: list[dict[str, Any]]) -> str:
         if before is None or record["settings"] != before["settings"]:
             told.append(f"from {record['batch_size']}: " * bool(told) + (record["settings"] or "its own"))
     return "; ".join(told)
-
-
-def _sweep(results: dict[str, Any]) -> list[str]:
-    """The learning rates that were tried."""
-    if not results["sweep"]:
-        return []
-    rows = ["| system | learning rate | held-out loss |", "| --- | --- | --- |"]
-    for trial in results["sweep"]:
-        loss = trial["losses"][-1].get("eval_loss", float("nan"))
-        rows.append(f"| {trial['system']} | {trial['learning_rate']:g} | {loss:.4f} |")
-    why = "Short runs, one a rate; the least held-out loss decides. Losses of different systems do not compare."
-    return ["### Learning rates", why, "\n".join(rows)]
-
-
-def _studies(results: dict[str, Any]) -> list[str]:
-    """The studies of the systems, by training step."""
-    parts = []
-    for title in dict.fromkeys(record["study"] for record in results["studies"]):
-        own = [record for record in results["studies"] if record["study"] == title]
-        steps = sorted({record["step"] for record in own})
-        ways = dict.fromkeys((r["system"], r["decoder"], r["settings"]) for r in own)
-        rows = [
-            f"| system | setting | {' | '.join(f'step {step}' for step in steps)} |",
-            "| --- " * (2 + len(steps)) + "|",
-        ]
-        for way in ways:
-            cells = []
-            for step in steps:
-                here = [r for r in own if r["step"] == step and (r["system"], r["decoder"], r["settings"]) == way]
-                accuracy, rate = ([r[name] for r in here] for name in ("accuracy", "tokens_per_forward"))
-                cells.append(f"{sum(accuracy) / len(here):.1%} ({sum(rate) / len(here):.2f})" if here else "")
-            rows.append(f"| {way[0]} | {way[2] or 'its own'} | {' | '.join(cells)} |")
-        parts += [f"### Study: {title}", "Right, and in brackets tokens a forward.", "\n".join(rows)]
-    return parts

@@ -18,7 +18,7 @@ from refusion_jax.training.metrics import read_metrics
 
 _POLL_SECONDS = 0.2
 _NEWS_SECONDS = 60.0
-_KEPT = ("tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits_per_byte_is_bound")  # of metrics.jsonl
+_KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits_per_byte_is_bound")  # of metrics.jsonl
 
 
 def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, An
       say: prints a line; called about once a minute.
 
     Returns:
-      {"seconds" of training, "tokens", "losses": [{"tokens", "loss", and where they were measured "eval_loss",
+      {"seconds" of training, "tokens", "losses": [{"step", "tokens", "loss", and where they were measured "eval_loss",
       "eval_bits_per_byte", "eval_bits_per_byte_is_bound"}]}.
 
     Raises:
