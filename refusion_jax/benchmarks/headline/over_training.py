@@ -93,7 +93,7 @@ def studies(results: dict[str, Any]) -> list[str]:
 
 
 def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, float]]], step: int) -> str:
-    """The most accurate setting of a system at a step, and the one of the most tokens a forward near it; "" if it has but one."""
+    """The most accurate setting of a system at a step, and the widest near it; "" if there is but one."""
     own = {settings: figures[step] for (name, settings), figures in means.items() if name == system and step in figures}
     if len(own) < 2:
         return ""
