@@ -195,8 +195,8 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
     conclusion = " ".join(page.split())
-    assert "most often right with infill=exact: 75.0%, 3.00 tokens a forward;" in conclusion
-    assert "within 1% of it, the most tokens a forward with infill=threshold: 74.5%, 4.00." in conclusion
+    assert "no setting is right more often than infill=exact: 75.0%, 3.00 tokens a forward." in conclusion
+    assert "the most tokens a forward are those of infill=threshold: 74.5%, 4.00 tokens a forward." in conclusion
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
     assert "Other work shared the machine" in page
 

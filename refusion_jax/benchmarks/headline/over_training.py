@@ -7,7 +7,7 @@ from typing import Any
 
 from refusion_jax.benchmarks.headline.curves import WITHIN
 
-_WIDTH = 120  # columns of prose
+WIDTH = 120  # columns of prose
 
 
 def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
@@ -45,7 +45,7 @@ def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
         sooner = next(step for step, value in means[best].items() if value <= end)
         if system != best:
             told.append(f"* {best} is where {system} ends ({end:.3f}) after {shown[sooner]}, or before.")
-    return [title, textwrap.fill(prose, _WIDTH), "\n".join(rows), *(["\n".join(told)] if told else [])]
+    return [title, textwrap.fill(prose, WIDTH), "\n".join(rows), *(["\n".join(told)] if told else [])]
 
 
 def sweep(results: dict[str, Any]) -> list[str]:
@@ -99,9 +99,14 @@ def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, fl
         return ""
     best = max(own, key=lambda settings: own[settings][0])
     wide = max((s for s in own if own[s][0] >= own[best][0] - WITHIN), key=lambda settings: own[settings][1])
-    line = (
-        f"* {system} at step {step}: most often right with {best}: {own[best][0]:.1%}, {own[best][1]:.2f} tokens a "
-        f"forward; of the settings within {WITHIN:.0%} of it, the most tokens a forward with {wide}: "
-        f"{own[wide][0]:.1%}, {own[wide][1]:.2f}."
-    )
-    return textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    line = f"* {system} at step {step}: no setting is right more often than {best}: {_told(own[best])}"
+    if wide == best:
+        line += f", and none within {WITHIN:.0%} of it writes more tokens a forward."
+    else:
+        line += f". Within {WITHIN:.0%} of it, the most tokens a forward are those of {wide}: {_told(own[wide])}."
+    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _told(figures: tuple[float, float]) -> str:
+    accuracy, tokens = figures
+    return f"{accuracy:.1%}, {tokens:.2f} tokens a forward"

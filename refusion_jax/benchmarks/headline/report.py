@@ -18,7 +18,6 @@ from refusion_jax.systems.registry import systems
 _ONE, _MANY = map(str, BATCH_SIZES)
 _SHOWN = (1, 4, 16, 64, 256)  # batch sizes of the estimates
 _BUSY = 1.5  # processes a core that want to run, above which others than ours do
-_WIDTH = 120  # columns of prose
 _CEILING = 0.99  # above it two accuracies are not told apart
 _BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost -->", "<!-- end of headline {} -->"
 
@@ -87,7 +86,9 @@ def _conditions(results: dict[str, Any]) -> str:
             "**This budget is a smoke test: runs too short to have learnt the problems. It shows that the comparison "
             "runs, and nothing about the systems.**"
         )
-    return "\n\n".join(textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines)
+    return "\n\n".join(
+        textwrap.fill(line, over_training.WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines
+    )
 
 
 def _table(found: list[Curve], results: dict[str, Any]) -> str:
@@ -137,7 +138,7 @@ def _conclusions(found: list[Curve], results: dict[str, Any]) -> str:
         f"{sum(agreeing) / len(agreeing):.1%} of all cases."
     )
     return "\n".join(
-        textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        textwrap.fill(line, over_training.WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         for line in lines
     )
 
@@ -227,7 +228,10 @@ def _estimates(results: dict[str, Any]) -> list[str]:
         "batch feeds so many such rows side by side (refusion_jax/planning/feeds.py). At each batch size the fastest "
         "setting counts. In brackets: times what one token a forward takes for the same answers."
     )
-    parts = ["### The same feeds on TPUs", textwrap.fill(prose, _WIDTH, break_long_words=False, break_on_hyphens=False)]
+    parts = [
+        "### The same feeds on TPUs",
+        textwrap.fill(prose, over_training.WIDTH, break_long_words=False, break_on_hyphens=False),
+    ]
     for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
         own = [record for record in results["prices"] if record["topology"] == topology]
         own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
