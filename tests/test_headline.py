@@ -12,10 +12,18 @@ from test_config import load
 from test_feeds import RECORDING
 
 from refusion_jax import UserError
-from refusion_jax.benchmarks.headline import prices, report
+from refusion_jax.benchmarks.headline import prices, report, results
 from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import BUDGETS, held_out, operating_points, studies, trial_runs
+from refusion_jax.benchmarks.headline.plan import (
+    BUDGETS,
+    adapted_run,
+    held_out,
+    operating_points,
+    studies,
+    trial_runs,
+    whole_run,
+)
 from refusion_jax.data import families
 from refusion_jax.decoding.recording import Feeds, Forwards
 from refusion_jax.systems.interface import Claim
@@ -54,6 +62,34 @@ def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
     assert not trial_runs("ar", BUDGETS["tiny"], CONFIGS("tiny"), "c.py")
 
 
+def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(tmp_path):
+    config = CONFIGS("small")
+    start = whole_run("ar", 2, 0.004, "c.py")
+    run = adapted_run("refusion", start, 0.002, config, "c.py", tmp_path)
+    assert 2 * run.changes["steps"] == config.steps
+    assert run.changes["init_from"] == str(tmp_path / "runs" / "ar_seed2" / "checkpoints" / str(config.steps // 2))
+    mixture = families.mixture(config.data.difficulty)
+    first, second = (
+        {problem.query for problem in mixture.problems("train", 2000, seed)} for seed in (2, run.changes["seed"])
+    )
+    assert len(first & second) < 0.1 * len(second)  # some families have few problems, and repeat them in any draw
+    assert run.name != whole_run("refusion", 2, 0.002, "c.py").name
+
+
+def test_what_was_adapted_is_compared_with_what_was_adapted():
+    points = [
+        point("refusion", "", 0.5, 100.0),
+        point("refusion", "", 0.8, 100.0, start="ar"),
+        point("llada", "", 0.4, 10.0),
+        point("llada", "", 0.6, 5.0, start="ar"),
+    ]
+    names = [curve.name for curve in curves({"points": points})]
+    assert names == ["refusion", "refusion from ar", "llada", "llada from ar"]
+    told = report.claims(curves({"points": points}))
+    assert "| refusion | llada | 1.34x | 1.25x | 18.00x | 10.00x | no |" in told
+    assert "| refusion from ar | llada from ar | 1.34x | 1.33x | 18.00x | 20.00x | no |" in told
+
+
 def test_a_budget_is_made_smaller_by_flags():
     small = BUDGETS["small"]
     assert small.changed(seeds=None, tune=True) == small
@@ -86,10 +122,11 @@ def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
         Pieces(tmp_path / "all", {"budget": "small"})
 
 
-def point(system: str, settings: str, accuracy: float, speed: float, seed: int = 0, decoder: str = "") -> dict:
+def point(system: str, settings: str, accuracy: float, speed: float, seed: int = 0, start: str = "") -> dict:
     return {
         "system": system,
-        "decoder": decoder or system,
+        "start": start,
+        "decoder": system,
         "seed": seed,
         "settings": settings,
         "accuracy": accuracy,
@@ -97,6 +134,7 @@ def point(system: str, settings: str, accuracy: float, speed: float, seed: int =
         "tokens_per_second": {"1": speed, "16": 2 * speed},
         "families": {"sum": accuracy},
         "same_text": 1.0,
+        "load": 1.0,
     }
 
 
@@ -109,7 +147,8 @@ RESULTS = {
         point("refusion", "too_fast", 0.70, 900.0, 0),
         point("refusion", "too_fast", 0.70, 900.0, 1),
         point("llada", "", 0.50, 10.0),
-        point("ar", "", 0.80, 400.0),
+        point("ar", "", 0.80, 400.0) | {"load": 9.0},
+        point("refusion", "", 0.88, 600.0, start="ar"),
     ]
 }
 
@@ -148,14 +187,15 @@ def test_where_nobody_is_ever_right_no_claim_holds():
 
 
 def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
-    run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1}
+    run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1, "start": ""}
     exact = [{"step": i, "tokens": 1_000_000 * i, "eval_bits_per_byte": 0.5 / i} for i in (1, 2)]
     bound = [
         {"step": 2, "tokens": tokens, "eval_bits_per_byte": bits, "eval_bits_per_byte_is_bound": True}
         for tokens, bits in ((2_010_000, 0.5), (1_990_000, 0.7))
     ]
     trained = [("ar", exact), ("llada", bound[:1]), ("llada", bound[1:]), ("refusion", [{"tokens": 5, "loss": 1.0}])]
-    recorded = {"system": "card", "decoder": "ar", "settings": "s=1"}
+    adapted = [{"step": 1, "tokens": 1_000_000, "eval_bits_per_byte": 0.3}]
+    recorded = {"system": "card", "decoder": "ar", "start": "", "settings": "s=1"}
     recorded |= {"recordings": [json.loads(RECORDING.as_json())]}
     study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
     study |= {"accuracy": 0.25, "tokens_per_forward": 3.0}
@@ -163,13 +203,16 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "budget": "small",
         "command": "the command",
         "commits": ["abc"],
-        "machine": {"cores": 2, "processor": "P", "device": "cpu", "memory_gib": 4, "load": 9.0},
+        "machine": {"cores": 2, "processor": "P", "device": "cpu", "memory_gib": 4},
         "versions": {"jax": "0"},
         "config": json.loads(CONFIGS("small").to_json()),
         "seeds": 2,
         "problems": 4,
         "new_tokens": 32,
-        "runs": [run_of | {"system": system, "losses": losses} for system, losses in trained],
+        "runs": [
+            *(begun := [run_of | {"system": system, "losses": losses} for system, losses in trained]),
+            results.continued(begun[0], run_of | {"system": "refusion", "start": "ar", "losses": adapted}),
+        ],
         "texts": [run_of | {"system": "ar", "losses": [{"step": 9, "tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
         "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
         "studies": [
@@ -190,6 +233,8 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "| ar | 0.500 | 0.250 |" in page
     assert "* ar is where llada ends (0.600) after 1.00 M tokens, or before." in page
     assert "| llada |  | ≤ 0.600 |" in page
+    assert "| refusion from ar |  | 0.300 |" in page
+    assert "“from ar” is a model that starts from the weights of ar" in page
     assert "| ar | 2.500 |" in page.partition("### Text")[2]
     assert "| system | setting | step 4 | step 8 |" in page
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
@@ -198,6 +243,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "no setting is right more often than infill=exact: 75.0%, 3.00 tokens a forward." in conclusion
     assert "the most tokens a forward are those of infill=threshold: 74.5%, 4.00 tokens a forward." in conclusion
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
+    assert "| refusion from ar | ar | 0.98x | 1.10x | 2.33x | 1.50x | no |" in page
     assert "Other work shared the machine" in page
 
 
@@ -225,7 +271,7 @@ def test_the_fastest_recording_of_a_decoder_counts_at_every_batch_size():
         )
         for tokens, times in ((4, 16), (64, 4))
     )
-    own = {"system": "s", "decoder": "d"}
+    own = {"system": "s", "decoder": "d", "start": ""}
 
     def priced(**recordings):
         records = [own | {"settings": name, "recordings": [json.loads(r.as_json())]} for name, r in recordings.items()]
@@ -259,6 +305,8 @@ def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
         (["--output={dir}", "--config=none.py"], "--config=none.py: no such file"),
         (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
         (["--output={dir}", "--config=configs/headline.py:vast"], "unknown variant 'vast'"),
+        (["--output={dir}", "--adapt_from=gan"], "--adapt_from=gan: is not among --systems=ar,"),
+        (["--output={dir}", "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
         (["--output={dir}", "--text=none.py"], "--text=none.py: no such file"),
         (["--output={dir}", "--text=configs/quickstart.py"], "--text=configs/quickstart.py: its eval.path names no"),
     ],
@@ -296,11 +344,12 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
 
     def asked(name):
         data = [f"--config={config}", f"--text={text}"]
-        return ["headline", f"--output={tmp_path / name}", *data, "--systems=ar,card", "--studies"]
+        return ["headline", f"--output={tmp_path / name}", *data, "--systems=ar,card", "--studies", "--adapt_from=ar"]
 
     out, _ = run("bench", *asked("straight"), f"--page={tmp_path / 'PAGE.md'}")
     assert "The headline, budget `tiny`" in out
     assert re.search(r"\| ar \| [\d.]+ \| [\d.]+ \|", out.partition("### Text")[2])
+    assert "| card from ar |" in out.partition("### By family")[0]
     assert (tmp_path / "PAGE.md").read_text().count("## The headline") == 1
     assert (tmp_path / "straight" / "report.md").exists()
 
@@ -317,7 +366,10 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
     def outcome(name):
         results = json.loads((tmp_path / name / "results.json").read_text())
         return [
-            {key: piece[key] for key in ("system", "settings", "accuracy", "families", "forwards", "tokens")}
+            {
+                key: piece.get(key)
+                for key in ("system", "start", "settings", "accuracy", "families", "forwards", "tokens")
+            }
             for piece in results["points"] + results["studies"]
         ]
 

@@ -18,7 +18,8 @@ rate), decodes held-out problems of twelve families at every operating point of 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs. `tiny` is a smoke test of 15
 minutes on two CPU cores and too small for conclusions; `small` takes hours there; `gpu` trains 50 M parameters on a
 GPU, and as many on text (--text=CONFIG does so with any budget), for systems with a likelihood. --studies adds the
-comparisons that systems define themselves, at every checkpoint, and accuracy over training.
+comparisons that systems define themselves, at every checkpoint, and accuracy over training. --adapt_from=ar also trains
+every other system for half the steps from what `ar` has learnt in the other half, as released models are adapted.
 """
 
 import json
@@ -33,13 +34,14 @@ from ml_collections import config_flags
 from refusion_jax.benchmarks.headline import plots, report
 from refusion_jax.benchmarks.headline.comparison import Comparison
 from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import BUDGETS
+from refusion_jax.benchmarks.headline.plan import BUDGETS, Plan
 from refusion_jax.config import check
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
+_FORMAT = 2  # of the pieces, raised where their records change
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -50,6 +52,8 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_integer("seeds", None, "Runs of each system, in place of the budget's number", **seeds)
     flags.DEFINE_bool("tune", True, "Try the budget's learning rates; --notune takes the config's", flag_values=own)
     flags.DEFINE_list("systems", [], "Which systems, with commas between; all by default", flag_values=own)
+    adapted = "Also adapt the other systems from this one, halfway through its training, for the other half"
+    flags.DEFINE_string("adapt_from", "", adapted, flag_values=own)
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
     flags.DEFINE_string("text", None, "Config of more runs, on text; by default the budget's, if any", flag_values=own)
     flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
@@ -80,16 +84,18 @@ def main(own: flags.FlagValues) -> None:
     ):
         if path:
             flag_values.check_output(flag, Path(path), is_directory)
-    directory = Path(own.output)
+    every = [name for name in trainable() if find_system(name).decoders]  # the others only fine-tune
+    systems = tuple(dict.fromkeys(own.systems)) or tuple(every)
     given = [own[name].serialize() for name in own if own[name].present and name not in ("page", "plots")]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
+    plan = Plan(own.budget, budget, config, file, systems, own.adapt_from, own.studies, command)
+    plan.check()
+    directory = Path(own.output)
     call = {"budget": budget.of_each_run() | {"name": own.budget}, "config": file, "keys": config.to_dict()}
-    call |= {"text": text and text.to_dict()}
+    call |= {"text": text and text.to_dict(), "format": _FORMAT}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
-        every = [name for name in trainable() if find_system(name).decoders]  # the others only fine-tune
-        systems = list(dict.fromkeys(own.systems)) or every
-        results = Comparison(directory, own.budget, budget, config, file, systems, own.studies, command, pieces).run()
+        results = Comparison(directory, plan, pieces).run()
     finally:
         pieces.close()
     drawn = plots.draw(results, Path(own.plots) if own.plots else directory / "plots")

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_collections
 
 from refusion_jax.benchmarks.headline import prices, results
 from refusion_jax.benchmarks.headline.curves import curves
 from refusion_jax.benchmarks.headline.measure import check_fit, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import (
-    Budget,
+    Plan,
     Point,
     Run,
+    adapted_run,
     held_out,
     operating_points,
     studies,
@@ -46,47 +46,33 @@ from refusion_jax.training.pretrained import load_model, load_tokenizer
 class Comparison:
     """The pieces of one comparison, finished and to do."""
 
-    def __init__(
-        self,
-        directory: Path,
-        name: str,
-        budget: Budget,
-        config: ml_collections.ConfigDict,
-        file: str,
-        systems: list[str],
-        with_studies: bool,
-        command: str,
-        pieces: Pieces,
-    ):
-        """Plans all pieces; `run` does the work.
+    def __init__(self, directory: Path, plan: Plan, pieces: Pieces):
+        """Counts all pieces; `run` does the work.
 
         Args:
           directory: of the comparison.
-          name: of the budget.
-          budget: how much is spent.
-          config: of every run.
-          file: of the config, with its variant.
-          systems: names.
-          with_studies: whether to run the studies of the systems.
-          command: the command line, for the results.
+          plan: what is asked for.
           pieces: finished in earlier sessions.
         """
-        self._directory, self._config, self._file, self._systems = directory, config, file, systems
-        self._command, self._commit = command, commit()
-        self._name, self._budget, self._pieces = name, budget, pieces
-        self._scored = [name for name in systems if budget.text and find_system(name).feed]  # these have a likelihood
-        self._points = {system: operating_points(system, self._budget, config) for system in systems}
-        self._studies = {system: studies(system, self._budget, config) if with_studies else {} for system in systems}
-        self._mixture, self._problems = mixture(config.data.difficulty), held_out(config, self._budget)
+        self._directory, self._plan, self._commit, self._pieces = directory, plan, commit(), pieces
+        self._config, self._budget, self._file, self._systems = plan.config, plan.budget, plan.file, plan.systems
+        self._adapted = [name for name in plan.systems if plan.start and name != plan.start]
+        self._scored = [name for name in plan.systems if plan.budget.text and find_system(name).feed]  # by likelihood
+        self._points = {system: operating_points(system, self._budget, self._config) for system in plan.systems}
+        self._studies = {
+            system: studies(system, self._budget, self._config) if plan.with_studies else {} for system in plan.systems
+        }
+        self._mixture, self._problems = mixture(self._config.data.difficulty), held_out(self._config, self._budget)
         self._began, self._took, self._left = time.monotonic(), collections.defaultdict(list), self._count()
         self._total = self._left.total()
 
     def _count(self) -> collections.Counter:
         """The number of pieces of each kind."""
-        runs = self._budget.seeds * (len(self._systems) + len(self._scored))
-        each = {"try": len(self._budget.rates) * len(self._systems), "train": runs}
-        each["measure"] = self._budget.seeds * sum(map(len, self._points.values()))
-        each["record"] = sum(len({point.decoder for point in points}) for points in self._points.values())
+        models = [*self._systems, *self._adapted]
+        each = {"try": len(self._budget.rates) * len(self._systems)}
+        each["train"] = self._budget.seeds * (len(models) + len(self._scored))
+        each["measure"] = self._budget.seeds * sum(len(self._points[system]) for system in models)
+        each["record"] = sum(len({point.decoder for point in self._points[system]}) for system in models)
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
         points = sum(len(points) for own in self._studies.values() for points in own.values())
         return collections.Counter(each | {"study": self._budget.seeds * checkpoints * points})
@@ -104,17 +90,29 @@ class Comparison:
         rates, seeds = {system: self._best(own) for system, own in trials.items()}, range(self._budget.seeds)
         runs = [whole_run(system, seed, rates[system], self._file) for seed in seeds for system in self._systems]
         texts = [text_run(system, seed, rates[system], self._budget.text) for seed in seeds for system in self._scored]
-        trained, texts = (
-            [self._piece("train", f"train {run.name}", lambda run=run: self._train(run)) for run in some]
-            for some in (runs, texts)
+        adapted = [
+            adapted_run(system, run, rates[system], self._config, self._file, self._directory)
+            for run in runs
+            if run.system == self._plan.start
+            for system in self._adapted
+        ]
+        trained, texts, continued = (
+            [
+                self._piece("train", f"train {run.name}", lambda run=run: self._train(run)) | {"start": run.start}
+                for run in some
+            ]
+            for some in (runs, texts, adapted)
         )
+        begun = {(record["system"], record["seed"]): record for record in trained}
+        trained += [results.continued(begun[run["start"], run["seed"]], run) for run in continued]
+        runs += adapted
         keep_compiled(self._directory / "compilation_cache", "own")
-        found = results.about(self._name, self._command, self._config, self._budget)
+        found = results.about(self._plan.name, self._plan.command, self._config, self._budget)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained, "texts": texts}
         found |= {"points": [], "studies": [], "prices": []}
         for run in runs:
             found["points"] += self._measured(run)
-            found["studies"] += self._studied(run)
+            found["studies"] += [] if run.start else self._studied(run)
             self._write(found)
         recorded = self._recorded(found, runs)
         found["prices"] = [estimate for own in recorded for estimate in prices.prices(own)]
@@ -155,14 +153,15 @@ class Comparison:
                 jax.clear_caches()  # compiled programs use memory mappings, and a process can have only 65,530
             decoder = point.decoder
             key = f"measure {run.name}: {decoder} {point.label}"
-            found.append(self._piece("measure", key, functools.partial(self._at, self._measure, run, point, load)))
+            piece = self._piece("measure", key, functools.partial(self._at, self._measure, run, point, load))
+            found.append(piece | {"start": run.start})
         return found
 
     def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[list[dict[str, Any]]]:
         """Records the feeds of every decoder at its points near its best accuracy, on the model of the first seed."""
         shown = [
             [
-                (runs[self._systems.index(curve.system)], point)
+                (next(run for run in runs if (run.system, run.start) == (curve.system, curve.start)), point)
                 for point in self._points[curve.system]
                 if point.decoder == curve.decoder and point.label in {near.settings for near in curve.near_best}
             ]
@@ -175,7 +174,7 @@ class Comparison:
     def _record(self, run: Run, point: Point) -> dict[str, Any]:
         jax.clear_caches()
         key = f"record {run.name}: {point.decoder} {point.label}"
-        return self._piece("record", key, functools.partial(self._feeds, run, point))
+        return self._piece("record", key, functools.partial(self._feeds, run, point)) | {"start": run.start}
 
     def _feeds(self, run: Run, point: Point) -> dict[str, Any]:
         model, tokenizer = self._load(self._directory / "runs" / run.name)

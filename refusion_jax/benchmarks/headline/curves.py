@@ -49,11 +49,12 @@ class Curve:
     system: str
     decoder: str
     points: tuple[Point, ...]
+    start: str = ""  # the system whose weights the training started from; random ones if empty
 
     @property
     def name(self) -> str:
         """Its name in tables."""
-        return name_of(self.system, self.decoder)
+        return name_of(self.system, self.decoder, self.start)
 
     @property
     def best(self) -> float:
@@ -70,19 +71,24 @@ class Curve:
         return [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
 
 
-def name_of(system: str, decoder: str) -> str:
-    """The name of a curve: the system, and the decoder where it has another name."""
-    return system if system == decoder else f"{system} by {decoder}"
+def name_of(system: str, decoder: str, start: str) -> str:
+    """The name of a curve: the system, what it was adapted from, and the decoder where it has another name."""
+    return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
+
+
+def model_name(run: dict[str, Any]) -> str:
+    """The name of the model of a training run."""
+    return name_of(run["system"], run["system"], run["start"])
 
 
 def curves(results: dict[str, Any]) -> list[Curve]:
     """All curves, in the order of measurement."""
     by_curve = collections.defaultdict(lambda: collections.defaultdict(list))
     for record in results["points"]:
-        by_curve[record["system"], record["decoder"]][record["settings"]].append(record)
+        by_curve[record["system"], record["decoder"], record["start"]][record["settings"]].append(record)
     return [
-        Curve(system, decoder, tuple(_point(settings, records) for settings, records in points.items()))
-        for (system, decoder), points in by_curve.items()
+        Curve(system, decoder, tuple(_point(settings, records) for settings, records in points.items()), start)
+        for (system, decoder, start), points in by_curve.items()
     ]
 
 

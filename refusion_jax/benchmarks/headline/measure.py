@@ -1,6 +1,7 @@
 """Measures accuracy and speed of a trained model at one operating point of a decoder."""
 
 import collections
+import os
 import statistics
 import time
 from typing import Any
@@ -61,14 +62,15 @@ def measure(
 
     Returns:
       The record of `score`, and {"tokens_per_second": {batch size: ...}, "same_text": the share of answers that are the
-      same at both batch sizes}.
+      same at both batch sizes, "load": the load average, which shows whether other work ran on the machine}.
     """
     record, texts, seconds = score(mixture, problems, point, budget, model, tokenizer)
     one, many = map(str, BATCH_SIZES)
     alone, seconds_alone = _decode(model, tokenizer, problems[: budget.timed], point, budget, BATCH_SIZES[0])
     same = [tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]
     speed = {one: sum(len(answer.tokens) for answer in alone) / seconds_alone, many: record["tokens"] / seconds}
-    return record | {"tokens_per_second": speed, "same_text": sum(same) / len(same)}
+    same_text = sum(same) / len(same)
+    return record | {"tokens_per_second": speed, "same_text": same_text, "load": os.getloadavg()[0]}
 
 
 def _decode(

@@ -5,7 +5,7 @@ import statistics
 import textwrap
 from typing import Any
 
-from refusion_jax.benchmarks.headline.curves import WITHIN
+from refusion_jax.benchmarks.headline.curves import WITHIN, model_name
 
 WIDTH = 120  # columns of prose
 
@@ -23,9 +23,9 @@ def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
     for run in runs:
         for record in run["losses"]:
             if "eval_bits_per_byte" in record:
-                found[run["system"]][record["step"]].append(record["eval_bits_per_byte"])
+                found[model_name(run)][record["step"]].append(record["eval_bits_per_byte"])
                 tokens[record["step"]].append(record["tokens"])
-                bounded |= {run["system"]} if record.get("eval_bits_per_byte_is_bound") else set()
+                bounded |= {model_name(run)} if record.get("eval_bits_per_byte_is_bound") else set()
     if not found:
         return []
     means = {system: {step: statistics.mean(own[step]) for step in sorted(own)} for system, own in found.items()}

@@ -15,10 +15,12 @@ import ml_collections
 from refusion_jax.data.families import mixture
 from refusion_jax.data.problems import Problem
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings
 from refusion_jax.systems.registry import decoders_for, find_decoder, systems
 
 BATCH_SIZES = (1, 16)
+_NEW_PROBLEMS = 1000  # is added to the seed of an adapted run: its problems are not those of the run it goes on from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,36 @@ BUDGETS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    name: str  # of the budget
+    budget: Budget
+    config: ml_collections.ConfigDict  # of every run
+    file: str  # of the config, with its variant
+    systems: tuple[str, ...]
+    start: str  # the system whose weights the others are adapted from as well; none if empty
+    with_studies: bool
+    command: str  # the command line, for the results
+
+    def check(self) -> None:
+        """Refuses to adapt models of a system that is not trained, or has no checkpoint in the middle.
+
+        Raises:
+          UserError: naming the flag.
+        """
+        c, flag = self.config, f"--adapt_from={self.start}"
+        if self.start and self.start not in self.systems:
+            raise UserError(f"{flag}: is not among --systems={','.join(self.systems)}")
+        half, every = c.steps // 2, c.checkpoint.every
+        if self.start and (c.steps % 2 or half % every or half // every >= c.checkpoint.keep):
+            raise UserError(
+                f"{flag}: needs the checkpoint of step {c.steps / 2:g}, of which none is left with "
+                f"checkpoint.every={every} and checkpoint.keep={c.checkpoint.keep}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """A training run: its directory and its flags."""
 
@@ -60,6 +92,7 @@ class Run:
     name: str  # of its directory
     changes: Mapping[str, Any]  # config keys and their values
     config: str  # file and variant
+    start: str = ""  # the system that trained the weights it starts from; random ones if empty
 
     def flags(self, directory: Path) -> list[str]:
         """The flags of `train`."""
@@ -91,6 +124,25 @@ def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
 def text_run(system: str, seed: int, rate: float, file: str) -> Run:
     """A run on text."""
     return Run(system, seed, f"{system}_text_seed{seed}", {"learning_rate": rate}, file)
+
+
+def adapted_run(
+    system: str, start: Run, rate: float, config: ml_collections.ConfigDict, file: str, directory: Path
+) -> Run:
+    """A run that takes the second half of the steps, from another system's weights after the first half.
+
+    Both halves together have the steps and, of other problems, about the tokens of a whole run.
+    """
+    workdir, half = directory / "runs" / start.name, config.steps // 2
+    changes = {
+        "seed": start.seed + _NEW_PROBLEMS,
+        "steps": half,
+        "data.examples": max(1, config.data.examples // 2),
+        "data.tokenizer": str(workdir / "tokenizer.model"),
+        "init_from": str(workdir / "checkpoints" / str(half)),
+        "learning_rate": rate,
+    }
+    return Run(system, start.seed, f"{system}_from_{start.system}_seed{start.seed}", changes, file, start.system)
 
 
 @dataclasses.dataclass(frozen=True)

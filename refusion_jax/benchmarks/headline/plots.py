@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.benchmarks.headline.curves import Curve, curves, name_of
+from refusion_jax.benchmarks.headline.curves import Curve, curves, model_name, name_of
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 
 _TRAINING = [  # file, key of the records, label
@@ -74,6 +74,10 @@ def _by_family(pyplot, found: list[Curve]):
     return fig
 
 
+def _name(record: dict[str, Any]) -> str:
+    return name_of(record["system"], record["decoder"], record["start"])
+
+
 def _over_tokens(pyplot, results: dict[str, Any], name: str, label: str):
     """One of the records of training over tokens."""
     fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
@@ -82,14 +86,14 @@ def _over_tokens(pyplot, results: dict[str, Any], name: str, label: str):
         records = [record for record in run["losses"] if name in record]
         if not records:
             continue
-        is_new = run["system"] not in colors
+        is_new = (model := model_name(run)) not in colors
         (line,) = axes.plot(
             [record["tokens"] for record in records],
             [record[name] for record in records],
-            color=colors.get(run["system"]),
-            label=run["system"] if is_new else None,
+            color=colors.get(model),
+            label=model if is_new else None,
         )
-        colors[run["system"]] = line.get_color()
+        colors[model] = line.get_color()
     axes.set(xlabel="tokens trained on", ylabel=label, yscale="log")
     if colors:
         axes.legend(fontsize="small")
@@ -101,7 +105,7 @@ def _estimates(pyplot, topology: str, own: list[dict[str, Any]]):
     fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for record in own:
         sizes, ratios = zip(*[(b["batch_size"], b["speedup"]) for b in record["batches"]], strict=True)
-        axes.plot(sizes, ratios, marker="o", markersize=3, label=name_of(record["system"], record["decoder"]))
+        axes.plot(sizes, ratios, marker="o", markersize=3, label=_name(record))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(xlabel=f"rows at once on {topology}", ylabel="times one token a forward", xscale="log", yscale="log")
     axes.set_title("estimate, not calibrated")

@@ -51,7 +51,7 @@ def prices(recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
       recorded: its records, one for each point, with "recordings".
     """
     recordings = [(own["settings"], build(Recording, content)) for own in recorded for content in own["recordings"]]
-    about = {key: recorded[0][key] for key in ("system", "decoder")}
+    about = {key: recorded[0][key] for key in ("system", "decoder", "start")}
     found = []
     for topology, chips in TOPOLOGIES.items():
         mesh = dict.fromkeys(MESH_AXES, 1) | {"tensor": chips}

@@ -33,7 +33,7 @@ def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
         "### What follows",
         _conclusions(found, results),
         "### What the papers claim",
-        _claims(found),
+        claims(found),
         "### By family",
         _families(found),
         *(["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)] if plots else []),
@@ -66,6 +66,7 @@ def put_into(path: Path, page: str) -> None:
 
 def _conditions(results: dict[str, Any]) -> str:
     c, m, first = results["config"], results["machine"], results["runs"][0]
+    load = max(record["load"] for record in results["points"])
     lines = [
         f"Every system is trained on {first['tokens']:,} tokens in {c['steps']:,} steps of {c['batch_size']} rows of "
         f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
@@ -76,10 +77,17 @@ def _conditions(results: dict[str, Any]) -> str:
         f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time; "
         f"the mean of the seeds, and in brackets the least and the most. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
-        f"{m['load']:.1f} at the end), jax {results['versions']['jax']}, at commit "
+        f"{load:.1f} at most while they decoded), jax {results['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
     ]
-    if m["load"] > _BUSY * m["cores"]:
+    if starts := {run["start"] for run in results["runs"]} - {""}:
+        (start,) = starts
+        lines.append(
+            f"“from {start}” is a model that starts from the weights of {start} after half its steps and takes the "
+            f"other half itself, on problems drawn anew: as many tokens in all. Its seconds of training are of "
+            f"its own half."
+        )
+    if load > _BUSY * m["cores"]:
         lines.append("Other work shared the machine, more at one time than at another: its speeds do not compare.")
     if results["budget"] == "tiny":
         lines.append(
@@ -92,18 +100,17 @@ def _conditions(results: dict[str, Any]) -> str:
 
 
 def _table(found: list[Curve], results: dict[str, Any]) -> str:
-    rates = {run["system"]: run["learning_rate"] for run in results["runs"]}
-    seconds = {run["system"]: run["seconds"] for run in results["runs"]}
+    runs = {(run["system"], run["start"]): run for run in results["runs"]}
     rows = [
         "| system | right | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | training, s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for curve in found:
-        point = curve.fastest(_ONE)
+        point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
         rows.append(
             f"| {curve.name} | {_percent(point.accuracy)} | {_number(point.tokens_per_forward, 2)} | "
             f"{_number(point.speed[_ONE])} | {_number(point.speed[_MANY])} | {point.settings or 'its own'} | "
-            f"{rates[curve.system]:g} | {seconds[curve.system]:.0f} |"
+            f"{run['learning_rate']:g} | {run['seconds']:.0f} |"
         )
     return "\n".join(rows)
 
@@ -189,22 +196,26 @@ def verdict(claim: Claim, own: Curve, rival: Curve) -> Verdict:
     return Verdict(accuracy, speed, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
 
 
-def _claims(found: list[Curve]) -> str:
+def claims(found: list[Curve]) -> str:
+    """A table of the papers' claims; a model that was adapted is compared with a rival that was, if there is one."""
     rows = [
         "| system | beside | accuracy, claimed | measured | tokens/s at 1, claimed | measured | holds |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    by_name = {(curve.system, curve.decoder): curve for curve in found}
-    for name, system in systems().items():
-        for claim in system.claims:
-            own, rival = (by_name.get((s, _first(s))) for s in (name, claim.rival))
-            if own and rival:
-                v = verdict(claim, own, rival)
-                rows.append(
-                    f"| {name} | {claim.rival} | {claim.accuracy:.2f}x | {v.accuracy:.2f}x"
-                    f"{' (ceiling)' * v.at_ceiling} | {claim.speed:.2f}x | {v.speed:.2f}x | "
-                    f"{'yes' if v.holds else 'no'} |"
-                )
+    of = {(curve.system, curve.start): curve for curve in found if curve.decoder == _first(curve.system)}
+    pairs = [
+        (claim, own, of.get((claim.rival, own.start)) or of.get((claim.rival, "")))
+        for name, system in systems().items()
+        for claim in system.claims
+        for own in (of[key] for key in sorted(of) if key[0] == name)
+    ]
+    for claim, own, rival in pairs:
+        if rival:
+            v = verdict(claim, own, rival)
+            rows.append(
+                f"| {own.name} | {rival.name} | {claim.accuracy:.2f}x | {v.accuracy:.2f}x"
+                f"{' (ceiling)' * v.at_ceiling} | {claim.speed:.2f}x | {v.speed:.2f}x | {'yes' if v.holds else 'no'} |"
+            )
     return "\n".join(rows) if len(rows) > 2 else "None of the systems here has claims about another one of them."
 
 
@@ -246,7 +257,7 @@ def _estimates(results: dict[str, Any]) -> list[str]:
                 f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"] if b["batch_size"] in shown
             )
             rows.append(
-                f"| {name_of(r['system'], r['decoder'])} | {_settings(r['batches'])} | "
+                f"| {name_of(r['system'], r['decoder'], r['start'])} | {_settings(r['batches'])} | "
                 f"{r['batches'][0]['tokens_per_forward']:.2f} | {speeds} | {ahead_up_to(r['batches']) or 'none'} |"
             )
         parts.append("\n".join(rows))

@@ -33,6 +33,21 @@ def about(budget: str, command: str, config: ml_collections.ConfigDict, size: Bu
     }
 
 
+def continued(start: dict[str, Any], adapted: dict[str, Any]) -> dict[str, Any]:
+    """The record of a run in the second half of the steps, with the tokens and steps of the first half before it.
+
+    Args:
+      start: record of the run whose weights it started from.
+      adapted: its own record.
+    """
+    half = adapted["losses"][-1]["step"]
+    seen = next(record["tokens"] for record in start["losses"] if record["step"] == half)
+    losses = [
+        record | {"step": half + record["step"], "tokens": seen + record["tokens"]} for record in adapted["losses"]
+    ]
+    return adapted | {"tokens": seen + adapted["tokens"], "losses": losses}
+
+
 def machine() -> dict[str, Any]:
     """The processor, its cores, the memory and the device that JAX computes on."""
     return {
@@ -41,7 +56,6 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "load": os.getloadavg()[0],  # shows whether other work ran on the machine
     }
 
 
