@@ -139,6 +139,10 @@ BAD = {
     "unknown rounding": ([*GENERATE, "--prompt=x", "--decode.weights=int4"], "--decode.weights=int4: "),
     "replay of nothing": (["bench", "replay"], "--checkpoint=: name a training run's directory"),
     "shape that is none": (["bench", "replay", "--checkpoint=x", "--shapes=64x2"], "must be a multiple of 128, x"),
+    "prompts of a benchmark that are none": (
+        ["bench", "decode", "--prompts={dir}/blank.jsonl"],
+        "blank.jsonl holds no prompt",
+    ),
     "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),

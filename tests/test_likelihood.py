@@ -26,7 +26,7 @@ def _log_probabilities(graphdef, params, tokens, positions, last):
     """[V] after `last` tokens, each of which sees all before it: no packing, no masks, no cache."""
     model = nnx.merge(graphdef, params)
     c = model.config
-    none = jnp.zeros((c.num_hidden_layers, 1, 0, c.num_key_value_heads, c.head_dim))
+    none = jnp.zeros((c.num_hidden_layers, 1, c.num_key_value_heads, 0, c.head_dim))
     causal = jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
     logits = model.extend(tokens[None], positions[None], KeyValues(none, none), jnp.zeros(1, int), causal)[0][0, last]
     return jax.nn.log_softmax(jnp.where(jnp.arange(c.vocab_size) < c.num_tokens, logits, -jnp.inf))

@@ -5,6 +5,7 @@ import pytest
 from conftest import causal, forward, tiny_config, tiny_model
 from flax import nnx
 
+from refusion_jax.decoding.cache import stored
 from refusion_jax.model.attention import attention
 from refusion_jax.model.layers import linear, rope_rotation, rotate
 from refusion_jax.model.transformer import KeyValues, Transformer, logical_axes
@@ -50,12 +51,12 @@ def test_extending_a_cache_equals_one_forward():
     model = tiny_model()
     tokens, positions = TOKENS[:, :8], jnp.array([[0, 1, 2, 3, 7, 6, 5, 4]])
     whole = model(tokens, positions, causal(jnp.ones_like(tokens)))
-    none = jnp.zeros((2, 1, 0, 2, 8))
+    none = jnp.zeros((2, 1, 2, 0, 8))
     below = jnp.tril(jnp.ones((1, 8, 8), bool))
     first, kept = model.extend(
         tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(1, int), below[:, :5, :5]
     )
-    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], kept, jnp.full(1, 5), below[:, 5:, 5:])
+    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], stored(kept), jnp.full(1, 5), below[:, 5:, 5:])
     np.testing.assert_allclose(whole, jnp.concatenate([first, second], axis=1), atol=1e-5)
 
 

@@ -51,7 +51,7 @@ def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):
     lengths = np.array([6, 1, 0, 3, 2, 2, 0, 5])
     tokens = jnp.array(rng.integers(5, 30, (B, T)))
     positions = jnp.array(rng.integers(0, 40, (B, T)))
-    cached = jnp.array(rng.normal(size=(2, c.num_hidden_layers, B, S, c.num_key_value_heads, c.head_dim)), jnp.float32)
+    cached = jnp.array(rng.normal(size=(2, c.num_hidden_layers, B, c.num_key_value_heads, S, c.head_dim)), jnp.float32)
     visible = jnp.array(rng.random((B, T, T)) < 0.7) | jnp.eye(T, dtype=bool)[None]
     visible &= jnp.tril(jnp.ones((1, T, T), bool))
     seen = jnp.array(rng.integers(0, S + 1, B))

@@ -46,7 +46,7 @@ def test_every_forward_is_computed_by_both():
     assert other > 2 * alone
     assert together == pytest.approx(alone + other, rel=0.05)
     assert both.weight_bytes == both.other.weight_bytes > 2 * both.trained.weight_bytes
-    assert both.empty_cache(1, 32).other.keys.shape == (2, 1, 32, 1, 64)
+    assert both.empty_cache(1, 32).other.keys.shape == (2, 1, 1, 32, 64)
 
 
 def test_the_benchmark_measures_every_size_beside_the_last_way(trained_run):

@@ -42,7 +42,7 @@ def test_whole_chunks_are_copied_and_the_rest_is_what_it_would_have_been_to_the_
     shared = prefilled(model, dataclasses.replace(given, known=Known(row, jnp.int32(64))))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(shared), strict=True):
         for i, length in enumerate(given.length):
-            np.testing.assert_array_equal(a[:, i, :length], b[:, i, :length])
+            np.testing.assert_array_equal(a[:, i, :, :length], b[:, i, :, :length])
 
 
 def test_what_is_known_is_not_computed_again():
@@ -50,8 +50,8 @@ def test_what_is_known_is_not_computed_again():
     given = given_of(model, [[*HEADER, *prompt] for prompt in PROMPTS[:3]])
     ones = jax.tree.map(lambda x: jnp.ones_like(x[:, :1]), prefilled(model, given))
     entries = prefilled(model, dataclasses.replace(given, known=Known(ones, jnp.int32(64))))
-    assert np.all(entries.keys[:, :, :64] == 1)
-    assert not np.any(entries.keys[:, 0, 64 : int(given.length[0])] == 1)
+    assert np.all(entries.keys[:, :, :, :64] == 1)
+    assert not np.any(entries.keys[:, 0, :, 64 : int(given.length[0])] == 1)
 
 
 def test_requests_share_what_stands_at_the_same_places_but_never_their_last_token():

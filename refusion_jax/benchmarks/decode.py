@@ -2,6 +2,7 @@
 
   python -m refusion_jax.bench decode --batch_sizes=1,8,32
   python -m refusion_jax.bench decode --checkpoint=runs/quickstart --decode.max_new_tokens=32 --decode.slot_size=4
+  python -m refusion_jax.bench decode --checkpoint=tests/golden/model --prompts=tests/golden/decode.jsonl
   python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
 Each --way is the name of a decoder followed by its own settings, such as --way='sequential slot_size=4'; by default
@@ -20,18 +21,21 @@ computing the model twice in each step: it is the part of the time that does not
 import functools
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from etils import epath
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.decoding import feeds
 from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
@@ -42,7 +46,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import shard_count
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import load_model
+from refusion_jax.training.pretrained import find_tokenizer, load_model
 
 # hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
 SIZES = {
@@ -63,8 +67,9 @@ def define_flags(own: flags.FlagValues) -> None:
     text("size", "tiny", f"Shape of random weights: {', '.join(SIZES)}")
     text("dtype", "float32", "Of weights, cache and computation: float32 or bfloat16")
     flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)
-    number("prompts_per_row", 2, "Prompts for every row of the batch")
-    number("prompt_length", 32, "Tokens of a prompt, at random")
+    text("prompts", None, "JSONL as for generate --input, all of which is decoded; random prompts by default")
+    number("prompts_per_row", 2, "Random prompts for every row of the batch")
+    number("prompt_length", 32, "Tokens of a random prompt")
     cli.define_settings(all_settings(), "decode", own)
     flags.DEFINE_multi_string("way", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
     number("repeats", 3, "Runs of each way, in turns; the median counts")
@@ -103,9 +108,11 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
     shared = {"max_new_tokens": 128} | shared | {"batch_size": batch_size}
     ways = {way: read_way(way, shared) for way in own.way or default_system().decoders}
     models = {way: model.rounded(settings.weights, settings.cache) for way, settings in ways.items()}
-    rng, c = np.random.default_rng(0), model.config
-    shape = (own.prompts_per_row * batch_size, own.prompt_length)
-    prompts = rng.integers(5, min(c.num_tokens, 500), shape).tolist()
+    c = model.config
+    if own.prompts:
+        prompts = prompts_in(own.prompts, own.checkpoint, next(iter(ways.values())))
+    else:
+        prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, c)
 
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     answers, compiling = {}, {}
@@ -148,6 +155,18 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
             }
         )
     return records
+
+
+def prompts_in(file: str, checkpoint: str | None, settings: Settings) -> list[Request]:
+    """The prompts of a JSONL file, without settings that its lines may have; the checkpoint's tokenizer reads text."""
+    tokenizer = find_tokenizer(epath.Path(checkpoint)) if checkpoint else None
+    return [Request(request.prompt, name=request.name) for _, request in read_prompts(Path(file), tokenizer, settings)]
+
+
+def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]:
+    """Prompts of random tokens, always the same."""
+    drawn = np.random.default_rng(0).integers(5, min(model.num_tokens, 500), (count, length))
+    return [*map(Request, drawn.tolist())]
 
 
 def read_way(way: str, shared: dict[str, Any]) -> Settings:

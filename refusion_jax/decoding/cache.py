@@ -32,8 +32,13 @@ class Cache:
 
 
 def split(entries: KeyValues) -> KeyValues:
-    """Shards entries [L, B, C, K, H] over the mesh, where there is one."""
-    return jax.tree.map(lambda x: constrain(x, "layers", "batch", None, "kv_heads", None), entries)
+    """Shards entries [L, B, K, C, H] over the mesh, where there is one."""
+    return jax.tree.map(lambda x: constrain(x, "layers", "batch", "kv_heads", None, None), entries)
+
+
+def stored(new: KeyValues) -> KeyValues:
+    """The keys and values of a forward, [L, B, T, K, H], as a cache holds them, [L, B, K, T, H]."""
+    return jax.tree.map(lambda x: x.swapaxes(2, 3), new)
 
 
 def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
@@ -106,13 +111,13 @@ def extend(
 
 
 def write(cache: Cache, new: KeyValues) -> Cache:
-    """Writes entries [L, B, T, K, H] behind the committed ones, in place."""
+    """Writes the keys and values of a forward, [L, B, T, K, H], behind the committed ones, in place."""
     # This scatter states that rows are independent and indices in bounds. A vmapped dynamic_update_slice clamps its
     # indices instead, and XLA then copies the whole cache (seen on CPU).
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(0, 2, 3, 4),
         inserted_window_dims=(),
-        scatter_dims_to_operand_dims=(2,),
+        scatter_dims_to_operand_dims=(3,),
         operand_batching_dims=(1,),
         scatter_indices_batching_dims=(0,),
     )
@@ -122,7 +127,7 @@ def write(cache: Cache, new: KeyValues) -> Cache:
             entries, cache.length[:, None], new, windows, unique_indices=True, mode="promise_in_bounds"
         )
 
-    return Cache(jax.tree.map(put, cache.entries, new), cache.length)
+    return Cache(jax.tree.map(put, cache.entries, stored(new)), cache.length)
 
 
 def commit(cache: Cache, count: Int32[Array, "B"]) -> Cache:

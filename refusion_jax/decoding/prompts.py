@@ -37,7 +37,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
             )
         prompts.append((item.get("id", number - 1), read_request(item, tokenizer, settings, where)))
     if not prompts:
-        raise UserError(f"--input={path} holds no prompt")
+        raise UserError(f"{path} holds no prompt")
     return prompts
 
 

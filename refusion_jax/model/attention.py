@@ -35,23 +35,23 @@ def attention(
 
 
 def _forward(q, k, v, mask):
-    scores = _scores(q, k, mask)
+    scores = _scores(q, _heads_first(k), mask)
     highest = jnp.max(scores, axis=-1)  # [B, K, G, T]
     exponentials = jnp.exp(scores - highest[..., None])
     total = jnp.sum(exponentials, axis=-1)
-    heads = _mix(exponentials / total[..., None], v, q.dtype)
+    heads = _mix(exponentials / total[..., None], _heads_first(v), q.dtype)
     heads, highest, total = (checkpoint_name(x, ATTENTION) for x in (heads, highest, total))
     return heads, (q, k, v, mask, heads, highest, total)
 
 
 def _backward(kept, cotangent):
     q, k, v, mask, heads, highest, total = kept
-    weights = jnp.exp(_scores(q, k, mask) - highest[..., None]) / total[..., None]  # [B, K, G, T, S]
+    weights = jnp.exp(_scores(q, _heads_first(k), mask) - highest[..., None]) / total[..., None]  # [B, K, G, T, S]
     B, K, G, T, S = weights.shape
     # Of softmax: sum over keys of weight x its cotangent, which is that of head x its cotangent over H.
     mean = jnp.einsum("btnh,btnh->btn", heads, cotangent, preferred_element_type=jnp.float32)
     mean = mean.reshape(B, T, K, G).transpose(0, 2, 3, 1)[..., None]
-    rows, values = _rows(cotangent, K), v.transpose(0, 2, 1, 3)
+    rows, values = _rows(cotangent, K), _heads_first(v)
     dweights = jnp.einsum("bkqh,bksh->bkqs", rows, values, preferred_element_type=jnp.float32).reshape(weights.shape)
     dscores = jnp.where(mask[:, None, None], weights * (dweights - mean), 0).astype(q.dtype).reshape(B, K, G * T, S)
     dv = jnp.einsum("bkqs,bkqh->bskh", weights.astype(q.dtype).reshape(B, K, G * T, S), rows)
@@ -68,8 +68,8 @@ def cached_attention(
     k: Float[Array, "B U K H"] | Int8Array,
     v: Float[Array, "B U K H"] | Int8Array,
     mask: Bool[Array, "B T U"],
-    cached_k: Float[Array, "B S K H"] | Int8Array,
-    cached_v: Float[Array, "B S K H"] | Int8Array,
+    cached_k: Float[Array, "B K S H"] | Int8Array,
+    cached_v: Float[Array, "B K S H"] | Int8Array,
     is_cached: Bool[Array, "B S"],
 ) -> Float[Array, "B T N H"]:
     """`attention` over cached keys and new ones, as if they were concatenated.
@@ -79,39 +79,38 @@ def cached_attention(
     Args:
       q, k, v, mask: of new tokens, as for `attention`; keys and values may be in int8, with a scale for every token and
         head.
-      cached_k, cached_v: of the tokens before them.
+      cached_k, cached_v: of the tokens before them, heads before tokens: their products read them as they lie.
       is_cached: the cached entries that count; every query sees them.
     """
+    k, v = _heads_first(k), _heads_first(v)
     old, new = _scores(q, cached_k, is_cached[:, None]), _scores(q, k, mask)
     weights = jax.nn.softmax(jnp.concatenate([old, new], axis=-1), axis=-1)
-    S = cached_k.shape[1]
+    S = cached_k.shape[2]
     return _mix(weights[..., :S], cached_v, q.dtype) + _mix(weights[..., S:], v, q.dtype)
 
 
 def _scores(
-    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"] | Int8Array, mask: Bool[Array, "B #T S"]
+    q: Float[Array, "B T N H"], k: Float[Array, "B K S H"] | Int8Array, mask: Bool[Array, "B #T S"]
 ) -> Float32[Array, "B K G T S"]:
     """Scaled scores, of which those that the mask hides are the least there is."""
     k, scale = factors(k, q.dtype)
     B, T, N, H = q.shape
-    S, K = k.shape[1:3]
+    K, S = k.shape[1:3]
     # Heads before tokens and the group folded into the queries: plain batched products, and a third faster on CPU
     # than jax.nn.dot_product_attention, forward and backward.
     q = _rows(q * H**-0.5, K)
-    k = k.transpose(0, 2, 1, 3)  # [B, K, S, H]
     scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32).reshape(B, K, N // K, T, S)
     scores = scores if scale is None else scores * _per_key(scale)
     return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
 
 
 def _mix(
-    weights: Float32[Array, "B K G T S"], v: Float[Array, "B S K H"] | Int8Array, dtype: jnp.dtype
+    weights: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"] | Int8Array, dtype: jnp.dtype
 ) -> Float[Array, "B T N H"]:
     """The values mixed by the weights, in a dtype."""
     v, scale = factors(v, dtype)
     weights = weights if scale is None else weights * _per_key(scale)
     B, K, G, T, S = weights.shape
-    v = v.transpose(0, 2, 1, 3)  # [B, K, S, H]
     heads = jnp.einsum("bkqs,bksh->bkqh", weights.astype(dtype).reshape(B, K, G * T, S), v)
     return _tokens(heads, G)
 
@@ -128,6 +127,10 @@ def _tokens(x: Float[Array, "B K R H"], G: int) -> Float[Array, "B T N H"]:
     return x.reshape(B, K, G, rows // G, H).transpose(0, 3, 1, 2, 4).reshape(B, rows // G, K * G, H)
 
 
-def _per_key(scale: Float32[Array, "B S K 1"]) -> Float32[Array, "B K 1 1 S"]:
+def _heads_first(x: Float[Array, "B S K H"] | Int8Array) -> Float[Array, "B K S H"] | Int8Array:
+    return jax.tree.map(lambda x: x.transpose(0, 2, 1, 3), x)
+
+
+def _per_key(scale: Float32[Array, "B K S 1"]) -> Float32[Array, "B K 1 1 S"]:
     """Scales of keys or values as they meet the scores."""
-    return scale.transpose(0, 2, 3, 1)[:, :, None]
+    return scale.transpose(0, 1, 3, 2)[:, :, None]

@@ -58,10 +58,14 @@ class ModelConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis)."""
+    """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis).
 
-    keys: Float[Array, "*L B S K H"] | Int8Array
-    values: Float[Array, "*L B S K H"] | Int8Array
+    A forward gives those of its tokens, [L, B, T, K, H]. A cache holds them as attention multiplies them,
+    [L, B, K, S, H]: decoding 16 or 48 rows with four heads is 5 to 11 % faster on a CPU than from the other order.
+    """
+
+    keys: Float[Array, "*L B _ _ H"] | Int8Array
+    values: Float[Array, "*L B _ _ H"] | Int8Array
 
 
 class Layers(nnx.Module):
@@ -176,12 +180,12 @@ class Transformer(nnx.Module):
         Args:
           tokens: the new ones.
           positions: of each in its text.
-          cached: keys and values of S entries a row.
+          cached: keys and values of S entries a row, [L, B, K, S, H].
           length: the leading cached entries that every new token of the row sees.
           visible: which of the new tokens each new token sees.
 
         Returns:
-          (logits; keys and values of T entries a row).
+          (logits; keys and values of the new tokens, [L, B, T, K, H]).
         """
         x, new = self.extend_hidden(tokens, positions, cached, length, visible)
         return self.logits(x), new
@@ -203,7 +207,7 @@ class Transformer(nnx.Module):
             values too.
         """
         ragged = ragged or Ragged.whole(*tokens.shape)
-        sizes = key_counts(cached.keys.shape[2])
+        sizes = key_counts(cached.keys.shape[3])
         enough = jnp.sum(jnp.max(length) > jnp.array(sizes[:-1], jnp.int32))  # index of the least that holds all rows
         is_cached = ragged.rows_of_tiles(jnp.arange(sizes[-1])[None] < length[:, None])  # [tiles, S]
         visible = ragged.tiles(ragged.pack(visible))  # [tiles, Q, T]
@@ -214,7 +218,8 @@ class Transformer(nnx.Module):
 
             def over(size):
                 def take(x):
-                    return ragged.rows_of_tiles(jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)[:, :size])
+                    x = jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)  # [B, K, C, H]
+                    return ragged.rows_of_tiles(x[:, :, :size])
 
                 def run():
                     # The layer is chosen here: handed into a branch, its part of the cache would be a copy.
@@ -234,7 +239,7 @@ class Transformer(nnx.Module):
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
         c = self.config
-        shape = (c.num_hidden_layers, rows, capacity, c.num_key_value_heads, c.head_dim)
+        shape = (c.num_hidden_layers, rows, c.num_key_value_heads, capacity, c.head_dim)
         zeros = jnp.zeros(shape, self.cache_dtype)
         if self.cache_dtype == jnp.int8:
             zeros = Int8Array(zeros, jnp.zeros((*shape[:-1], 1), jnp.float32))

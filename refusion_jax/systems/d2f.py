@@ -234,7 +234,7 @@ class Pipeline:
         seen = jnp.broadcast_to((jnp.arange(C)[None] < given.length[:, None])[:, None], (B, C, C))
         nothing = kv.Cache.empty(model, B, 0).entries
         _, entries = model.extend_hidden(given.tokens, given.positions, nothing, zeros, seen)
-        cache = kv.Cache(kv.split(entries), given.length)
+        cache = kv.Cache(kv.split(kv.stored(entries)), given.length)
         return State.start(layout, keys, self.ids, self.width, cache=cache, opened=zeros)
 
     def step(self, model: Transformer, s: State) -> State:

@@ -38,7 +38,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.cache import Cache
+from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.masked_text import MaskedText, Window
 from refusion_jax.decoding.plain import Plain
@@ -175,8 +175,8 @@ class BlockCache:
         index = jnp.broadcast_to(jnp.arange(C)[None], s.text.shape)
         is_text = index < s.length[:, None]
         visible = jnp.broadcast_to(is_text[:, None], (len(index), C, C))
-        nothing = jax.tree.map(lambda x: x[:, :, :0], s.entries)
-        x, entries = model.extend_hidden(s.text, index, nothing, jnp.zeros_like(start), visible)
+        nothing = jax.tree.map(lambda x: x[:, :, :, :0], s.entries)
+        x, new = model.extend_hidden(s.text, index, nothing, jnp.zeros_like(start), visible)
         at = jnp.maximum(w.position - self.shifted, 0)
         logits = model.logits(jnp.take_along_axis(x, at[:, :, None], axis=1))
 
@@ -186,9 +186,9 @@ class BlockCache:
         if self.reuse == "dual":  # entries behind the block are moved next to those before it
             order = jnp.minimum(jnp.where(index < start[:, None], index, index + fed[:, None]), C - 1)
             order = order[None, :, :, None, None]
-            entries = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), entries)
+            new = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), new)
         is_new = took_part[None, :, None, None, None]
-        entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), entries, s.entries)
+        entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
         is_first = self.shifted & (jnp.arange(self.block_length)[None] == 0)
         return self._commit(dataclasses.replace(s, entries=entries), w, logits, took_part, is_first)
 

@@ -29,8 +29,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks.decode import SIZES, random_model, read_way
-from refusion_jax.decoding.prompts import read_prompts
+from refusion_jax.benchmarks.decode import SIZES, prompts_in, random_model, random_prompts, read_way
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model import huggingface
@@ -50,7 +49,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("checkpoint", None, "Trained weights; random ones by default", flag_values=own)
     flags.DEFINE_string("size", "tiny", f"Shape of random weights: {', '.join(SIZES)}", flag_values=own)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and computation", flag_values=own)
-    flags.DEFINE_string("prompts", None, "JSONL with prompt_ids; random prompts by default", flag_values=own)
+    flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
     flags.DEFINE_integer("count", 40, "How many prompts, the first ones", 1, 100_000, flag_values=own)
     flags.DEFINE_list("batch_sizes", ["1", "32"], "Prompts that we decode at once, each measured", flag_values=own)
     flags.DEFINE_multi_string("way", None, "A decoder and settings of its own", flag_values=own)
@@ -88,12 +87,9 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     ways = own.way or [f"{method} infill=threshold", f"{method} infill=exact"]
     plain = read_way(f"{method} infill=threshold", shared).resolved
     subjects = {(way, size): read_way(way, shared | {"batch_size": size}) for way in ways for size in batch_sizes}
-    if own.prompts:
-        lines = read_prompts(pathlib.Path(own.prompts), None, plain)
-        requests = [Request(request.prompt, name=request.name) for _, request in lines[: own.count]]
-    else:
-        shape = (own.count, 32)
-        requests = [*map(Request, np.random.default_rng(0).integers(5, min(c.num_tokens, 500), shape).tolist())]
+    requests = (
+        prompts_in(own.prompts, own.checkpoint, plain)[: own.count] if own.prompts else random_prompts(own.count, 32, c)
+    )
     prompts = [list(request.prompt) for request in requests]
     queues = {key: prepare(requests, settings, c) for key, settings in subjects.items()}
     asked = {"prompts": prompts, "settings": their_settings(plain, c.eos_token_id, c.mask_token_id)}
