@@ -48,6 +48,20 @@ class Newcomers:
     source: Int32[ArrayLike, ""]  # .. this row of the batch
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small forward."""
+
+    graphdef: nnx.GraphDef
+    decoder: Decoder
+
+
+@functools.cache
+def program(graphdef: nnx.GraphDef, decoder: Decoder) -> Program:
+    """The only `Program` of equal arguments, so that equal ones share their compiled code."""
+    return Program(graphdef, decoder)
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """One answer. Positions count from the start of the prompt."""
@@ -84,18 +98,20 @@ def stream(
       recorder: collects what the forwards feed; the counts are fetched together with the answers.
     """
     graphdef, params = nnx.split(model)
-    mesh = mesh_of(model)
+    params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
+    compiled, mesh = program(graphdef, decoder), mesh_of(model)
     B = batch_rows(len(requests), batch_size, mesh)
     R, refill = admitted(B, mesh), -(-B // REFILL)
     in_common = shared_prefix(requests) // decoder.chunk * decoder.chunk if hasattr(decoder, "chunk") else 0
     check_memory(model, mesh, B, R, decoder)
     on_mesh = functools.partial(jax.set_mesh, mesh)
     with on_mesh():
-        state = _empty(graphdef, params, decoder.lay_out(requests[:1]), B, decoder)
+        state = _empty(compiled, params, decoder.lay_out(requests[:1]), B)
         shapes = feeds.shapes(decoder, model, B) if recorder else ()
     if recorder:
         recorder.begin(decoder, shapes, B, shard_count(mesh, "batch"))
-    row_of, free = {}, list(range(B))
+    answers_of = functools.partial(_answers, requests, decoder.ids.eos_id, recorder)
+    row_of, free, finished = {}, list(range(B)), []
     known = {}  # the shared prefix, once the first admitted rows have its keys and values
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
     while waiting or row_of:
@@ -104,7 +120,7 @@ def stream(
             while is_worth_it and free and waiting:
                 rows = {free.pop(): waiting.pop() for _ in range(min(R, len(free), len(waiting)))}
                 row_of |= rows
-                state = _admit(graphdef, params, state, newcomers(rows, requests, R, B, decoder, **known), decoder)
+                state = _admit(compiled, params, state, newcomers(rows, requests, R, B, decoder, **known))
                 if recorder:
                     recorder.add_prefill(
                         [requests[index] for index in rows.values()], R, decoder, known.get("shared", 0)
@@ -113,26 +129,37 @@ def stream(
             # Where fewer requests wait than a refill takes, so many free rows are enough.
             wanted = min(refill, len(waiting)) if waiting else B
             counts = feeds.Counts.none(decoder, shapes, B) if recorder else None
-            state, counts = _run(graphdef, params, state, counts, wanted, LOOK if is_over else _NEVER, decoder)
-            active, counts, *answers = _fetch((state.active, counts, state.record, state.forwards, state.rounds), mesh)
-            if recorder:
-                recorder.add_forwards(counts)
+            state, counts = _run(compiled, params, state, counts, wanted, LOOK if is_over else _NEVER)
+        yield from answers_of(finished)  # the caller's work, too, takes place while the device decodes
+        with on_mesh():
+            active, counts, *outcomes = _fetch((state.active, counts, state.record, state.forwards, state.rounds), mesh)
+        if recorder:
+            recorder.add_forwards(counts)
         done, ended = [row for row in row_of if not active[row]], np.zeros(B, bool)
         for row in [row for row in row_of if active[row] and is_over]:
-            tokens = _reading_order(requests[row_of[row]], _row(answers[0], row), decoder.ids.eos_id, to_gap=True)
+            tokens = _reading_order(requests[row_of[row]], _row(outcomes[0], row), decoder.ids.eos_id, to_gap=True)
             ended[row] = is_over(row_of[row], tokens)
         if ended.any():
             with on_mesh():
                 state = _release(state, ended)
-        for row in [*done, *np.flatnonzero(ended).tolist()]:
-            index = row_of.pop(row)
-            free.append(row)
-            record, forwards, rounds = (_row(x, row) for x in answers)
-            request, is_ended = requests[index], bool(ended[row])
-            answer = read_answer(request, record, forwards, rounds, decoder.ids.eos_id, is_ended)
-            if recorder:
-                recorder.add_answer(request, answer)
-            yield index, answer
+        over = [*done, *np.flatnonzero(ended).tolist()]
+        finished = [(row_of.pop(row), bool(ended[row]), _row(outcomes, row)) for row in over]
+        free += over
+    yield from answers_of(finished)
+
+
+def _answers(
+    requests: Sequence[Request],
+    eos_id: int,
+    recorder: Recorder | None,
+    finished: list[tuple[int, bool, list[Any]]],
+) -> Iterator[tuple[int, Answer]]:
+    """Reads (index, whether the caller has stopped it, [record, forwards, rounds]) of some requests."""
+    for index, is_ended, outcome in finished:
+        answer = read_answer(requests[index], *outcome, eos_id, is_ended)
+        if recorder:
+            recorder.add_answer(requests[index], answer)
+        yield index, answer
 
 
 def _fetch(arrays: Any, mesh: Mesh) -> Any:
@@ -214,28 +241,29 @@ def _reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) 
 
 def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
     """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
-    state = _admit(graphdef, params, _empty(graphdef, params, newcomers.layout, rows, decoder), newcomers, decoder)
-    return _run(graphdef, params, state, None, rows, _NEVER, decoder)[0].record
+    compiled = program(graphdef, decoder)
+    state = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), newcomers)
+    return _run(compiled, params, state, None, rows, _NEVER)[0].record
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "rows", "decoder"))
-def _empty(graphdef, params, layout, rows: int, decoder: Decoder) -> State:
+@functools.partial(jax.jit, static_argnames=("compiled", "rows"))
+def _empty(compiled: Program, params, layout, rows: int) -> State:
     """A batch of finished rows; only the shapes of the layout matter."""
     layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
     keys = jax.random.split(jax.random.key(0), rows)
-    model = nnx.merge(graphdef, params)
-    return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: decoder.init(model, layout, keys))))
+    model = nnx.merge(compiled.graphdef, params)
+    return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames="state")
-def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> State:
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
+def _admit(compiled: Program, params, state: State, new: Newcomers) -> State:
     """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
     layout = new.layout
     if hasattr(state, "cache") and hasattr(layout, "given"):
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
         layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, known=Known(row, new.shared)))
-    started = decoder.init(nnx.merge(graphdef, params), layout, keys)
+    started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
     started = jax.tree.map(  # for states that keep their layout
         lambda x: dataclasses.replace(x, known=None) if isinstance(x, Given) else x,
         started,
@@ -248,12 +276,12 @@ def _admit(graphdef, params, state: State, new: Newcomers, decoder: Decoder) -> 
     return _placed(_by_batch_axis(put, state, started))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "decoder"), donate_argnames=("state", "counts"))
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "counts"))
 def _run(
-    graphdef, params, state: State, counts: feeds.Counts | None, wanted, most, decoder: Decoder
+    compiled: Program, params, state: State, counts: feeds.Counts | None, wanted, most
 ) -> tuple[State, feeds.Counts | None]:
     """Decodes until `wanted` rows are finished, for at most `most` forwards, and adds what these feed to `counts`."""
-    model = nnx.merge(graphdef, params).ready()
+    model, decoder = nnx.merge(compiled.graphdef, params).ready(), compiled.decoder
 
     def forward(carry):
         state, counts, done = carry

@@ -4,6 +4,7 @@ Axes: R requests, B rows, N slots a row.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -90,7 +91,7 @@ class SlotSettings(shared.Settings):
                 f"slot_size={self.slot_size}; {-(-self.new_tokens // self.multiple) * self.multiple} would",
             )
 
-    @property
+    @functools.cached_property
     def resolved(self) -> Self:
         """These settings with `infill` and `token_threshold` resolved.
 
