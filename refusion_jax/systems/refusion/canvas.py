@@ -71,15 +71,23 @@ class SlotSettings(shared.Settings):
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        size = min(trained["sizes"])
-        exact = [
-            {"serial_blocks": blocks, "infill": "exact", "infill_blend": 0.5, "slot_threshold": sure}
+        least, largest = min(trained["sizes"]), max(trained["sizes"])
+        exact = {"infill": "exact", "infill_blend": 0.5}
+        narrow = [
+            {"serial_blocks": blocks} | exact | {"slot_threshold": sure}
             for blocks, thresholds in ((1, (0.9, 0.6, 0.3)), (2, (0.9, 0.6)), (4, (0.9, 0.6)))
-            if not new_tokens % (size * blocks)
+            if not new_tokens % (least * blocks)
             for sure in thresholds
         ]
         theirs = [{"slot_threshold": sure, "token_threshold": sure} for sure in (0.9, 0.6, 0.3)]
-        return [{"slot_size": size} | point for point in exact + theirs]
+        wide = [
+            {"serial_blocks": blocks} | exact | {"slot_threshold": 0.6, "order": order}
+            for blocks in (2, 4)
+            if largest > least and not new_tokens % (largest * blocks)
+            for order in (CONFIDENCE, LEFT_TO_RIGHT)[: 1 + (largest * blocks < new_tokens)]  # one slot has one order
+        ]
+        points = [{"slot_size": least} | point for point in narrow + theirs]
+        return points + [{"slot_size": largest} | point for point in wide]
 
     def check(self) -> None:
         if -1 < self.token_threshold < 0:
