@@ -183,9 +183,10 @@ class Comparison:
 
     def _studied(self, run: Run) -> list[dict[str, Any]]:
         """Measures the checkpoints of a run at the points of its system's studies."""
-        found = []
+        found, steps, every = [], self._config.steps, self._config.checkpoint.every
         workdir = self._directory / "runs" / run.name
-        for step in saved_steps(workdir) if self._studies[run.system] else ():
+        saved = [step for step in saved_steps(workdir) if not step % every or step == steps]  # not by an interruption
+        for step in saved if self._studies[run.system] else ():
             load = functools.cache(lambda path=workdir / "checkpoints" / str(step): self._load(path))
             for title, points in self._studies[run.system].items():
                 for point in points:
