@@ -13,7 +13,7 @@ from test_feeds import RECORDING
 
 from refusion_jax import UserError
 from refusion_jax.benchmarks.headline import prices, report, results
-from refusion_jax.benchmarks.headline.curves import curves
+from refusion_jax.benchmarks.headline.curves import Turns, curves, shown
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import (
     BUDGETS,
@@ -85,7 +85,7 @@ def test_what_was_adapted_is_compared_with_what_was_adapted():
     ]
     names = [curve.name for curve in curves({"points": points})]
     assert names == ["refusion", "refusion from ar", "llada", "llada from ar"]
-    told = report.claims(curves({"points": points}))
+    told = report.claims(curves({"points": points}), Turns.of({"turns": in_turns(points)}))
     assert "| refusion | llada | 1.34x | 1.25x | 18.00x | 10.00x | no |" in told
     assert "| refusion from ar | llada from ar | 1.34x | 1.33x | 18.00x | 20.00x | no |" in told
 
@@ -138,6 +138,15 @@ def point(system: str, settings: str, accuracy: float, speed: float, seed: int =
     }
 
 
+def in_turns(points: list[dict], drift: float = 0.5) -> list[dict]:
+    """The record of two turns at all points; in the second one the machine is slower by this factor."""
+    return [
+        {key: p[key] for key in ("system", "start", "decoder", "settings")}
+        | {"tokens_per_second": {size: [speed, drift * speed] for size, speed in p["tokens_per_second"].items()}}
+        for p in points
+    ]
+
+
 RESULTS = {
     "points": [
         point("refusion", "careful", 0.80, 100.0, 0),
@@ -151,6 +160,7 @@ RESULTS = {
         point("refusion", "", 0.88, 600.0, start="ar"),
     ]
 }
+RESULTS["turns"] = in_turns(RESULTS["points"])
 
 
 def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
@@ -172,18 +182,35 @@ def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
 )
 def test_a_claim_holds_if_both_of_its_parts_do(claim, holds):
     by_name = {curve.name: curve for curve in curves(RESULTS)}
-    assert report.verdict(claim, by_name["refusion"], by_name[claim.rival]).holds is holds
+    pair = by_name["refusion"], by_name[claim.rival]
+    assert report.verdict(claim, *pair, Turns.of(RESULTS).ratio(*pair, "1")).holds is holds
 
 
 def test_what_both_have_at_the_ceiling_needs_no_multiple():
     points = [point("refusion", "", 1.0, 200.0), point("llada", "", 0.995, 10.0)]
     own, rival = curves({"points": points})
-    assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival).holds
+    assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
 
 
 def test_where_nobody_is_ever_right_no_claim_holds():
     own, rival = curves({"points": [point("refusion", "", 0.0, 200.0), point("llada", "", 0.0, 10.0)]})
-    assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival).holds
+    assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
+
+
+def test_a_machine_that_slows_down_changes_no_ratio_of_what_is_timed_in_turns():
+    by_name = {curve.name: curve for curve in curves(RESULTS)}
+    steady, drifting = (Turns.of({"turns": in_turns(RESULTS["points"], drift)}) for drift in (1.0, 0.1))
+    for turns in (steady, drifting):
+        assert turns.ratio(by_name["refusion"], by_name["ar"], "1") == pytest.approx(300 / 400)
+        assert turns.ratio(by_name["refusion"], by_name["llada"], "16") == pytest.approx(300 / 10)
+
+
+def test_what_the_page_shows_is_timed_in_turns_once():
+    some = [point("ar", "", 0.8, 400.0), point("card", "wide", 0.8, 300.0), point("card", "deep", 0.8, 200.0)]
+    some[2]["tokens_per_second"]["16"] = 900.0
+    entries = shown(curves({"points": some}), ("1", "16"))
+    assert [(curve.system, p.settings) for curve, p in entries] == [("ar", ""), ("card", "wide"), ("card", "deep")]
+    assert len(shown(curves({"points": some}), ("1",))) == 2
 
 
 def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
@@ -208,6 +235,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "config": json.loads(CONFIGS("small").to_json()),
         "seeds": 2,
         "problems": 4,
+        "timed": 3,
         "new_tokens": 32,
         "runs": [
             *(begun := [run_of | {"system": system, "losses": losses} for system, losses in trained]),

@@ -9,6 +9,7 @@ import functools
 import math
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import jax
 
 from refusion_jax.benchmarks.headline import prices, results
-from refusion_jax.benchmarks.headline.curves import curves
-from refusion_jax.benchmarks.headline.measure import check_fit, measure, score
+from refusion_jax.benchmarks.headline.curves import Curve, curves, shown
+from refusion_jax.benchmarks.headline.measure import check_fit, in_turns, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import (
+    BATCH_SIZES,
     Plan,
     Point,
     Run,
@@ -75,7 +77,7 @@ class Comparison:
         each["record"] = sum(len({point.decoder for point in self._points[system]}) for system in models)
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
         points = sum(len(points) for own in self._studies.values() for points in own.values())
-        return collections.Counter(each | {"study": self._budget.seeds * checkpoints * points})
+        return collections.Counter(each | {"turns": 1, "study": self._budget.seeds * checkpoints * points})
 
     def run(self) -> dict[str, Any]:
         """Runs the missing pieces, and writes results.json after every model.
@@ -109,11 +111,12 @@ class Comparison:
         keep_compiled(self._directory / "compilation_cache", "own")
         found = results.about(self._plan.name, self._plan.command, self._config, self._budget)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained, "texts": texts}
-        found |= {"points": [], "studies": [], "prices": []}
+        found |= {"points": [], "turns": [], "studies": [], "prices": []}
         for run in runs:
             found["points"] += self._measured(run)
             found["studies"] += [] if run.start else self._studied(run)
             self._write(found)
+        found["turns"] = self._in_turns(found, runs)
         recorded = self._recorded(found, runs)
         found["prices"] = [estimate for own in recorded for estimate in prices.prices(own)]
         self._write(found, [record for own in recorded for record in own])
@@ -157,19 +160,47 @@ class Comparison:
             found.append(piece | {"start": run.start})
         return found
 
+    def _in_turns(self, found: dict[str, Any], runs: list[Run]) -> list[dict[str, Any]]:
+        """The speeds of what the page shows, on the models of the first seed."""
+        entries = shown(curves(found), [*map(str, BATCH_SIZES)])
+        points = [
+            (self._first(curve, runs), point)
+            for curve, chosen in entries
+            for point in self._points[curve.system]
+            if (point.decoder, point.label) == (curve.decoder, chosen.settings)
+        ]
+
+        def time_them() -> dict[str, Any]:
+            jax.clear_caches()
+            models = [(point, *self._load(self._directory / "runs" / run.name)) for run, point in points]
+            speeds = in_turns(models, self._problems[: self._budget.timed], self._budget)
+            about = [
+                {"system": run.system, "start": run.start, "decoder": point.decoder, "settings": point.label}
+                for run, point in points
+            ]
+            return {"turns": [own | {"tokens_per_second": s} for own, s in zip(about, speeds, strict=True)]}
+
+        which = "; ".join(f"{run.name} {point.decoder} {point.label}" for run, point in points)
+        key = f"time {len(points)} settings in turns ({zlib.crc32(which.encode()):08x})"
+        return self._piece("turns", key, time_them)["turns"]
+
+    def _first(self, curve: Curve, runs: list[Run]) -> Run:
+        """The first run of the models of a curve."""
+        return next(run for run in runs if (run.system, run.start) == (curve.system, curve.start))
+
     def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[list[dict[str, Any]]]:
         """Records the feeds of every decoder at its points near its best accuracy, on the model of the first seed."""
-        shown = [
+        near = [
             [
-                (next(run for run in runs if (run.system, run.start) == (curve.system, curve.start)), point)
+                (self._first(curve, runs), point)
                 for point in self._points[curve.system]
-                if point.decoder == curve.decoder and point.label in {near.settings for near in curve.near_best}
+                if point.decoder == curve.decoder and point.label in {other.settings for other in curve.near_best}
             ]
             for curve in curves(found)
         ]
-        known, self._left["record"] = self._left["record"], sum(map(len, shown))
+        known, self._left["record"] = self._left["record"], sum(map(len, near))
         self._total += self._left["record"] - known
-        return [[self._record(*which) for which in own] for own in shown]
+        return [[self._record(*which) for which in own] for own in near]
 
     def _record(self, run: Run, point: Point) -> dict[str, Any]:
         jax.clear_caches()
@@ -233,7 +264,7 @@ class Comparison:
 
 def _outcome(record: dict[str, Any]) -> str:
     """The outcome of a piece in a few words."""
-    if "recordings" in record:
+    if "recordings" in record or "turns" in record:
         return ""
     if "accuracy" in record:
         speeds = "".join(

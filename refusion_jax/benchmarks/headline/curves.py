@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 WITHIN = 0.01  # decoders are compared at their fastest point within this of their best accuracy
@@ -69,6 +69,38 @@ class Curve:
     def near_best(self) -> list[Point]:
         """The points within WITHIN of the best accuracy."""
         return [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
+
+
+def shown(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[tuple[Curve, Point]]:
+    """The fastest points within WITHIN of the best accuracy, which are timed in turns."""
+    fastest = [(curve, curve.fastest(size)) for curve in found for size in batch_sizes]
+    return list({(curve.name, point.settings): (curve, point) for curve, point in fastest}.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Tokens a second of the points that are shown, timed in turns on the models of the first seed."""
+
+    speeds: Mapping[tuple[str, str], Mapping[str, list[float]]]  # by name and settings, then by batch size; one a turn
+
+    @classmethod
+    def of(cls, results: dict[str, Any]) -> "Turns":
+        """Those of a comparison."""
+        return cls(
+            {
+                (name_of(r["system"], r["decoder"], r["start"]), r["settings"]): r["tokens_per_second"]
+                for r in results["turns"]
+            }
+        )
+
+    def speed(self, curve: Curve, point: Point, batch_size: str) -> Figure:
+        """Tokens a second at a point."""
+        return Figure(tuple(self.speeds[curve.name, point.settings][batch_size]))
+
+    def ratio(self, curve: Curve, rival: Curve, batch_size: str) -> float:
+        """How many times as fast as a rival: the median of the turns, each at its fastest point near its best."""
+        own, other = (self.speed(c, c.fastest(batch_size), batch_size).values for c in (curve, rival))
+        return statistics.median(x / y for x, y in zip(own, other, strict=True))
 
 
 def name_of(system: str, decoder: str, start: str) -> str:

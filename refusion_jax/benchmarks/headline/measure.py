@@ -4,6 +4,7 @@ import collections
 import os
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES, Budget, Point
@@ -73,6 +74,24 @@ def measure(
     return record | {"tokens_per_second": speed, "same_text": same_text, "load": os.getloadavg()[0]}
 
 
+def in_turns(
+    entries: Sequence[tuple[Point, Transformer, Tokenizer]], problems: list[Problem], budget: Budget
+) -> list[dict[str, list[float]]]:
+    """Tokens a second of decoders that are timed in turns, so that a machine's drift is the same for all of them.
+
+    Returns:
+      For each entry, {batch size: [tokens a second in each turn]}.
+    """
+    found = [{str(size): [] for size in BATCH_SIZES} for _ in entries]
+    for size in BATCH_SIZES:
+        decodings = [_decoding(model, tokenizer, problems, point, budget, size) for point, model, tokenizer in entries]
+        for turn in range(budget.repeats + 1):  # the first one compiles
+            for decoding, speeds in zip(decodings, found, strict=True):
+                answers, seconds = decoding(len(problems) if turn else size)
+                speeds[str(size)] += [sum(len(answer.tokens) for answer in answers) / seconds] * (turn > 0)
+    return found
+
+
 def _decode(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -82,12 +101,28 @@ def _decode(
     batch_size: int,
 ) -> tuple[list[Answer], float]:
     """The answers in order, and the median time in seconds, after a first batch that compiles."""
+    decoding = _decoding(model, tokenizer, problems, point, budget, batch_size)
+    decoding(batch_size)
+    turns = [decoding(len(problems)) for _ in range(budget.repeats)]
+    return turns[-1][0], statistics.median(seconds for _, seconds in turns)
+
+
+def _decoding(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    problems: list[Problem],
+    point: Point,
+    budget: Budget,
+    batch_size: int,
+) -> Callable[[int], tuple[list[Answer], float]]:
+    """A function of a number that decodes so many problems: (the answers in order, seconds)."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
     requests = prepare(prompts, point.settings(budget.new_tokens, batch_size), model.config)
     decoder = decoder_for(requests, model.config)
-    took = []
-    for some in (requests[:batch_size], *[requests] * budget.repeats):
-        began = time.perf_counter()
+
+    def decode(count: int) -> tuple[list[Answer], float]:
+        some, began = requests[:count], time.perf_counter()
         answers = dict(stream(model, some, decoder))
-        took.append(time.perf_counter() - began)
-    return [answers[i] for i in range(len(requests))], statistics.median(took[1:])
+        return [answers[i] for i in range(len(some))], time.perf_counter() - began
+
+    return decode

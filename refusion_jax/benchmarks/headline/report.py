@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.benchmarks.headline import over_training
-from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, curves, name_of
+from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, Turns, curves, name_of
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
 from refusion_jax.runtime.storage import write_file
@@ -24,16 +24,16 @@ _BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost 
 
 def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
     """The whole page; `plots` are paths of images to show, as seen from it."""
-    found = sorted(curves(results), key=lambda curve: -curve.best)
+    found, turns = sorted(curves(results), key=lambda curve: -curve.best), Turns.of(results)
     parts = [
         f"## The headline, budget `{results['budget']}`",
         _conditions(results),
         f"```bash\n{results['command']}\n```",
-        _table(found, results),
+        _table(found, turns, results),
         "### What follows",
-        _conclusions(found, results),
+        _conclusions(found, turns, results),
         "### What the papers claim",
-        claims(found),
+        claims(found, turns),
         "### By family",
         _families(found),
         *(["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)] if plots else []),
@@ -74,8 +74,10 @@ def _conditions(results: dict[str, Any]) -> str:
         f"seed{'s' * (results['seeds'] > 1)}; then decodes {results['problems']} held-out problems of difficulty "
         f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its "
         f"decoders.",
-        f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time; "
-        f"the mean of the seeds, and in brackets the least and the most. Only tokens of the answer count.",
+        f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time: "
+        f"accuracy and tokens a forward as the mean of the seeds, and in brackets the least and the most. Tokens a "
+        f"second are of the first seed's models, which decode {results['timed']} problems in turns: the mean, the "
+        f"least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
         f"{load:.1f} at most while they decoded), jax {results['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
@@ -99,7 +101,7 @@ def _conditions(results: dict[str, Any]) -> str:
     )
 
 
-def _table(found: list[Curve], results: dict[str, Any]) -> str:
+def _table(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
     runs = {(run["system"], run["start"]): run for run in results["runs"]}
     rows = [
         "| system | right | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | training, s |",
@@ -109,7 +111,8 @@ def _table(found: list[Curve], results: dict[str, Any]) -> str:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
         rows.append(
             f"| {curve.name} | {_percent(point.accuracy)} | {_number(point.tokens_per_forward, 2)} | "
-            f"{_number(point.speed[_ONE])} | {_number(point.speed[_MANY])} | {point.settings or 'its own'} | "
+            f"{' | '.join(_number(turns.speed(curve, point, size)) for size in (_ONE, _MANY))} | "
+            f"{point.settings or 'its own'} | "
             f"{run['learning_rate']:g} | {run['seconds']:.0f} |"
         )
     return "\n".join(rows)
@@ -125,20 +128,20 @@ def _number(figure: Figure, digits: int = 0) -> str:
     return f"{figure.mean:,.{digits}f}{spread}"
 
 
-def _conclusions(found: list[Curve], results: dict[str, Any]) -> str:
+def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
     """Which system is most accurate and which fastest; and for systems with claims, which others beat them in both."""
     lines = [f"* Most often right: {found[0].name}, {found[0].best:.1%}."]
     for size in (_ONE, _MANY):
-        order = sorted(found, key=lambda curve: -curve.fastest(size).speed[size].mean)
-        point = order[0].fastest(size)
+        speeds = {curve.name: turns.speed(curve, curve.fastest(size), size).mean for curve in found}
+        first = max(found, key=lambda curve: speeds[curve.name])
         lines.append(
             f"* Fastest with {size} prompt{'s' * (size != _ONE)} at a time, each within {WITHIN:.0%} of its own best: "
-            f"{order[0].name}, {point.speed[size].mean:,.0f} tokens/s at {point.accuracy.mean:.1%}."
+            f"{first.name}, {speeds[first.name]:,.0f} tokens/s at {first.fastest(size).accuracy.mean:.1%}."
         )
     claimants = [curve for curve in found if systems()[curve.system].claims and curve.decoder == _first(curve.system)]
     for own in claimants:
         for size in (_ONE, _MANY):
-            lines.append(f"* {own.name}, {size} at a time: {_against(own, found, size)}")
+            lines.append(f"* {own.name}, {size} at a time: {_against(own, found, turns, size)}")
     agreeing = [record["same_text"] for record in results["points"]]
     lines.append(
         f"* The answers were the same one prompt at a time and {_MANY} at a time in "
@@ -150,15 +153,14 @@ def _conclusions(found: list[Curve], results: dict[str, Any]) -> str:
     )
 
 
-def _against(own: Curve, found: list[Curve], size: str) -> str:
+def _against(own: Curve, found: list[Curve], turns: Turns, size: str) -> str:
     """Which decoders are at least as accurate and as fast, and which are neither."""
     here = own.fastest(size)
     better, worse = [], []
     for curve in found:
         if curve is own:
             continue
-        there = curve.fastest(size)
-        faster = there.speed[size].mean / here.speed[size].mean
+        there, faster = curve.fastest(size), turns.ratio(curve, own, size)
         told = f"{curve.name} ({there.accuracy.mean:.1%}, {faster:.2f}x the tokens/s)"
         if there.accuracy.mean >= here.accuracy.mean and faster >= 1:
             better.append(told)
@@ -184,19 +186,24 @@ class Verdict:
     at_ceiling: bool
 
 
-def verdict(claim: Claim, own: Curve, rival: Curve) -> Verdict:
+def verdict(claim: Claim, own: Curve, rival: Curve, speed: float) -> Verdict:
     """Whether a claim holds, with each decoder at its fastest point within WITHIN of its best accuracy.
 
     Where both accuracies are at the ceiling, the claim about accuracy counts as met.
+
+    Args:
+      claim: of a paper.
+      own: what it is about.
+      rival: what that is compared with.
+      speed: tokens a second as a multiple of the rival's.
     """
     here, there = own.fastest(_ONE), rival.fastest(_ONE)
     accuracy = here.accuracy.mean / there.accuracy.mean if there.accuracy.mean else math.inf * here.accuracy.mean
-    speed = here.speed[_ONE].mean / there.speed[_ONE].mean
     ceiling = min(here.accuracy.mean, there.accuracy.mean) >= _CEILING
     return Verdict(accuracy, speed, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
 
 
-def claims(found: list[Curve]) -> str:
+def claims(found: list[Curve], turns: Turns) -> str:
     """A table of the papers' claims; a model that was adapted is compared with a rival that was, if there is one."""
     rows = [
         "| system | beside | accuracy, claimed | measured | tokens/s at 1, claimed | measured | holds |",
@@ -211,7 +218,7 @@ def claims(found: list[Curve]) -> str:
     ]
     for claim, own, rival in pairs:
         if rival:
-            v = verdict(claim, own, rival)
+            v = verdict(claim, own, rival, turns.ratio(own, rival, _ONE))
             rows.append(
                 f"| {own.name} | {rival.name} | {claim.accuracy:.2f}x | {v.accuracy:.2f}x"
                 f"{' (ceiling)' * v.at_ceiling} | {claim.speed:.2f}x | {v.speed:.2f}x | {'yes' if v.holds else 'no'} |"
