@@ -18,7 +18,7 @@ import jax
 
 from refusion_jax.benchmarks.headline import prices, results
 from refusion_jax.benchmarks.headline.curves import Curve, curves, shown
-from refusion_jax.benchmarks.headline.measure import check_fit, in_turns, measure, score
+from refusion_jax.benchmarks.headline.measure import TURNS, check_fit, in_turns, measure, score
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import (
     BATCH_SIZES,
@@ -181,7 +181,7 @@ class Comparison:
             return {"turns": [own | {"tokens_per_second": s} for own, s in zip(about, speeds, strict=True)]}
 
         which = "; ".join(f"{run.name} {point.decoder} {point.label}" for run, point in points)
-        key = f"time {len(points)} settings in turns ({zlib.crc32(which.encode()):08x})"
+        key = f"time {len(points)} settings in {TURNS} turns ({zlib.crc32(which.encode()):08x})"
         return self._piece("turns", key, time_them)["turns"]
 
     def _first(self, curve: Curve, runs: list[Run]) -> Run:

@@ -9,6 +9,7 @@ from typing import Any
 
 from refusion_jax.benchmarks.headline import over_training
 from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, Turns, curves, name_of
+from refusion_jax.benchmarks.headline.measure import TURNS
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
 from refusion_jax.runtime.storage import write_file
@@ -76,8 +77,8 @@ def _conditions(results: dict[str, Any]) -> str:
         f"decoders.",
         f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time: "
         f"accuracy and tokens a forward as the mean of the seeds, and in brackets the least and the most. Tokens a "
-        f"second are of the first seed's models, which decode {results['timed']} problems in turns: the mean, the "
-        f"least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
+        f"second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: the "
+        f"mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
         f"{load:.1f} at most while they decoded), jax {results['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
