@@ -16,8 +16,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import decoder_for, stream
 
-
-TURNS = 9  # a small model decodes the timed problems in 0.2 s, of which one in three is off by a tenth
+TURNS = 9  # a small model decodes the timed problems in 0.2 s, and single turns differ by a fifth
 
 
 def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> None:
