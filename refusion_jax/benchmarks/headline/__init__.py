@@ -15,11 +15,12 @@ rate), decodes held-out problems of twelve families at every operating point of 
   plots/*.svg    accuracy against tokens a forward and tokens a second and by family, loss and bits per byte against
                  tokens, the estimates against the batch size; they need pip install -e '.[plots]'
 
-Started again with the same flags, it resumes; with more seeds or systems, it adds theirs. `tiny` is a smoke test of 15
-minutes on two CPU cores and too small for conclusions; `small` takes hours there; `gpu` trains 50 M parameters on a
-GPU, and as many on text (--text=CONFIG does so with any budget), for systems with a likelihood. --studies adds the
-comparisons that systems define themselves, at every checkpoint, and accuracy over training. --adapt_from=ar also trains
-every other system for half the steps from what `ar` has learnt in the other half, as released models are adapted.
+Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=ar,card:1
+trains a single seed of `card`. `tiny` is a smoke test of 15 minutes on two CPU cores and too small for conclusions;
+`small` takes hours there; `gpu` trains 50 M parameters on a GPU, and as many on text (--text=CONFIG does so with any
+budget), for systems with a likelihood. --studies adds the comparisons that systems define themselves, at every
+checkpoint, and accuracy over training. --adapt_from=ar also trains every other system for half the steps from what `ar`
+has learnt in the other half, as released models are adapted.
 """
 
 import json
@@ -42,16 +43,18 @@ from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
 _FORMAT = 2  # of the pieces, raised where their records change
+_MOST_SEEDS = 100
 
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_string("budget", "tiny", f"How much is spent: {' | '.join(BUDGETS)}", flag_values=own)
     flags.DEFINE_string("output", None, "Directory of the comparison: made, or gone on with", flag_values=own)
-    seeds = {"lower_bound": 1, "upper_bound": 100, "flag_values": own}
+    seeds = {"lower_bound": 1, "upper_bound": _MOST_SEEDS, "flag_values": own}
     flags.DEFINE_integer("seeds", None, "Runs of each system, in place of the budget's number", **seeds)
     flags.DEFINE_bool("tune", True, "Try the budget's learning rates; --notune takes the config's", flag_values=own)
-    flags.DEFINE_list("systems", [], "Which systems, with commas between; all by default", flag_values=own)
+    which = "Which systems, with commas between; all by default. NAME:N trains N seeds of one instead of --seeds"
+    flags.DEFINE_list("systems", [], which, flag_values=own)
     adapted = "Also adapt the other systems from this one, halfway through its training, for the other half"
     flags.DEFINE_string("adapt_from", "", adapted, flag_values=own)
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
@@ -63,36 +66,9 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Runs what is missing of the comparison, and writes results, report and plots."""
-    if own.budget not in BUDGETS:
-        raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
-    if not own.output:
-        raise UserError("--output=: name a directory for the comparison")
-    for name in own.systems:
-        find_system(name)
-    budget = BUDGETS[own.budget].changed(own.seeds, own.tune, own.text)
-    file = own.config or f"configs/headline.py:{own.budget}"
-    config = read_config("config", file)
-    if config.data.path != _PROBLEMS:
-        raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
-    text = read_config("text", budget.text) if budget.text else None
-    if text and not text.eval.path:
-        raise UserError(f"--text={budget.text}: its eval.path names no held-out text")
-    for flag, path, is_directory in (
-        ("output", own.output, True),
-        ("plots", own.plots, True),
-        ("page", own.page, False),
-    ):
-        if path:
-            flag_values.check_output(flag, Path(path), is_directory)
-    every = [name for name in trainable() if find_system(name).decoders]  # the others only fine-tune
-    systems = tuple(dict.fromkeys(own.systems)) or tuple(every)
-    given = [own[name].serialize() for name in own if own[name].present and name not in ("page", "plots")]
-    command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
-    plan = Plan(own.budget, budget, config, file, systems, own.adapt_from, own.studies, command)
-    plan.check()
-    directory = Path(own.output)
-    call = {"budget": budget.of_each_run() | {"name": own.budget}, "config": file, "keys": config.to_dict()}
-    call |= {"text": text and text.to_dict(), "format": _FORMAT}
+    plan, directory = _plan(own), Path(own.output)
+    call = {"budget": plan.budget.of_each_run() | {"name": plan.name}, "config": plan.file}
+    call |= {"keys": plan.config.to_dict(), "text": plan.text and plan.text.to_dict(), "format": _FORMAT}
     pieces = Pieces(directory, json.loads(json.dumps(call)))
     try:
         results = Comparison(directory, plan, pieces).run()
@@ -105,6 +81,54 @@ def main(own: flags.FlagValues) -> None:
     print(text)
     if not drawn:
         print("no plots: they need matplotlib (pip install -e '.[plots]', then the same command again)")
+
+
+def _plan(own: flags.FlagValues) -> Plan:
+    """The plan of the comparison.
+
+    Raises:
+      UserError: naming the flag that is at fault.
+    """
+    if own.budget not in BUDGETS:
+        raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
+    if not own.output:
+        raise UserError("--output=: name a directory for the comparison")
+    budget = BUDGETS[own.budget].changed(own.seeds, own.tune, own.text)
+    systems, file = _seeds_of(own.systems, budget.seeds), own.config or f"configs/headline.py:{own.budget}"
+    config = read_config("config", file)
+    if config.data.path != _PROBLEMS:
+        raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
+    text = read_config("text", budget.text) if budget.text else None
+    if text and not text.eval.path:
+        raise UserError(f"--text={budget.text}: its eval.path names no held-out text")
+    for flag, is_directory in (("output", True), ("plots", True), ("page", False)):
+        if own[flag].value:
+            flag_values.check_output(flag, Path(own[flag].value), is_directory)
+    given = [own[name].serialize() for name in own if own[name].present and name not in ("page", "plots")]
+    command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
+    plan = Plan(own.budget, budget, config, text, file, systems, own.adapt_from, own.studies, command)
+    plan.check()
+    return plan
+
+
+def _seeds_of(entries: list[str], seeds: int) -> dict[str, int]:
+    """The number of seeds of each system.
+
+    Args:
+      entries: each a NAME, or NAME:SEEDS; all systems that decode and do not only fine-tune, if there are none.
+      seeds: of those that give no number.
+
+    Raises:
+      UserError: naming the entry.
+    """
+    every, found = [name for name in trainable() if find_system(name).decoders], {}
+    for entry in entries or every:
+        name, colon, number = entry.partition(":")
+        find_system(name)
+        if colon and number not in map(str, range(1, _MOST_SEEDS + 1)):
+            raise UserError(f"--systems={entry}: behind the colon, give a number of seeds from 1 to {_MOST_SEEDS}")
+        found[name] = int(number) if colon else seeds
+    return found
 
 
 def read_config(flag: str, file: str) -> ml_collections.ConfigDict:

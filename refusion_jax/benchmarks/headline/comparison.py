@@ -58,8 +58,7 @@ class Comparison:
         """
         self._directory, self._plan, self._commit, self._pieces = directory, plan, commit(), pieces
         self._config, self._budget, self._file, self._systems = plan.config, plan.budget, plan.file, plan.systems
-        self._adapted = [name for name in plan.systems if plan.start and name != plan.start]
-        self._scored = [name for name in plan.systems if plan.budget.text and find_system(name).feed]  # by likelihood
+        self._scored = [name for name in plan.systems if plan.text and find_system(name).feed]  # by likelihood
         self._points = {system: operating_points(system, self._budget, self._config) for system in plan.systems}
         self._studies = {
             system: studies(system, self._budget, self._config) if plan.with_studies else {} for system in plan.systems
@@ -70,14 +69,14 @@ class Comparison:
 
     def _count(self) -> collections.Counter:
         """The number of pieces of each kind."""
-        models = [*self._systems, *self._adapted]
+        seeds, models = self._systems, [*self._systems.items(), *self._plan.adapted.items()]
         each = {"try": len(self._budget.rates) * len(self._systems)}
-        each["train"] = self._budget.seeds * (len(models) + len(self._scored))
-        each["measure"] = self._budget.seeds * sum(len(self._points[system]) for system in models)
-        each["record"] = sum(len({point.decoder for point in self._points[system]}) for system in models)
+        each["train"] = sum(count for _, count in models) + sum(seeds[system] for system in self._scored)
+        each["measure"] = sum(count * len(self._points[system]) for system, count in models)
+        each["record"] = sum(len({point.decoder for point in self._points[system]}) for system, _ in models)
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
-        points = sum(len(points) for own in self._studies.values() for points in own.values())
-        return collections.Counter(each | {"turns": 1, "study": self._budget.seeds * checkpoints * points})
+        points = sum(seeds[system] * sum(map(len, own.values())) for system, own in self._studies.items())
+        return collections.Counter(each | {"turns": 1, "study": checkpoints * points})
 
     def run(self) -> dict[str, Any]:
         """Runs the missing pieces, and writes results.json after every model.
@@ -89,14 +88,17 @@ class Comparison:
           Failure: where a training run fails; finished pieces are kept.
         """
         trials = {system: self._trials(system) for system in self._systems}
-        rates, seeds = {system: self._best(own) for system, own in trials.items()}, range(self._budget.seeds)
-        runs = [whole_run(system, seed, rates[system], self._file) for seed in seeds for system in self._systems]
-        texts = [text_run(system, seed, rates[system], self._budget.text) for seed in seeds for system in self._scored]
+        rates, seeds = {system: self._best(own) for system, own in trials.items()}, self._plan.seeds
+        runs = [whole_run(system, seed, rates[system], self._file) for system, seed in seeds]
+        texts = [
+            text_run(system, seed, rates[system], self._budget.text) for system, seed in seeds if system in self._scored
+        ]
         adapted = [
             adapted_run(system, run, rates[system], self._config, self._file, self._directory)
             for run in runs
             if run.system == self._plan.start
-            for system in self._adapted
+            for system, count in self._plan.adapted.items()
+            if run.seed < count
         ]
         trained, texts, continued = (
             [
@@ -109,7 +111,7 @@ class Comparison:
         trained += [results.continued(begun[run["start"], run["seed"]], run) for run in continued]
         runs += adapted
         keep_compiled(self._directory / "compilation_cache", "own")
-        found = results.about(self._plan.name, self._plan.command, self._config, self._budget)
+        found = results.about(self._plan)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained, "texts": texts}
         found |= {"points": [], "turns": [], "studies": [], "prices": []}
         for run in runs:
@@ -124,7 +126,8 @@ class Comparison:
 
     def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
         """Writes the results so far, with the commits of the code that made them."""
-        made = found["sweep"] + found["runs"] + found["texts"] + found["points"] + found["studies"]
+        kinds = "sweep", "runs", "texts", "points", "turns", "studies"
+        made = [piece for kind in kinds for piece in found[kind]]
         found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
         write_file(self._directory / "results.json", results.as_json(found))
 
@@ -182,7 +185,8 @@ class Comparison:
 
         which = "; ".join(f"{run.name} {point.decoder} {point.label}" for run, point in points)
         key = f"time {len(points)} settings in {TURNS} turns ({zlib.crc32(which.encode()):08x})"
-        return self._piece("turns", key, time_them)["turns"]
+        piece = self._piece("turns", key, time_them)
+        return [own | {"commit": piece["commit"]} for own in piece["turns"]]
 
     def _first(self, curve: Curve, runs: list[Run]) -> Run:
         """The first run of the models of a curve."""

@@ -4,14 +4,14 @@ import collections
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES, Budget, Point
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Mixture, Problem
 from refusion_jax.decoding.queue import Answer
-from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import decoder_for, stream
@@ -43,7 +43,7 @@ def score(
     Returns:
       ({"accuracy", "families": {name: accuracy}, "tokens", "forwards", "tokens_per_forward"}, texts, seconds).
     """
-    answers, seconds = _decode(model, tokenizer, problems, point, budget, BATCH_SIZES[-1])
+    answers, seconds = _Decoding(problems, point, budget, model, tokenizer, BATCH_SIZES[-1]).often(budget.repeats)
     texts, right = [tokenizer.decode(answer.tokens) for answer in answers], collections.defaultdict(list)
     for problem, text in zip(problems, texts, strict=True):
         right[problem.family].append(mixture.is_correct(problem, text))
@@ -69,7 +69,8 @@ def measure(
     """
     record, texts, seconds = score(mixture, problems, point, budget, model, tokenizer)
     one, many = map(str, BATCH_SIZES)
-    alone, seconds_alone = _decode(model, tokenizer, problems[: budget.timed], point, budget, BATCH_SIZES[0])
+    few = problems[: budget.timed]
+    alone, seconds_alone = _Decoding(few, point, budget, model, tokenizer, BATCH_SIZES[0]).often(budget.repeats)
     same = [tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]
     speed = {one: sum(len(answer.tokens) for answer in alone) / seconds_alone, many: record["tokens"] / seconds}
     same_text = sum(same) / len(same)
@@ -86,45 +87,42 @@ def in_turns(
     """
     found = [{str(size): [] for size in BATCH_SIZES} for _ in entries]
     for size in BATCH_SIZES:
-        decodings = [_decoding(model, tokenizer, problems, point, budget, size) for point, model, tokenizer in entries]
-        for turn in range(TURNS + 1):  # the first one compiles
+        decodings = [_Decoding(problems, point, budget, model, tokenizer, size) for point, model, tokenizer in entries]
+        for _ in range(TURNS):
             for decoding, speeds in zip(decodings, found, strict=True):
-                answers, seconds = decoding(len(problems) if turn else size)
-                speeds[str(size)] += [sum(len(answer.tokens) for answer in answers) / seconds] * (turn > 0)
+                answers, seconds = decoding.once()
+                speeds[str(size)].append(sum(len(answer.tokens) for answer in answers) / seconds)
     return found
 
 
-def _decode(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    problems: list[Problem],
-    point: Point,
-    budget: Budget,
-    batch_size: int,
-) -> tuple[list[Answer], float]:
-    """The answers in order, and the median time in seconds, after a first batch that compiles."""
-    decoding = _decoding(model, tokenizer, problems, point, budget, batch_size)
-    decoding(batch_size)
-    turns = [decoding(len(problems)) for _ in range(budget.repeats)]
-    return turns[-1][0], statistics.median(seconds for _, seconds in turns)
+class _Decoding:
+    """Problems that a model decodes, some at a time, again and again."""
 
+    def __init__(
+        self,
+        problems: list[Problem],
+        point: Point,
+        budget: Budget,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        batch_size: int,
+    ):
+        """Makes the requests, and compiles."""
+        prompts = tokenizer.encode_prompts([problem.query for problem in problems])
+        self._requests = prepare(prompts, point.settings(budget.new_tokens, batch_size), model.config)
+        self._model, self._decoder = model, decoder_for(self._requests, model.config)
+        self._decode(self._requests[:batch_size])
 
-def _decoding(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    problems: list[Problem],
-    point: Point,
-    budget: Budget,
-    batch_size: int,
-) -> Callable[[int], tuple[list[Answer], float]]:
-    """A function of a number that decodes so many problems: (the answers in order, seconds)."""
-    prompts = tokenizer.encode_prompts([problem.query for problem in problems])
-    requests = prepare(prompts, point.settings(budget.new_tokens, batch_size), model.config)
-    decoder = decoder_for(requests, model.config)
+    def once(self) -> tuple[list[Answer], float]:
+        """The answers in order, and the time in seconds."""
+        return self._decode(self._requests)
 
-    def decode(count: int) -> tuple[list[Answer], float]:
-        some, began = requests[:count], time.perf_counter()
-        answers = dict(stream(model, some, decoder))
-        return [answers[i] for i in range(len(some))], time.perf_counter() - began
+    def often(self, repeats: int) -> tuple[list[Answer], float]:
+        """The answers in order, and the median time in seconds."""
+        turns = [self.once() for _ in range(repeats)]
+        return turns[-1][0], statistics.median(seconds for _, seconds in turns)
 
-    return decode
+    def _decode(self, requests: Sequence[Request]) -> tuple[list[Answer], float]:
+        began = time.perf_counter()
+        answers = dict(stream(self._model, requests, self._decoder))
+        return [answers[i] for i in range(len(requests))], time.perf_counter() - began

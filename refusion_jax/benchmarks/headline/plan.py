@@ -27,7 +27,7 @@ _NEW_PROBLEMS = 1000  # is added to the seed of an adapted run: its problems are
 class Budget:
     """The size of a comparison, beyond the config of each run."""
 
-    seeds: int
+    seeds: int  # of each system that is not given its own number
     problems: int  # held-out problems that are decoded 16 at a time and scored
     timed: int  # how many of these are also decoded one at a time
     new_tokens: int  # of an answer, at most
@@ -60,11 +60,24 @@ class Plan:
     name: str  # of the budget
     budget: Budget
     config: ml_collections.ConfigDict  # of every run
-    file: str  # of the config, with its variant
-    systems: tuple[str, ...]
+    text: ml_collections.ConfigDict | None  # of the runs on text, if there are any
+    file: str  # of the config of every run, with its variant
+    systems: Mapping[str, int]  # and the number of seeds of each
     start: str  # the system whose weights the others are adapted from as well; none if empty
     with_studies: bool
     command: str  # the command line, for the results
+
+    @property
+    def seeds(self) -> list[tuple[str, int]]:
+        """Every system with every seed of it: all systems with the first seed, then those that have a second one."""
+        most = max(self.systems.values())
+        return [(name, seed) for seed in range(most) for name, count in self.systems.items() if seed < count]
+
+    @property
+    def adapted(self) -> dict[str, int]:
+        """The systems that are adapted, and their number of seeds: no more than there are models to adapt."""
+        most = self.systems.get(self.start, 0)
+        return {name: min(count, most) for name, count in self.systems.items() if most and name != self.start}
 
     def check(self) -> None:
         """Refuses to adapt models of a system that is not trained, or has no checkpoint in the middle.

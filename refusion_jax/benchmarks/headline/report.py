@@ -71,12 +71,11 @@ def _conditions(results: dict[str, Any]) -> str:
     lines = [
         f"Every system is trained on {first['tokens']:,} tokens in {c['steps']:,} steps of {c['batch_size']} rows of "
         f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
-        f"{c['model']['num_hidden_layers']} layers, {results['seeds']} "
-        f"seed{'s' * (results['seeds'] > 1)}; then decodes {results['problems']} held-out problems of difficulty "
+        f"{c['model']['num_hidden_layers']} layers; then decodes {results['problems']} held-out problems of difficulty "
         f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its "
         f"decoders.",
         f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time: "
-        f"accuracy and tokens a forward as the mean of the seeds, and in brackets the least and the most. Tokens a "
+        f"accuracy and tokens a forward as the mean of its seeds, and in brackets the least and the most. Tokens a "
         f"second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: the "
         f"mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
@@ -105,13 +104,15 @@ def _conditions(results: dict[str, Any]) -> str:
 def _table(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
     runs = {(run["system"], run["start"]): run for run in results["runs"]}
     rows = [
-        "| system | right | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | training, s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| system | seeds | right | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | "
+        "training, s |",
+        "| --- " * 9 + "|",
     ]
     for curve in found:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
         rows.append(
-            f"| {curve.name} | {_percent(point.accuracy)} | {_number(point.tokens_per_forward, 2)} | "
+            f"| {curve.name} | {len(point.accuracy.values)} | {_percent(point.accuracy)} | "
+            f"{_number(point.tokens_per_forward, 2)} | "
             f"{' | '.join(_number(turns.speed(curve, point, size)) for size in (_ONE, _MANY))} | "
             f"{point.settings or 'its own'} | "
             f"{run['learning_rate']:g} | {run['seconds']:.0f} |"

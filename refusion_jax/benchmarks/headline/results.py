@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_collections
 
-from refusion_jax.benchmarks.headline.plan import Budget
+from refusion_jax.benchmarks.headline.plan import Plan
 from refusion_jax.runtime.cores import available_cores
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def about(budget: str, command: str, config: ml_collections.ConfigDict, size: Budget) -> dict[str, Any]:
+def about(plan: Plan) -> dict[str, Any]:
     """The machine, versions, command and config of a comparison."""
+    size = plan.budget
     return {
-        "budget": budget,
-        "command": command,
+        "budget": plan.name,
+        "command": plan.command,
         "machine": machine(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "config": json.loads(config.to_json()),
-        "seeds": size.seeds,
+        "config": json.loads(plan.config.to_json()),
+        "seeds": dict(plan.systems),
         "problems": size.problems,
         "timed": size.timed,
         "new_tokens": size.new_tokens,

@@ -20,6 +20,7 @@ AUTO = "auto"
 INFILLS = "threshold", "exact", AUTO
 THRESHOLD, EXACT = range(2)
 ORDERS = CONFIDENCE, LEFT_TO_RIGHT, RANDOM = "confidence", "left_to_right", "random"
+BEST_INFILL = {"infill": "exact", "infill_blend": 0.5}  # right most often (BENCHMARKS.md)
 BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
 
 
@@ -72,16 +73,15 @@ class SlotSettings(shared.Settings):
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         least, largest = min(trained["sizes"]), max(trained["sizes"])
-        exact = {"infill": "exact", "infill_blend": 0.5}
         narrow = [
-            {"serial_blocks": blocks} | exact | {"slot_threshold": sure}
+            {"serial_blocks": blocks} | BEST_INFILL | {"slot_threshold": sure}
             for blocks, thresholds in ((1, (0.9, 0.6, 0.3)), (2, (0.9, 0.6)), (4, (0.9, 0.6)))
             if not new_tokens % (least * blocks)
             for sure in thresholds
         ]
         theirs = [{"slot_threshold": sure, "token_threshold": sure} for sure in (0.9, 0.6, 0.3)]
         wide = [
-            {"serial_blocks": blocks} | exact | {"slot_threshold": 0.6, "order": order}
+            {"serial_blocks": blocks} | BEST_INFILL | {"slot_threshold": 0.6, "order": order}
             for blocks in (2, 4)
             if largest > least and not new_tokens % (largest * blocks)
             for order in (CONFIDENCE, LEFT_TO_RIGHT)[: 1 + (largest * blocks < new_tokens)]  # one slot has one order

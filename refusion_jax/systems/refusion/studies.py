@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from refusion_jax.systems.interface import Claim
-from refusion_jax.systems.refusion.canvas import ORDERS
+from refusion_jax.systems.refusion.canvas import BEST_INFILL, ORDERS
 
 # arXiv 2512.13586, abstract: 34 % better and 18 times as fast as earlier masked diffusion models, and 2.33 times as
 # fast as strong autoregressive models, with about their quality.
 CLAIMS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, speed=2.33))
-
-_EXACT = {"infill": "exact", "infill_blend": 0.5, "slot_threshold": 0.6}
 
 
 def slots_blocks_and_order(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -20,7 +18,7 @@ def slots_blocks_and_order(new_tokens: int, trained: Mapping[str, Any]) -> list[
     """
     sizes = [*trained["sizes"], 2 * max(trained["sizes"])]
     return [
-        _EXACT | {"slot_size": size, "serial_blocks": blocks, "order": order}
+        BEST_INFILL | {"slot_threshold": 0.6, "slot_size": size, "serial_blocks": blocks, "order": order}
         for size in sizes
         for blocks in (1, 2, 4)
         for order in (ORDERS if size * blocks < new_tokens else ORDERS[:1])

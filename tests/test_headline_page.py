@@ -1,0 +1,237 @@
+"""The page of `bench headline` follows from the figures."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from conftest import ROOT
+from test_config import load
+from test_feeds import RECORDING
+
+from refusion_jax.benchmarks.headline import prices, report, results
+from refusion_jax.benchmarks.headline.curves import Turns, curves, shown
+from refusion_jax.decoding.recording import Feeds, Forwards
+from refusion_jax.systems.interface import Claim
+
+CONFIGS = load(ROOT / "configs" / "headline.py")
+
+
+def point(system: str, settings: str, accuracy: float, speed: float, seed: int = 0, start: str = "") -> dict:
+    return {
+        "system": system,
+        "start": start,
+        "decoder": system,
+        "seed": seed,
+        "settings": settings,
+        "accuracy": accuracy,
+        "tokens_per_forward": 2.0,
+        "tokens_per_second": {"1": speed, "16": 2 * speed},
+        "families": {"sum": accuracy},
+        "same_text": 1.0,
+        "load": 1.0,
+    }
+
+
+def in_turns(points: list[dict], drift: float = 0.5) -> list[dict]:
+    """The record of three turns at all points; in the second one the machine is slower by this factor."""
+    return [
+        {key: p[key] for key in ("system", "start", "decoder", "settings")}
+        | {"tokens_per_second": {size: [speed, drift * speed, speed] for size, speed in p["tokens_per_second"].items()}}
+        for p in points
+    ]
+
+
+def test_what_was_adapted_is_compared_with_what_was_adapted():
+    points = [
+        point("refusion", "", 0.5, 100.0),
+        point("refusion", "", 0.8, 100.0, start="ar"),
+        point("llada", "", 0.4, 10.0),
+        point("llada", "", 0.6, 5.0, start="ar"),
+    ]
+    names = [curve.name for curve in curves({"points": points})]
+    assert names == ["refusion", "refusion from ar", "llada", "llada from ar"]
+    told = report.claims(curves({"points": points}), Turns.of({"turns": in_turns(points)}))
+    assert "| refusion | llada | 1.34x | 1.25x | 18.00x | 10.00x | no |" in told
+    assert "| refusion from ar | llada from ar | 1.34x | 1.33x | 18.00x | 20.00x | no |" in told
+
+
+RESULTS = {
+    "points": [
+        point("refusion", "careful", 0.80, 100.0, 0),
+        point("refusion", "careful", 0.84, 120.0, 1),
+        point("refusion", "fast", 0.81, 300.0, 0),
+        point("refusion", "fast", 0.82, 300.0, 1),
+        point("refusion", "too_fast", 0.70, 900.0, 0),
+        point("refusion", "too_fast", 0.70, 900.0, 1),
+        point("llada", "", 0.50, 10.0),
+        point("ar", "", 0.80, 400.0) | {"load": 9.0},
+        point("refusion", "", 0.88, 600.0, start="ar"),
+    ]
+}
+RESULTS["turns"] = in_turns(RESULTS["points"])
+
+
+def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
+    own, *_ = curves(RESULTS)
+    shown = own.fastest("1")
+    assert shown.settings == "fast"
+    assert (shown.accuracy.least, shown.accuracy.most) == (0.81, 0.82)
+
+
+@pytest.mark.parametrize(
+    ("claim", "holds"),
+    [
+        (Claim("llada", accuracy=1.34, speed=18.0), True),
+        (Claim("llada", accuracy=1.34, speed=31.0), False),
+        (Claim("llada", accuracy=1.7, speed=18.0), False),
+        (Claim("ar", accuracy=0.98, speed=0.7), True),
+        (Claim("ar", accuracy=0.98, speed=2.33), False),
+    ],
+)
+def test_a_claim_holds_if_both_of_its_parts_do(claim, holds):
+    by_name = {curve.name: curve for curve in curves(RESULTS)}
+    pair = by_name["refusion"], by_name[claim.rival]
+    assert report.verdict(claim, *pair, Turns.of(RESULTS).ratio(*pair, "1")).holds is holds
+
+
+def test_what_both_have_at_the_ceiling_needs_no_multiple():
+    points = [point("refusion", "", 1.0, 200.0), point("llada", "", 0.995, 10.0)]
+    own, rival = curves({"points": points})
+    assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
+
+
+def test_where_nobody_is_ever_right_no_claim_holds():
+    own, rival = curves({"points": [point("refusion", "", 0.0, 200.0), point("llada", "", 0.0, 10.0)]})
+    assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
+
+
+def test_a_machine_that_slows_down_changes_no_ratio_of_what_is_timed_in_turns():
+    by_name = {curve.name: curve for curve in curves(RESULTS)}
+    steady, drifting = (in_turns(RESULTS["points"], drift) for drift in (1.0, 0.1))
+    (ar,) = (record for record in drifting if record["system"] == "ar")
+    ar["tokens_per_second"]["1"][2] *= 0.2  # something else ran in one turn of one decoder
+    for records in (steady, drifting):
+        turns = Turns.of({"turns": records})
+        assert turns.ratio(by_name["refusion"], by_name["ar"], "1") == pytest.approx(300 / 400)
+        assert turns.ratio(by_name["refusion"], by_name["llada"], "16") == pytest.approx(300 / 10)
+
+
+def test_what_the_page_shows_is_timed_in_turns_once():
+    some = [point("ar", "", 0.8, 400.0), point("card", "wide", 0.8, 300.0), point("card", "deep", 0.8, 200.0)]
+    some[2]["tokens_per_second"]["16"] = 900.0
+    entries = shown(curves({"points": some}), ("1", "16"))
+    assert [(curve.system, p.settings) for curve, p in entries] == [("ar", ""), ("card", "wide"), ("card", "deep")]
+    assert len(shown(curves({"points": some}), ("1",))) == 2
+
+
+def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
+    run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1, "start": ""}
+    exact = [{"step": i, "tokens": 1_000_000 * i, "eval_bits_per_byte": 0.5 / i} for i in (1, 2)]
+    bound = [
+        {"step": 2, "tokens": tokens, "eval_bits_per_byte": bits, "eval_bits_per_byte_is_bound": True}
+        for tokens, bits in ((2_010_000, 0.5), (1_990_000, 0.7))
+    ]
+    trained = [("ar", exact), ("llada", bound[:1]), ("llada", bound[1:]), ("refusion", [{"tokens": 5, "loss": 1.0}])]
+    adapted = [{"step": 1, "tokens": 1_000_000, "eval_bits_per_byte": 0.3}]
+    recorded = {"system": "card", "decoder": "ar", "start": "", "settings": "s=1"}
+    recorded |= {"recordings": [json.loads(RECORDING.as_json())]}
+    study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
+    study |= {"accuracy": 0.25, "tokens_per_forward": 3.0}
+    whole = RESULTS | {
+        "budget": "small",
+        "command": "the command",
+        "commits": ["abc"],
+        "machine": {"cores": 2, "processor": "P", "device": "cpu", "memory_gib": 4},
+        "versions": {"jax": "0"},
+        "config": json.loads(CONFIGS("small").to_json()),
+        "problems": 4,
+        "timed": 3,
+        "new_tokens": 32,
+        "runs": [
+            *(begun := [run_of | {"system": system, "losses": losses} for system, losses in trained]),
+            results.continued(begun[0], run_of | {"system": "refusion", "start": "ar", "losses": adapted}),
+        ],
+        "texts": [run_of | {"system": "ar", "losses": [{"step": 9, "tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
+        "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
+        "studies": [
+            study | {"step": 4},
+            study | {"step": 8, "accuracy": 0.75},
+            study | {"step": 8, "accuracy": 0.745, "tokens_per_forward": 4.0, "settings": "infill=threshold"},
+        ],
+        "prices": prices.prices([recorded]),
+    }
+    assert "### Plots" not in report.report(whole)
+    page = report.report(whole, ["plots/speed.svg"])
+    assert '<img src="plots/speed.svg"' in page.partition("### Plots")[2]
+    (estimate,) = re.findall(r"^\| card by ar \| s=1 \| 4\.00 \|.*\|$", page.partition("v5p:2x2x1")[0], re.M)
+    assert [float(x) for x in re.findall(r"\(([\d.]+)x\)", estimate)] == ratios(recorded)
+    assert "Estimate, not calibrated" in page
+    assert "| refusion | 2 | 81.5% (81.0% to 82.0%) |" in page
+    assert "| ar | 1 | 80.0% |" in page
+    assert "| ar | 0.1 | 0.5000 |" in page
+    assert "| system | 1.00 M tokens | 2.00 M tokens |" in page
+    assert "| ar | 0.500 | 0.250 |" in page
+    assert "* ar is where llada ends (0.600) after 1.00 M tokens, or before." in page
+    assert "| llada |  | ≤ 0.600 |" in page
+    assert "| refusion from ar |  | 0.300 |" in page
+    assert "“from ar” is a model that starts from the weights of ar" in page
+    assert "| ar | 2.500 |" in page.partition("### Text")[2]
+    assert "| system | setting | step 4 | step 8 |" in page
+    assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
+    assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
+    conclusion = " ".join(page.split())
+    assert "no setting is right more often than infill=exact: 75.0%, 3.00 tokens a forward." in conclusion
+    assert "the most tokens a forward are those of infill=threshold: 74.5%, 4.00 tokens a forward." in conclusion
+    assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
+    assert "| refusion from ar | ar | 0.98x | 1.10x | 2.33x | 1.50x | no |" in page
+    assert "Other work shared the machine" in page
+
+
+def ratios(recorded: dict) -> list[float]:
+    """Of the batch sizes that the page shows, on the first topology."""
+    return [
+        float(f"{batch['speedup']:.2f}")
+        for batch in prices.prices([recorded])[0]["batches"]
+        if batch["batch_size"] in (1, 4, 16, 64, 256)
+    ]
+
+
+def test_an_advantage_ends_where_it_is_first_lost():
+    batches = [{"batch_size": 2**i, "speedup": ratio} for i, ratio in enumerate((3.0, 2.0, 1.0, 1.1))]
+    assert prices.ahead_up_to(batches) == 2
+    assert prices.ahead_up_to(batches[2:]) == 0
+
+
+def test_the_fastest_recording_of_a_decoder_counts_at_every_batch_size():
+    few, many = (
+        dataclasses.replace(
+            RECORDING,
+            forwards=(Forwards(width=tokens, tile=tokens, tiles=1, live_rows=1, times=times),),
+            feeds=(Feeds(tokens=tokens, cached=16, times=times),),
+        )
+        for tokens, times in ((4, 16), (64, 4))
+    )
+    own = {"system": "s", "decoder": "d", "start": ""}
+
+    def priced(**recordings):
+        records = [own | {"settings": name, "recordings": [json.loads(r.as_json())]} for name, r in recordings.items()]
+        return prices.prices(records)[0]["batches"]
+
+    def speeds(batches):
+        return [batch["tokens_per_second"] for batch in batches]
+
+    slow, fast, best = priced(few=few), priced(many=many), priced(few=few, many=many)
+    assert speeds(best) == [max(pair) for pair in zip(speeds(slow), speeds(fast), strict=True)]
+    assert (best[0]["settings"], best[-1]["settings"]) == ("many", "few")
+
+
+def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
+    file = tmp_path / "PAGE.md"
+    file.write_text("# Figures\n\nby hand\n")
+    for budget, figure in (("tiny", "one"), ("small", "two"), ("tiny", "three")):
+        report.put_into(file, f"## The headline, budget `{budget}`\n\n{figure}\n")
+    text = file.read_text()
+    assert text.startswith("# Figures\n\nby hand\n")
+    assert "one" not in text
+    assert text.index("three") < text.index("two")
