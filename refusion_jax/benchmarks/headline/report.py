@@ -131,19 +131,26 @@ def _number(figure: Figure, digits: int = 0) -> str:
 
 
 def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
-    """Which system is most accurate and which fastest; and for systems with claims, which others beat them in both."""
-    lines = [f"* Most often right: {found[0].name}, {found[0].best:.1%}."]
+    """Which decoders no other one beats in accuracy and speed; and what beats those that their papers claim to lead."""
+    lines = []
     for size in (_ONE, _MANY):
-        speeds = {curve.name: turns.speed(curve, curve.fastest(size), size).mean for curve in found}
-        first = max(found, key=lambda curve: speeds[curve.name])
+        ahead = {curve.name: _ahead_of(curve, found, turns, size) for curve in found}
+        front = [
+            f"{curve.name} ({point.accuracy.mean:.1%}, {turns.speed(curve, point, size).mean:,.0f} tokens/s)"
+            for curve in found
+            if not ahead[curve.name]
+            for point in [curve.fastest(size)]
+        ]
         lines.append(
-            f"* Fastest with {size} prompt{'s' * (size != _ONE)} at a time, each within {WITHIN:.0%} of its own best: "
-            f"{first.name}, {speeds[first.name]:,.0f} tokens/s at {first.fastest(size).accuracy.mean:.1%}."
+            f"* {size} prompt{'s' * (size != _ONE)} at a time, each decoder at its fastest setting within {WITHIN:.0%} "
+            f"of its own best: no other is both as often right and as fast as {', '.join(front)}."
         )
-    claimants = [curve for curve in found if systems()[curve.system].claims and curve.decoder == _first(curve.system)]
-    for own in claimants:
-        for size in (_ONE, _MANY):
-            lines.append(f"* {own.name}, {size} at a time: {_against(own, found, turns, size)}")
+        lines += [
+            f"* {curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as often right and "
+            f"as fast are {', '.join(ahead[curve.name])}."
+            for curve in found
+            if ahead[curve.name] and systems()[curve.system].claims and curve.decoder == _first(curve.system)
+        ]
     agreeing = [record["same_text"] for record in results["points"]]
     lines.append(
         f"* The answers were the same one prompt at a time and {_MANY} at a time in "
@@ -155,23 +162,14 @@ def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> s
     )
 
 
-def _against(own: Curve, found: list[Curve], turns: Turns, size: str) -> str:
-    """Which decoders are at least as accurate and as fast, and which are neither."""
-    here = own.fastest(size)
-    better, worse = [], []
+def _ahead_of(own: Curve, found: list[Curve], turns: Turns, size: str) -> list[str]:
+    """The decoders that are at least as accurate and as fast, with their figures."""
+    told = []
     for curve in found:
-        if curve is own:
-            continue
-        there, faster = curve.fastest(size), turns.ratio(curve, own, size)
-        told = f"{curve.name} ({there.accuracy.mean:.1%}, {faster:.2f}x the tokens/s)"
-        if there.accuracy.mean >= here.accuracy.mean and faster >= 1:
-            better.append(told)
-        elif there.accuracy.mean <= here.accuracy.mean and faster <= 1:
-            worse.append(told)
-    return (
-        f"at least as often right and as fast are {', '.join(better) or 'none'}; neither more often right nor faster "
-        f"are {', '.join(worse) or 'none'}."
-    )
+        accuracy, faster = curve.fastest(size).accuracy.mean, turns.ratio(curve, own, size)
+        if curve is not own and accuracy >= own.fastest(size).accuracy.mean and faster >= 1:
+            told.append(f"{curve.name} ({accuracy:.1%}, {faster:.2f}x the tokens/s)")
+    return told
 
 
 def _first(system: str) -> str:
