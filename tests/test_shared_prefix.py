@@ -15,6 +15,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import Given, Known, prefill_chunk, prepare, shared_prefix
 from refusion_jax.model.transformer import KeyValues
 from refusion_jax.systems import registry
+from refusion_jax.systems.api import stream
 
 HEADER = [BOS, *(5 + i * i % 23 for i in range(79))]
 QUICK = ("ar",)  # the others compile for minutes together
@@ -75,6 +76,18 @@ def test_a_long_prefix_ends_with_a_chunk_and_a_short_one_changes_nothing():
     assert prefill_chunk(prepare([[*HEADER, 7], [*HEADER, 8, 9]], own, model.config)) == 64
     assert prefill_chunk(prepare([[*HEADER, 7]], own, model.config)) == 96
     assert prefill_chunk(prepare([[*HEADER[:40], *range(5, 28), 7] * 2, HEADER[:40]], own, model.config)) == 128
+
+
+def test_a_prefix_outlives_the_answer_in_whose_row_it_stands():
+    """The caller stops the first answers at once, before a row of a batch of 16 is filled again."""
+    model = sharp_model()
+    prompts = [[*HEADER, 5 + i % 20, 6 + i // 20] for i in range(32)]
+    own = settings("ar", new=96, eos_id=29, batch_size=16)
+    requests = prepare(prompts, own, model.config)
+    whole = dict(stream(model, requests))
+    ended = dict(stream(model, requests, is_over=lambda index, tokens: index == 0))
+    assert ended.pop(0).finish_reason == "stop"
+    assert all(answer == whole[index] for index, answer in ended.items())
 
 
 @pytest.mark.parametrize(

@@ -297,14 +297,21 @@ def _run(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def _release(state: State, ended: jax.Array) -> State:
-    """Clears the rows where `ended` [B] is true; their keys and values stay, as their length becomes 0."""
+    """Clears the rows where `ended` [B] is true, but for their keys and values.
+
+    These keep their length: the forwards that follow write behind it, and the prefix that newcomers copy stays whole.
+    """
 
     def clear(axis, x):
         if axis or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return jnp.where(ended.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
 
-    return _placed(_by_batch_axis(clear, state))
+    cleared = _by_batch_axis(clear, state)
+    if hasattr(state, "cache"):
+        length = state.cache.length
+        cleared = dataclasses.replace(cleared, cache=dataclasses.replace(cleared.cache, length=length))
+    return _placed(cleared)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
