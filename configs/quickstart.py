@@ -1,4 +1,4 @@
-"""The quickstart: a model of a million parameters learns worked problems from scratch, in minutes on two CPU cores.
+"""The quickstart: a model of 0.7 million parameters learns worked problems from scratch, in minutes on two CPU cores.
 
 --config=configs/quickstart.py            slot diffusion
 --config=configs/quickstart.py:llada      another system, by its name, with keys that suit answers of 25 tokens

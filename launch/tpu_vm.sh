@@ -183,7 +183,7 @@ watch() { # until the run is complete or fails by itself
       esac
     fi
     case $code in
-      75) echo "$name was preempted, and the run is saved" ;;
+      75) echo "$name was interrupted, and goes on from its newest checkpoint" ;;
       254) echo "a machine of $name was lost" ;;
       255) echo "$name does not answer" ;;
       *) return "$code" ;;

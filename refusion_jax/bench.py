@@ -27,6 +27,9 @@ def main(argv: list[str]) -> None:
       UserError: where there is none of that name.
     """
     name, *rest = argv or [""]
+    if name == "--help":
+        print(f"{__doc__.strip()}\n\nbench NAME --help explains the flags of each: {', '.join(NAMES)}.")
+        return
     if name not in NAMES:
         raise UserError(f"bench {name!r}: unknown; known: {', '.join(NAMES)}")
     benchmark = importlib.import_module(f"refusion_jax.benchmarks.{name}")

@@ -1,6 +1,6 @@
 """Turns a Hugging Face directory of the Qwen3 family into a checkpoint of ours, or a model of ours into a directory.
 
-  python -m refusion_jax.convert --format=orbax --from=Qwen3-0.6B --to=models/qwen3-0.6b --mask_token_id=151670
+  python -m refusion_jax.convert --format=orbax --from=Qwen3-0.6B --to=models/qwen3-0.6b
   python -m refusion_jax.convert --format=huggingface --from=runs/mine --to=export --dtype=bfloat16
 
 Tokenizer files are carried along. `generate` reads both kinds of directory as they are.
@@ -29,7 +29,9 @@ _FROM = flags.DEFINE_string("from", None, "Directory to read")
 _TO = flags.DEFINE_string("to", None, "Directory to make")
 _FORMAT = flags.DEFINE_enum("format", None, ["orbax", "huggingface"], "What to make: orbax (ours) or huggingface")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the weights written")
-_MASK = flags.DEFINE_integer("mask_token_id", None, "Id of the mask token where config.json has none (format=orbax)")
+_MASK = flags.DEFINE_integer(
+    "mask_token_id", None, "Id of the mask token; by default config.json's, or the tokenizer's (format=orbax)"
+)
 
 _TOKENIZER_FILES = (
     *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),

@@ -46,7 +46,9 @@ from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.pretrained import choose_method, load_for, load_model, load_tokenizer
 from refusion_jax.training.workdir import read_config
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"
+)
 _TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between")
 _PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: a directory that `prepare` wrote, to be scored")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory of the results: made, or continued")

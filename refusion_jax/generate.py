@@ -59,7 +59,9 @@ from refusion_jax.systems.registry import decoders_for, default_system, find_dec
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_for, read_model_config
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A training run's directory, or one step in its checkpoints/")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"
+)
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")

@@ -42,7 +42,9 @@ _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO 
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
 _FEEDS = flags.DEFINE_multi_string("feeds", [], "With --what=decode: estimate the time of recorded feeds; or several")
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows a chip")
-_MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Stop when the memory is known: seconds instead of a minute")
+_MEMORY_ONLY = flags.DEFINE_bool(
+    "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"
+)
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows a forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
 _DECODE = cli.define_settings(all_settings(), "decode")

@@ -132,6 +132,7 @@ BAD = {
         "GiB are free: ",
     ),
     "impossible share": ([*GENERATE, "--prompt=x", "--decode.top_p=0"], "--decode.top_p=0.0: must be above 0"),
+    "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
     "unknown benchmark": (["bench", "speed"], "bench 'speed': unknown; known: "),
     "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),
     "infilling by nothing": (["bench", "infill"], "--checkpoint=: name a training run's directory"),
@@ -229,6 +230,11 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
 def test_a_benchmark_explains_itself(name, flag):
     out, _ = run("bench", name, "--help")
     assert f"  --{flag}\n      " in out
+
+
+def test_help_of_the_benchmarks_names_them():
+    out, _ = run("bench", "--help")
+    assert " authors, data, decode, " in out
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 import pytest
 from conftest import TINY_RUN, run
 from object_store import ObjectStore
+from test_readme import tiny_qwen3
 
 from refusion_jax import UserError
 from refusion_jax.runtime import storage
@@ -25,6 +26,7 @@ def store(monkeypatch):
     store = ObjectStore()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", store.url)
+    monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", store.url)  # for array_record
     monkeypatch.setenv("GCE_METADATA_HOST", "localhost:1")  # nobody is there: no one asks for credentials for long
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     yield store
@@ -59,6 +61,28 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
 
     out, _ = run("generate", "--checkpoint=gs://bucket/run", "--prompt=Sort 3 1 2.")
     assert json.loads(out)["tokens"]
+
+
+def test_a_pod_takes_rows_tokenizer_and_weights_from_the_store(store, tmp_path):
+    """As launch/README.md says: prepared and converted here, copied there."""
+    tiny_qwen3(tmp_path / "Qwen3")
+    lines = "".join(f'{{"query": "What is {i}?", "response": "It is the number {i}."}}\n' for i in range(300))
+    (tmp_path / "text.jsonl").write_text(lines)
+    piece, tokenizer = "--mask_piece=<|mask|>", f"--tokenizer={tmp_path / 'Qwen3' / 'tokenizer.json'}"
+    rows = [f"--output={tmp_path / 'rows'}", tokenizer, piece, "--row_length=128", "--on_error=skip"]
+    run("prepare", f"--input={tmp_path / 'text.jsonl'}", *rows)
+    run("convert", "--format=orbax", f"--from={tmp_path / 'Qwen3'}", f"--to={tmp_path / 'converted'}")
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            store.objects[str(path.relative_to(tmp_path))] = (next(store.generations), path.read_bytes())
+
+    flags = ["--config=configs/refusion_8b.py:0.6b", *TINY_RUN[1:], "--config.steps=2", "--config.warmup_steps=1"]
+    flags += ["--config.row_length=128", "--config.model.vocab_size=512", "--config.dtype=float32"]
+    flags += ["--config.data.path=gs://bucket/rows", "--config.data.tokenizer="]
+    out, _ = run("train", *flags, "--workdir=gs://bucket/run", "--config.init_from=gs://bucket/converted")
+    assert "trained to step 2; the run is in gs://bucket/run" in out
+    _, err = run("train", *flags, "--workdir=gs://bucket/new", "--config.init_from=gs://bucket/Qwen3", code=2)
+    assert "gs://bucket/Qwen3: weights of Hugging Face are read from a local disk; put there what `convert" in err
 
 
 class Unreachable:

@@ -66,7 +66,7 @@ _MESH = {
     "data": _axis(1, "copies of the weights inside a slice"),
     "fsdp": _axis(-1, "weights and batch split over these chips; -1 takes all that are left"),
     "tensor": _axis(1, "heads, mlp and vocabulary split over these chips"),
-    "sequence": _axis(1, "rows split over these chips"),
+    "sequence": _axis(1, "the tokens of each row are split over these chips"),
 }
 
 _TRAINING |= {
@@ -94,12 +94,17 @@ _MODEL = {
 _DATA = {
     "path": Setting(
         "tasks",
-        "tasks | families | stdlib | a file or glob: .jsonl, .parquet, text ... | DIR or DIR,DIR of `prepare`; "
-        "tasks:held_out, families:held_out and stdlib:held_out are of the same kinds, but never in the others",
+        "tasks | families | stdlib | a file, directory or glob, also on gs://: .jsonl, .parquet, text ... | DIR or "
+        "DIR,DIR of `prepare`; tasks:held_out, families:held_out and stdlib:held_out are of the same kinds, but never "
+        "in the others",
     ),
     "weights": Setting((), "share of each prepared directory in data.path, such as (3,1); empty: by their rows"),
     "verify": Setting(False, "compare each prepared row that is read with its checksum"),
-    "tokenizer": Setting("", "a sentencepiece model; empty trains one of model.vocab_size pieces on the data"),
+    "tokenizer": Setting(
+        "",
+        "a sentencepiece model or Hugging Face tokenizer.json; empty: that of prepared data, or a new one of "
+        "model.vocab_size pieces, trained on the data",
+    ),
     "mask_piece": Setting("<mask>", "the tokenizer's piece that stands for a masked token"),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, what is there"),
     "response_field": Setting("", "JSON field of the answer; empty: response, answer or completion"),

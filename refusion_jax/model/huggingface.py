@@ -22,7 +22,7 @@ from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import read_object
-from refusion_jax.runtime.storage import check_file
+from refusion_jax.runtime.storage import check_file, is_remote
 
 # Ours -> (theirs, how many leading axes of ours are the input; 0: the same array in both).
 _LAYER = {
@@ -134,10 +134,16 @@ class Tensors:
     """The tensors of one or many safetensors files, read one at a time.
 
     Raises:
-      UserError: where a file is missing or cut off, or lacks a tensor, or one has another shape or holds no floats.
+      UserError: where a file is missing or cut off, or lacks a tensor, or one has another shape or holds no floats; or
+        for a directory in an object store, which safetensors does not read.
     """
 
     def __init__(self, path: Path):
+        if is_remote(path):
+            raise UserError(
+                f"{path}: weights of Hugging Face are read from a local disk; put there what "
+                f"`convert --format=orbax` makes of them"
+            )
         self._path = path
         index = path / _INDEX
         if index.exists():

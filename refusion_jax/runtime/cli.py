@@ -181,7 +181,10 @@ def _unforeseen(error: Exception) -> str:
 
 
 def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
-    """What ml_collections does not say: that a --config file is not there, or which key does not exist."""
+    """What ml_collections does not say: that --config is given twice or names no file, or which key does not exist."""
+    configs = [argument for argument in argv if argument.lstrip("-").startswith("config=")]
+    if len(configs) > 1:
+        return UserError(f"{' '.join(configs)}: give one config, and --config.KEY=VALUE for what differs")
     for argument in argv:
         name, _, value = argument.lstrip("-").partition("=")
         if name == "config" and not os.path.isfile(value.split(":")[0]):

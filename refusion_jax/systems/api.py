@@ -1,5 +1,6 @@
 """`decode(model, prompts, settings)`, one function for all decoders."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,18 +41,23 @@ class DecodeSettings:
 
 
 def all_settings() -> dict[str, Setting]:
-    """The settings of all decoders by name; where their defaults differ, the help lists them."""
+    """The settings of all decoders by name; the help tells which decoders have one, and what it is to each."""
     found: dict[str, dict[str, Setting]] = {}
     for method, decoder in decoders().items():
         for name, own in declared(decoder.settings).items():
             found.setdefault(name, {})[method] = own
-    return {name: _first(by_method) for name, by_method in found.items()}
+    return {name: _joined(by_method) for name, by_method in found.items()}
 
 
-def _first(by_method: dict[str, Setting]) -> Setting:
-    first = next(iter(by_method.values()))
-    others = [f"{own.default} for {method}" for method, own in by_method.items() if own.default != first.default]
-    return dataclasses.replace(first, help=f"{first.help}; unless set, {', '.join(others)}") if others else first
+def _joined(by_method: dict[str, Setting]) -> Setting:
+    """The setting of the first of some decoders, with the help of all of them."""
+    first, methods_of = next(iter(by_method.values())), collections.defaultdict(list)
+    for method, own in by_method.items():
+        default = "" if own.default == first.default else f" (default: {own.default})"
+        methods_of[own.help + default].append(method)
+    if len(methods_of) == 1 and len(by_method) == len(decoders()):
+        return first
+    return dataclasses.replace(first, help="; ".join(f"{', '.join(m)}: {text}" for text, m in methods_of.items()))
 
 
 def check_settings(method: str, given: Mapping[str, Any]) -> None:

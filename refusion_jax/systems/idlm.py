@@ -118,8 +118,8 @@ class StrideSettings(shared.Settings):
     """How to decode a model that verifies its own drafts."""
 
     stride: int = setting(
-        0, "Tokens that a forward yields at most, of which it verifies N - 1 drafts; 0: one more than the masks "
-        f"of a block in training, or {_BLOCK + 1} if unknown", scope="compiled", at_least=0, at_most=65,
+        0, "Tokens that a forward yields at most; all but one are verified drafts; 0: one more than the masks of "
+        f"a block in training, or {_BLOCK + 1} if unknown", scope="compiled", at_least=0, at_most=65,
     )  # fmt: skip
 
     @classmethod

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 WITHIN = 0.01  # decoders are compared at their fastest point within this of their best accuracy
+MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
 @dataclasses.dataclass(frozen=True)

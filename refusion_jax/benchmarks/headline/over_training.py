@@ -5,7 +5,7 @@ import statistics
 import textwrap
 from typing import Any
 
-from refusion_jax.benchmarks.headline.curves import WITHIN, model_name
+from refusion_jax.benchmarks.headline.curves import MARGIN, WITHIN, model_name
 
 WIDTH = 120  # columns of prose
 
@@ -101,9 +101,9 @@ def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, fl
     wide = max((s for s in own if own[s][0] >= own[best][0] - WITHIN), key=lambda settings: own[settings][1])
     line = f"* {system} at step {step}: no setting is right more often than {best}: {_told(own[best])}"
     if wide == best:
-        line += f", and none within {WITHIN:.0%} of it writes more tokens a forward."
+        line += f", and none within {MARGIN} of it writes more tokens a forward."
     else:
-        line += f". Within {WITHIN:.0%} of it, the most tokens a forward are those of {wide}: {_told(own[wide])}."
+        line += f". Within {MARGIN} of it, the most tokens a forward are those of {wide}: {_told(own[wide])}."
     return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

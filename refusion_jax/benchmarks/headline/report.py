@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.benchmarks.headline import over_training
-from refusion_jax.benchmarks.headline.curves import WITHIN, Curve, Figure, Turns, curves, name_of
+from refusion_jax.benchmarks.headline.curves import MARGIN, Curve, Figure, Turns, curves, name_of
 from refusion_jax.benchmarks.headline.measure import TURNS
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
@@ -74,7 +74,7 @@ def _conditions(results: dict[str, Any]) -> str:
         f"{c['model']['num_hidden_layers']} layers; then decodes {results['problems']} held-out problems of difficulty "
         f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its "
         f"decoders.",
-        f"Each decoder is shown at its fastest setting within {WITHIN:.0%} of its best accuracy, one prompt at a time: "
+        f"Each decoder is shown at its fastest setting within {MARGIN} of its best accuracy, one prompt at a time: "
         f"accuracy and tokens a forward as the mean of its seeds, and in brackets the least and the most. Tokens a "
         f"second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: the "
         f"mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
@@ -142,7 +142,7 @@ def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> s
             for point in [curve.fastest(size)]
         ]
         lines.append(
-            f"* {size} prompt{'s' * (size != _ONE)} at a time, each decoder at its fastest setting within {WITHIN:.0%} "
+            f"* {size} prompt{'s' * (size != _ONE)} at a time, each decoder at its fastest setting within {MARGIN} "
             f"of its own best: no other is both as often right and as fast as {', '.join(front)}."
         )
         lines += [
@@ -187,7 +187,7 @@ class Verdict:
 
 
 def verdict(claim: Claim, own: Curve, rival: Curve, speed: float) -> Verdict:
-    """Whether a claim holds, with each decoder at its fastest point within WITHIN of its best accuracy.
+    """Whether a claim holds, with each decoder at its fastest point within curves.WITHIN of its best accuracy.
 
     Where both accuracies are at the ceiling, the claim about accuracy counts as met.
 
@@ -241,7 +241,7 @@ def _estimates(results: dict[str, Any]) -> list[str]:
         return []
     prose = (
         "**Estimate, not calibrated; nothing here ran on a TPU.** What each decoder fed for these problems, one at a "
-        f"time, at every setting within {WITHIN:.0%} of its best accuracy, priced by arithmetic for "
+        f"time, at every setting within {MARGIN} of its best accuracy, priced by arithmetic for "
         f"a model of {results['prices'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share; a "
         "batch feeds so many such rows side by side (refusion_jax/planning/feeds.py). At each batch size the fastest "
         "setting counts. In brackets: times what one token a forward takes for the same answers."
