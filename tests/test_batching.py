@@ -13,8 +13,10 @@ from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory
 from refusion_jax.decoding import queue as batching
+from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.stops import Stops
+from refusion_jax.evaluation.generation import check_fits, settle, shorten
 from refusion_jax.model.transformer import KeyValues, logical_axes
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding
 from refusion_jax.systems.api import decoder_for, stream
@@ -109,6 +111,8 @@ def test_a_stop_string_is_settled_once_no_longer_one_could_begin_before_it():
             if stops.is_settled(whole[:end]):
                 assert stops.cut(whole[:end]) == stops.cut(whole)
     assert not Stops().is_settled("anything")
+    with pytest.raises(ValueError, match="is empty"):
+        Stops(("B", ""))
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 600])
@@ -151,6 +155,26 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match="lower cache_length"):
         next(stream(model, requests))
+
+
+def test_an_evaluation_is_refused_no_batch_that_fits_with_a_smaller_cache(monkeypatch):
+    model = tiny_model()
+    whole, small = (
+        prepare([[BOS] * 200] * 4, settings(batch_size=4, cache=cache), model.config) for cache in ("same", "int8")
+    )
+    decoder, mesh = decoder_for(whole, model.config), mesh_of(model)
+    free = memory.bytes_needed(model, mesh, 4, 1, decoder) - 1
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    check_fits(model, small)
+    with pytest.raises(UserError, match="batch_size=4: 4 rows of"):
+        check_fits(model, whole)
+
+
+def test_a_long_prompt_leaves_room_for_an_answer_of_whole_blocks_of_the_model():
+    model = tiny_config(block_size=32, max_position_embeddings=128)
+    own = settle({"max_new_tokens": 48}, "d2f", room=128, model=model)
+    (request,) = prepare([Request(shorten([BOS] * 200, own, room=128), settings=own)], own, model)
+    assert (len(request.prompt), request.settings.new_tokens) == (64, 64)
 
 
 def test_help_states_the_bytes_of_a_token_as_they_are():

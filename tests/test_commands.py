@@ -132,6 +132,7 @@ BAD = {
         "GiB are free: ",
     ),
     "impossible share": ([*GENERATE, "--prompt=x", "--decode.top_p=0"], "--decode.top_p=0.0: must be above 0"),
+    "empty stop string": ([*GENERATE, "--prompt=x", "--stop="], "--stop=: is empty"),
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
     "unknown benchmark": (["bench", "speed"], "bench 'speed': unknown; known: "),
     "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),

@@ -70,7 +70,7 @@ def test_a_schedule_commits_everything_in_no_more_steps_than_asked_for(masks, st
 
 
 def test_a_schedule_of_few_steps_is_even():
-    assert dream.schedule(16, 4) == [3, 4, 4, 5]  # floor(16 * 0.999 / 4) = 3, then a share of what is left
+    assert dream.schedule(16, 4) == (3, 4, 4, 5)  # floor(16 * 0.999 / 4) = 3, then a share of what is left
 
 
 def test_a_text_cannot_begin_with_a_gap():

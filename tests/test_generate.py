@@ -6,11 +6,12 @@ import stat
 import time
 
 import pytest
-from conftest import TINY_RUN, run, start
+from conftest import TINY_RUN, run, start, tiny_config
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.decoding.prompts import read_prompts, to_record
 from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.stops import Stops
 
 KEYS = ["id", "text", "tokens", "commit_order", "forwards", "rounds", "finish_reason"]
@@ -143,6 +144,7 @@ def test_prompts_are_named_by_file_and_line(trained_run, tmp_path):
         *('{"prompt": 3}', '{"prompt_ids": [true]}', '{"prompt_ids": "1 2"}', "[]", "nonsense", '{"template": "a"}'),
         *('{"template": [1.5]}', '{"prompt": "a", "decode": {"slot_size": 4}}', '{"prompt": "a", "decode": 3}'),
         *('{"prompt": "a", "decode": {"temperature": -1}}', '{"prompt": "a", "decode": {"seed": "x"}}'),
+        *('{"prompt": null}', '{"prompt": "a", "prompt_ids": [9]}', '{"prompt": "a", "prompt_ids": null}'),
         *('{"prompt": "a", "id": "\\ud800"}', '{"prompt": "a", "id": NaN}', '{"prompt": "a", "prompt": "b"}'),
         *('{"prompt": "\\udc00"}', '{"prompt": ' + "[" * 9999, '{"prompt_ids": [' + "9" * 5000 + "]}"),
         *('{"prompt_ids": [9999999999]}', '{"template": [99999999999]}', '{"prompt": "a", "decode": {"top_p": 1e999}}'),
@@ -151,6 +153,15 @@ def test_prompts_are_named_by_file_and_line(trained_run, tmp_path):
         path.write_text('{"prompt": "a"}\n' + line)
         with pytest.raises(UserError, match="in.jsonl:2: "):
             read_prompts(path, tokenizer, DecodeSettings())
+
+
+def test_lines_of_one_prompt_are_sampled_with_noise_of_their_own_unless_they_give_a_seed(tmp_path):
+    lines = [{"prompt_ids": [9]}, *[{"prompt_ids": [9], "decode": {"temperature": 0.7}}] * 2]
+    lines += [{"prompt_ids": [9], "decode": {"temperature": 0.7, "seed": 5}}] * 2
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    _, requests = zip(*read_prompts(tmp_path / "in.jsonl", None, DecodeSettings()), strict=True)
+    noise = [request.noise for request in prepare(requests, DecodeSettings(), tiny_config())]
+    assert noise == [0, 1, 2, 0, 0]
 
 
 def test_templates_and_settings_of_a_line(trained_run, tmp_path):

@@ -4,7 +4,8 @@ import pytest
 from conftest import BOS, EOS, settings, sharp_model, sharp_models, tiny_model
 
 from refusion_jax import DecodeSettings, UserError, decode
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.refusion.canvas import slots_a_block, slots_of
 
 
@@ -47,6 +48,7 @@ def test_what_stands_behind_a_gap_changes_what_is_written_into_it():
         ({"max_new_tokens": 24, "slot_size": 8, "serial_blocks": 2}, "max_new_tokens=24.*32 would"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1: must be at least 0"),
         ({"slot_size": 0}, "slot_size=0: must be at least 1"),
+        ({"head_rows": 3}, "head_rows=3: must be 0, or above 3"),
         ({"temperature": -0.1}, "temperature=-0.1: must be at least 0"),
         ({"method": "beam"}, "method=beam: unknown; known: .*ar, .*refusion, sequential"),
     ],
@@ -68,3 +70,14 @@ def test_impossible_settings_are_refused(changes, said):
 def test_prompts_that_cannot_be_decoded_are_refused(prompt, changes, said):
     with pytest.raises(UserError, match=f"^{said}"):
         decode(tiny_model(), [[BOS, 5], prompt], settings(**changes))
+
+
+def test_the_prompts_of_a_call_share_decoder_and_batch():
+    model = tiny_model().config
+    for other in ("refusion", "card"):
+        mixed = prepare([Request([BOS], settings=settings("llada")), Request([BOS], settings=settings(other))],
+                        settings("llada"), model)  # fmt: skip
+        with pytest.raises(UserError, match="^prompt 1: method must be the same for all prompts of a call"):
+            decoder_for(mixed, model)
+    (own,) = prepare([Request([BOS], settings=settings(temperature=0.5))], settings(batch_size=3), model)
+    assert (own.settings.temperature, own.settings.batch_size) == (0.5, 3)

@@ -35,7 +35,11 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
                 f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}, '
                 f'{{"template": ["text", 40, "text"]}}, or both'
             )
-        prompts.append((item.get("id", number - 1), read_request(item, tokenizer, settings, where)))
+        request = read_request(item, tokenizer, settings, where)
+        own_seed = "seed" in item.get("decode", {})
+        prompts.append(
+            (item.get("id", number - 1), dataclasses.replace(request, noise=0 if own_seed else len(prompts)))
+        )
     if not prompts:
         raise UserError(f"{path} holds no prompt")
     return prompts
@@ -47,10 +51,11 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
     Raises:
       UserError: naming the line, the key at fault and what it must be.
     """
-    prompt = item.get("prompt_ids", item.get("prompt"))
-    if not (prompt is None or _is_id_list(prompt) if "prompt_ids" in item else isinstance(prompt, str | None)):
+    given, template = {"prompt", "prompt_ids"} & set(item), item.get("template", [])
+    prompt = item[min(given)] if given else None
+    is_prompt = isinstance(prompt, str) if given == {"prompt"} else _is_id_list(prompt)
+    if len(given) > 1 or not (is_prompt or prompt is None and template):
         raise UserError(f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}')
-    template = item.get("template", [])
     if not isinstance(template, list) or not all(
         isinstance(x, str) or _is_int32(x) or _is_id_list(x) for x in template
     ):

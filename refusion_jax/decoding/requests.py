@@ -30,7 +30,7 @@ class Request:
 
     prompt: Sequence[int]
     template: tuple[Sequence[int] | int, ...] = ()
-    settings: Settings | None = None  # where they differ from those of the call
+    settings: Settings | None = None  # where they differ from those of the call; batch_size and cache_length never do
     noise: int = 0  # below 2^32; sampling noise is a function of (settings.seed, this number, position)
     name: str = ""  # in error messages
 
@@ -164,10 +164,13 @@ def shared_prefix(requests: Sequence[Request]) -> int:
 
     The last given token of a request is never counted, since a decoder may feed it again. 0 for a single request.
     """
-    texts = [list(zip(*request.given, strict=True))[:-1] for request in requests]
-    least, largest = min(texts), max(texts)  # these two differ first
-    same = next((i for i, (a, b) in enumerate(zip(least, largest, strict=False)) if a != b), len(least))
-    return same if len(texts) > 1 else 0
+    first, *others = (np.array(request.given, np.int32) for request in requests)
+    same = first.shape[1] - 1 if others else 0
+    for other in others:
+        same = min(same, other.shape[1] - 1)
+        differs = (first[:, :same] != other[:, :same]).any(axis=0)
+        same = int(differs.argmax()) if differs.any() else same
+    return same
 
 
 def check_no_templates(requests: Sequence[Request]) -> None:
@@ -192,7 +195,7 @@ def check_same_program(requests: Sequence[Request]) -> None:
     """
     settings = requests[0].settings
     for request in requests:
-        for name in sorted(scope(type(settings), "compiled")):
+        for name in ("method", *sorted(scope(type(settings), "compiled") - {"method"})):
             if getattr(request.settings, name) != getattr(settings, name):
                 raise UserError(f"{request.name}: {name} must be the same for all prompts of a call")
 
@@ -204,11 +207,13 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
       UserError: naming the request, the reason, and a remedy.
     """
     room = settings.cache_length or model.max_position_embeddings
+    of_call = {name: getattr(settings, name) for name in scope(Settings, "batch")}
     named = []
     for i, request in enumerate(requests):
         request = request if isinstance(request, Request) else Request(request)
-        own = {} if request.settings else {"settings": settings, "noise": i}
-        named.append(dataclasses.replace(request, name=request.name or f"prompt {i}", **own))
+        noise, own = (request.noise, request.settings) if request.settings else (i, settings)
+        own = dataclasses.replace(own, **of_call)
+        named.append(dataclasses.replace(request, name=request.name or f"prompt {i}", settings=own, noise=noise))
     longest = max((len(request.prompt) for request in named), default=0)
     filled = [dataclasses.replace(r, settings=r.settings.for_model(model).fill_in(room - longest)) for r in named]
     for request in filled:

@@ -17,6 +17,7 @@ from refusion_jax.runtime.errors import SettingError
 from refusion_jax.runtime.settings import declared, setting
 
 _MOST_NEW_TOKENS = 128  # unless asked for
+_NEVER_CHOSEN = 3  # tokens at most: mask, padding, and EOS before what is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,12 @@ class Settings:
         1.0, "With a temperature: sample from the fewest tokens whose probabilities sum to this", above=0,
         at_most=1,
     )  # fmt: skip
-    seed: int = setting(0, "Seed of the sampling noise; prompt i of a call uses (seed, i)", at_least=0, below=2**32)
+    seed: int = setting(
+        0,
+        "Seed of the sampling noise; prompt i of a call uses (seed, i), or (seed, 0) if it gives its own seed",
+        at_least=0,
+        below=2**32,
+    )
     batch_size: int = setting(64, "Prompts decoded at once, at most", scope="batch", at_least=1, at_most=2**20)
     cache_length: int = setting(
         0, "Tokens of prompt and answer that a row has room for; 0: as many as the longest needs", scope="batch",
@@ -70,6 +76,11 @@ class Settings:
     def __post_init__(self):
         for name, own in declared(type(self)).items():
             own.check("decode", name, getattr(self, name))
+        if 0 < self.head_rows <= _NEVER_CHOSEN:
+            self.refuse(
+                "head_rows",
+                f"must be 0, or above {_NEVER_CHOSEN}: so many tokens (mask, padding, EOS) are never chosen",
+            )
         self.check()
 
     def check(self) -> None:

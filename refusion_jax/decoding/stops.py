@@ -5,9 +5,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """An answer ends before the first occurrence of any of these texts."""
+    """An answer ends before the first occurrence of any of these texts.
+
+    Raises:
+      ValueError: where one is empty, before which every answer would end.
+    """
 
     texts: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if "" in self.texts:
+            raise ValueError("a stop string is empty")
 
     def cut(self, text: str) -> tuple[str, bool]:
         """(the text before the first stop string in it, whether there is one)."""

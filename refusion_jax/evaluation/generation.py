@@ -20,13 +20,13 @@ from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 _SHORTEST_PROMPT = 16  # tokens of a truncated prompt, at least
 
 
-def settle(values: dict[str, Any], method: str, room: int) -> Settings:
-    """Decode settings with max_new_tokens rounded up to what the decoder supports.
+def settle(values: dict[str, Any], method: str, room: int, model: ModelConfig) -> Settings:
+    """Decode settings for a model, with max_new_tokens rounded up to what the decoder supports.
 
     Raises:
       UserError: where a setting is unknown or impossible, or answers do not fit into `room` tokens.
     """
-    plain = DecodeSettings(method, **values | {"max_new_tokens": 0})
+    plain = DecodeSettings(method, **values | {"max_new_tokens": 0}).for_model(model)
     new_tokens = -(-values["max_new_tokens"] // plain.multiple) * plain.multiple
     if new_tokens + _SHORTEST_PROMPT > room:
         raise UserError(
@@ -63,9 +63,10 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
       UserError: naming a batch size that fits.
     """
     for _, some in by_program(requests, model.config):
-        mesh, decoder = mesh_of(model), decoder_for(some, model.config)
-        rows = batch_rows(len(some), some[0].settings.batch_size, mesh)
-        check_memory(model, mesh, rows, admitted(rows, mesh), decoder)
+        mesh, decoder, own = mesh_of(model), decoder_for(some, model.config), some[0].settings
+        rows = batch_rows(len(some), own.batch_size, mesh)
+        served = model.rounded(cache=own.cache).with_head_rows(own.head_rows)
+        check_memory(served, mesh, rows, admitted(rows, mesh), decoder)
 
 
 def generate(

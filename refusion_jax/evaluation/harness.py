@@ -189,7 +189,8 @@ class EvaluatedModel(TemplateLM):
             until = [until] if isinstance(until, str) else list(until)
             if not all(isinstance(text, str) for text in until):
                 raise UserError(f"--tasks={request.task_name}: until={str(until)[:60]} must be texts")
-            settings = settle(wanted, self._method, self._room)
+            until = [text for text in until if text]  # every answer would end before an empty one
+            settings = settle(wanted, self._method, self._room, self.model.config)
             plain = [
                 self._identity,
                 request.task_name,

@@ -26,6 +26,7 @@ Axes: B rows, T row length, N tokens to decode, S steps, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -111,20 +112,21 @@ def cart_weights(is_clean: Bool[Array, "B T"], segment_ids: Int32[Array, "B T"],
     return (from_left(is_clean, segment_ids) + from_left(is_clean[:, ::-1], segment_ids[:, ::-1])[:, ::-1]) / 2
 
 
-def schedule(masks: int, steps: int) -> list[int]:
+@functools.lru_cache
+def schedule(masks: int, steps: int) -> tuple[int, ...]:
     """The number of commits of each step, for so many masks; steps without commits are left out."""
     times, left, counts = [1 - i / steps * (1 - LAST_TIME) for i in range(steps + 1)], masks, []
     for i in range(steps):
         counts.append(left if i == steps - 1 else int(left * (1 - times[i + 1] / times[i])))
         left -= counts[-1]
-    return [count for count in counts if count]
+    return tuple(count for count in counts if count)
 
 
 @dataclasses.dataclass(frozen=True)
 class DreamSettings(Settings):
     """How to decode a shifted masked diffusion model."""
 
-    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
+    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**16)
     confidence: str = setting(
         "entropy",
         "What is committed first: entropy (least) | margin (of the best token over the second) | maskgit (probability)",
@@ -218,7 +220,7 @@ class Denoise:
         return best[:, :, 0] - best[:, :, 1]
 
 
-def _counts(request: Request) -> list[int]:
+def _counts(request: Request) -> tuple[int, ...]:
     masks = sum(length for _, length, _ in request.gaps)
     return schedule(masks, request.settings.steps or masks)
 
