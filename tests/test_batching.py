@@ -157,6 +157,23 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch):
         next(stream(model, requests))
 
 
+@pytest.mark.parametrize(
+    ("method", "prompt", "vocabulary"), [("refusion", 8, 50_000), ("llada", 8, 50_000), ("ar", 900, 32)]
+)
+def test_the_memory_of_a_batch_is_about_what_the_compiler_takes(method, prompt, vocabulary):
+    """Between two thirds and twice as much: XLA decides what is in memory at once."""
+    model = tiny_model(vocab_size=vocabulary, num_tokens=vocabulary, max_position_embeddings=1024)
+    requests = prepare([[BOS] * prompt] * 16, settings(method, new=32, blocks=2, batch_size=16), model.config)
+    decoder, mesh = decoder_for(requests, model.config), mesh_of(model)
+    graphdef, params = nnx.split(model)
+    new = batching.newcomers({0: 0}, requests, R=2, B=16, decoder=decoder)
+    with jax.set_mesh(mesh):
+        program = jax.jit(batching.decode_once, static_argnums=(0, 3, 4))
+        compiled = program.lower(graphdef, nnx.to_pure_dict(params), new, 16, decoder).compile()
+    needed = memory.bytes_needed(model, mesh, rows=16, admitted=2, decoder=decoder)
+    assert 0.67 < needed / compiled.memory_analysis().temp_size_in_bytes < 2
+
+
 def test_an_evaluation_is_refused_no_batch_that_fits_with_a_smaller_cache(monkeypatch):
     model = tiny_model()
     whole, small = (

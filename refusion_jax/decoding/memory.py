@@ -15,10 +15,14 @@ from refusion_jax.runtime.sharding import shard_count
 
 _GIB = 2**30
 _FLOAT32 = 4
+_LOGIT_ARRAYS = 10  # raw, masked, with noise, probabilities ...; XLA keeps 9.5 of them for `llada` on a CPU
 
 
 def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> int:
-    """Bytes on each device beside the weights: the cache, and the temporaries of the widest forward.
+    """Bytes on each device beside the weights: the cache, and the temporaries of the widest forward or of the prefill.
+
+    A decoder that computes logits of fewer places than it feeds has `scored(model, rows)`, as in
+    systems/refusion/decoder.py.
 
     Args:
       model: only its shape and dtypes are used.
@@ -27,15 +31,24 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
       admitted: rows prefilled at once, in a separate cache; split like the batch.
       decoder: with its sizes.
     """
-    c, width = model.config, decoder.width
-    per_row = decoder.cache_length * bytes_per_token(c, model.cache_dtype)
-    logits = 4 * width * c.vocab_size * _FLOAT32  # raw, masked twice, and with noise
-    logits += width * model.head_rows * c.hidden_size * model.dtype.itemsize  # gathered rows of the head
-    rounded = c.vocab_size * c.hidden_size if model.head_rows else 0  # the head in int8
-    scores = 2 * width * c.num_attention_heads * (decoder.cache_length + width) * _FLOAT32  # before and after softmax
+    c, entries = model.config, decoder.cache_length
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
-    batched = -(-rows // batch) * (per_row + logits + scores)
-    return (batched + -(-admitted // batch) * per_row + rounded) // tensor
+    rows, admitted = -(-rows // batch), -(-admitted // batch)  # of a shard
+    if hasattr(decoder, "scored"):
+        with jax.set_mesh(mesh):
+            scored = decoder.scored(model, rows * batch)
+    else:
+        scored = rows * min(decoder.width, getattr(decoder, "new_tokens", decoder.width))
+    logits = _LOGIT_ARRAYS * c.vocab_size * _FLOAT32
+    logits += model.head_rows * c.hidden_size * model.dtype.itemsize  # gathered rows of the head
+    rounded = c.vocab_size * c.hidden_size if model.head_rows else 0  # the head in int8
+
+    def scores(fed: int) -> int:
+        return 2 * fed * c.num_attention_heads * (entries + fed) * _FLOAT32  # before and after softmax
+
+    chunk = getattr(decoder, "chunk", entries)  # some prefill all that is given at once
+    temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(chunk))
+    return ((rows + admitted) * entries * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
 
 
 def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> None:

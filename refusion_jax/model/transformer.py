@@ -277,6 +277,11 @@ class Transformer(nnx.Module):
         """In the dtype of computation, or in int8."""
         return in_dtype(self._head.get_value(), self.dtype)
 
+    @property
+    def operand_dtype(self) -> jnp.dtype:
+        """Of the weights in products: that of computation, or int8."""
+        return jnp.dtype(jnp.int8) if is_int8(self._head.get_value()) else jnp.dtype(self.dtype)
+
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         """Logits from what `hidden` gave, or a part of its tokens."""
         if self._rounded_head:

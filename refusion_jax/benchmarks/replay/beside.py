@@ -48,9 +48,9 @@ class Beside(Transformer):
         return self.other.weight_bytes
 
     @property
-    def output_head(self) -> Float[Array, "V _"]:
+    def operand_dtype(self) -> jnp.dtype:
         """Of the other."""
-        return self.other.output_head
+        return self.other.operand_dtype
 
     def with_head_rows(self, rows: int) -> "Beside":
         """As of each."""

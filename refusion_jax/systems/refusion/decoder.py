@@ -173,6 +173,10 @@ class PlanAndInfill:
         """The forwards that are compiled for a batch of this many rows."""
         return Sizes.of(model, rows, self).shapes
 
+    def scored(self, model: Transformer, rows: int) -> int:
+        """Places of a shard whose logits exist at once, for a batch of this many rows."""
+        return Sizes.of(model, rows, self).portion
+
     def fed(self, model: Transformer, state: State) -> Fed:
         """What the next forward of a state feeds."""
         sizes, here = Sizes.of(model, len(state.block), self), block_of(state.canvas, state.block, self.block_slots)
@@ -193,7 +197,7 @@ class Sizes:
     @classmethod
     def of(cls, model: Transformer, rows: int, decoder: PlanAndInfill) -> Self:
         """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`."""
-        shards, itemsize = shard_count_here("batch"), jax.tree.leaves(model.output_head)[0].dtype.itemsize
+        shards, itemsize = shard_count_here("batch"), model.operand_dtype.itemsize
         free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)
         most = max(decoder.budget, MOST_ODDS * free)
         shapes = shapes_of(rows // shards, decoder.width, decoder.block, most, decoder.slot_size)
