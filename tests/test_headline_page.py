@@ -37,7 +37,12 @@ def in_turns(points: list[dict], drift: float = 0.5) -> list[dict]:
     """The record of three turns at all points; in the second one the machine is slower by this factor."""
     return [
         {key: p[key] for key in ("system", "start", "decoder", "settings")}
-        | {"tokens_per_second": {size: [speed, drift * speed, speed] for size, speed in p["tokens_per_second"].items()}}
+        | {
+            "load": 1.0,
+            "tokens_per_second": {
+                size: [speed, drift * speed, speed] for size, speed in p["tokens_per_second"].items()
+            },
+        }
         for p in points
     ]
 
@@ -195,7 +200,10 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
         "* refusion, 1 at a time (81.5%): at least as often right and as fast are refusion from ar (88.0%, 2.00x the"
     )
     assert beaten in conclusion
-    assert "Other work shared the machine" in page
+    assert "Other work shared the machine while some points" in page
+    assert "Other work shared" not in report.report(whole | {"points": [p | {"load": 1.0} for p in whole["points"]]})
+    busy = report.report(whole | {"turns": [record | {"load": 9.0} for record in whole["turns"]]})
+    assert "Other work shared the machine, more at one time than at another" in busy
 
 
 def ratios(recorded: dict) -> list[float]:

@@ -176,12 +176,12 @@ class Comparison:
         def time_them() -> dict[str, Any]:
             jax.clear_caches()
             models = [(point, *self._load(self._directory / "runs" / run.name)) for run, point in points]
-            speeds = in_turns(models, self._problems[: self._budget.timed], self._budget)
+            timed = in_turns(models, self._problems[: self._budget.timed], self._budget)
             about = [
                 {"system": run.system, "start": run.start, "decoder": point.decoder, "settings": point.label}
                 for run, point in points
             ]
-            return {"turns": [own | {"tokens_per_second": s} for own, s in zip(about, speeds, strict=True)]}
+            return {"turns": [own | record for own, record in zip(about, timed, strict=True)]}
 
         which = "; ".join(f"{run.name} {point.decoder} {point.label}" for run, point in points)
         key = f"time {len(points)} settings in {TURNS} turns ({zlib.crc32(which.encode()):08x})"

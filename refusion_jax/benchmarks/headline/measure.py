@@ -79,11 +79,11 @@ def measure(
 
 def in_turns(
     entries: Sequence[tuple[Point, Transformer, Tokenizer]], problems: list[Problem], budget: Budget
-) -> list[dict[str, list[float]]]:
+) -> list[dict[str, Any]]:
     """Tokens a second of decoders that are timed in turns, so that a machine's drift is the same for all of them.
 
     Returns:
-      For each entry, {batch size: [tokens a second in each turn]}.
+      For each entry, {"tokens_per_second": {batch size: [one for each turn]}, "load": the load average at the end}.
     """
     found = [{str(size): [] for size in BATCH_SIZES} for _ in entries]
     for size in BATCH_SIZES:
@@ -92,7 +92,8 @@ def in_turns(
             for decoding, speeds in zip(decodings, found, strict=True):
                 answers, seconds = decoding.once()
                 speeds[str(size)].append(sum(len(answer.tokens) for answer in answers) / seconds)
-    return found
+    load = os.getloadavg()[0]
+    return [{"tokens_per_second": speeds, "load": load} for speeds in found]
 
 
 class _Decoding:

@@ -67,7 +67,7 @@ def put_into(path: Path, page: str) -> None:
 
 def _conditions(results: dict[str, Any]) -> str:
     c, m, first = results["config"], results["machine"], results["runs"][0]
-    load = max(record["load"] for record in results["points"])
+    points, turns = (max(record["load"] for record in results[kind]) for kind in ("points", "turns"))
     lines = [
         f"Every system is trained on {first['tokens']:,} tokens in {c['steps']:,} steps of {c['batch_size']} rows of "
         f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
@@ -79,7 +79,7 @@ def _conditions(results: dict[str, Any]) -> str:
         f"second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: the "
         f"mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
-        f"{load:.1f} at most while they decoded), jax {results['versions']['jax']}, at commit "
+        f"{points:.1f} at most while they decoded, {turns:.1f} after the turns), jax {results['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
     ]
     if starts := {run["start"] for run in results["runs"]} - {""}:
@@ -89,8 +89,13 @@ def _conditions(results: dict[str, Any]) -> str:
             f"other half itself, on problems drawn anew: as many tokens in all. Its seconds of training are of "
             f"its own half."
         )
-    if load > _BUSY * m["cores"]:
+    if turns > _BUSY * m["cores"]:
         lines.append("Other work shared the machine, more at one time than at another: its speeds do not compare.")
+    elif points > _BUSY * m["cores"]:
+        lines.append(
+            "Other work shared the machine while some points were measured, but not during the turns: the speeds in the "
+            "tables compare, those in the plots do not."
+        )
     if results["budget"] == "tiny":
         lines.append(
             "**This budget is a smoke test: runs too short to have learnt the problems. It shows that the comparison "
