@@ -79,8 +79,8 @@ def _conditions(results: dict[str, Any]) -> str:
         f"second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: the "
         f"mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
-        f"{points:.1f} at most while they decoded, {turns:.1f} after the turns), jax {results['versions']['jax']}, at commit "
-        f"{', '.join(filter(None, results['commits'])) or 'unknown'}.",
+        f"{points:.1f} at most while they decoded, {turns:.1f} after the turns), jax {results['versions']['jax']}, at "
+        f"commit {', '.join(filter(None, results['commits'])) or 'unknown'}.",
     ]
     if starts := {run["start"] for run in results["runs"]} - {""}:
         (start,) = starts
@@ -93,8 +93,8 @@ def _conditions(results: dict[str, Any]) -> str:
         lines.append("Other work shared the machine, more at one time than at another: its speeds do not compare.")
     elif points > _BUSY * m["cores"]:
         lines.append(
-            "Other work shared the machine while some points were measured, but not during the turns: the speeds in the "
-            "tables compare, those in the plots do not."
+            "Other work shared the machine while some points were measured, but not during the turns: the speeds in "
+            "the tables compare, those in the plots do not."
         )
     if results["budget"] == "tiny":
         lines.append(
