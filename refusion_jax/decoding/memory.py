@@ -15,14 +15,13 @@ from refusion_jax.runtime.sharding import shard_count
 
 _GIB = 2**30
 _FLOAT32 = 4
-_LOGIT_ARRAYS = 10  # raw, masked, with noise, probabilities ...; XLA keeps 9.5 of them for `llada` on a CPU
+_LOGIT_ARRAYS = 10  # raw, masked, with noise, probabilities ...; XLA keeps 9.5 of them for masked diffusion on a CPU
 
 
 def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> int:
     """Bytes on each device beside the weights: the cache, and the temporaries of the widest forward or of the prefill.
 
-    A decoder that computes logits of fewer places than it feeds has `scored(model, rows)`, as in
-    systems/refusion/decoder.py.
+    Logits are charged for the places that a decoder scores at once: `Decoder.scored`, where it has that.
 
     Args:
       model: only its shape and dtypes are used.

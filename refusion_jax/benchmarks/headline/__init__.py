@@ -15,12 +15,12 @@ rate), decodes held-out problems of twelve families at every operating point of 
   plots/*.svg    accuracy against tokens a forward and tokens a second and by family, loss and bits per byte against
                  tokens, the estimates against the batch size; they need pip install -e '.[plots]'
 
-Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=ar,card:1
-trains a single seed of `card`. `tiny` is a smoke test of 15 minutes on two CPU cores and too small for conclusions;
-`small` takes hours there; `gpu` trains 50 M parameters on a GPU, and as many on text (--text=CONFIG does so with any
-budget), for systems with a likelihood. --studies adds the comparisons that systems define themselves, at every
-checkpoint, and accuracy over training. --adapt_from=ar also trains every other system for half the steps from what `ar`
-has learnt in the other half, as released models are adapted.
+Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
+single seed of NAME. `tiny` is a smoke test of 15 minutes on two CPU cores and too small for conclusions; `small` takes
+hours there; `gpu` trains 50 M parameters on a GPU, and as many on text (--text=CONFIG does so with any budget), for
+systems with a likelihood. --studies adds the comparisons that systems define themselves, at every checkpoint, and
+accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what NAME has learnt in
+the other half, as released models are adapted.
 """
 
 import json

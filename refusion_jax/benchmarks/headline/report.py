@@ -94,7 +94,7 @@ def _conditions(results: dict[str, Any]) -> str:
     elif points > _BUSY * m["cores"]:
         lines.append(
             "Other work shared the machine while some points were measured, but not during the turns: the speeds in "
-            "the tables compare, those in the plots do not."
+            "the tables compare; those in the plots, by which the settings of each decoder are chosen, do not."
         )
     if results["budget"] == "tiny":
         lines.append(
