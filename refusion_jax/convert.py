@@ -23,7 +23,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import LARGEST_FILE, check_file, write_file
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.checkpoint_weights import save_params
-from refusion_jax.training.pretrained import find_tokenizer, load_model
+from refusion_jax.training.pretrained import find_objective, find_tokenizer, load_model
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read")
 _TO = flags.DEFINE_string("to", None, "Directory to make")
@@ -45,7 +45,7 @@ def to_orbax(source: Path, target: Path, dtype: str, mask_token_id: int | None) 
     Raises:
       UserError: where the directory cannot be read, or nobody names a mask token.
     """
-    config = huggingface.read_model_config(source, find_tokenizer(source), mask_token_id)
+    config = huggingface.read_model_config(source, find_tokenizer(source, mask_token_id), mask_token_id)
     if config.mask_token_id < 0:
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
     parts = math.gcd(jax.device_count(), config.hidden_size)
@@ -81,7 +81,7 @@ def main() -> None:
         else:
             model = load_model(source, _DTYPE.value)
             partial.mkdir(parents=True)
-            huggingface.save(model, partial)
+            huggingface.save(model, partial, find_objective(source))
         for path in carried:
             shutil.copy(path, partial / path.name)
         partial.rename(target)

@@ -41,6 +41,9 @@ def main() -> None:
     if (_CONFIG.value is None) == (_DATA.value is None):
         raise UserError("one of --config=configs/NAME.py and --data=DIR is needed; --help explains")
     console = Console(soft_wrap=True)
+    for flag in (_ROW, _MASK_PIECE, _VERIFY) if _CONFIG.value else (_WORKDIR,):
+        if flag.present:
+            raise UserError(f"--{flag.name} goes with --{'data' if _CONFIG.value else 'config'}; --help explains")
     if _CONFIG.value:
         config = _CONFIG.value
         check(config)

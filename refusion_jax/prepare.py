@@ -44,7 +44,9 @@ _SHAPING = [
         "Texts without prompt: best_fit cuts only what is longer than a row; split joins them all and cuts every row "
         "full",
     ),
-    flags.DEFINE_bool("dedup", False, "Leave out examples whose text stands in the input before"),
+    flags.DEFINE_bool(
+        "dedup", False, "Leave out examples whose text stands in the input before; not texts longer than --shard_mib"
+    ),
     flags.DEFINE_float(
         "held_out", 0.0, "Share of documents, chosen by their text, that go to DIR/held_out instead", 0.0, 0.5
     ),

@@ -22,6 +22,13 @@ def test_a_template_renders_turn_after_turn():
         assert template.render(messages=TURNS, x=x) == f"user: a\u2028 \U0001f600{x}\nassistant: b{x}\n"
 
 
+def test_a_template_may_use_what_transformers_offers_but_the_date():
+    source = "{% for x in [m, 2] %}{{ x | tojson }}{% break %}{% endfor %}{{ strftime_now is defined }}"
+    assert ChatTemplate(source, "here").render(m={"a<b>&'\u00e9": 1}) == '{"a<b>&\'\u00e9": 1}False'
+    with pytest.raises(UserError, match="here: the chat template fails: no system turns"):
+        ChatTemplate("{{ raise_exception('no system turns') }}", "here").render()
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -9,13 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import ROOT, causal, forward, run, tiny_config, tiny_model
+from etils import epath
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from refusion_jax import UserError, load_model
+from refusion_jax import UserError, load_model, load_tokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.runtime import sharding
+from refusion_jax.training.pretrained import choose_method, read_model_config
 
 SHAPES = {
     "1:1, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -105,6 +108,32 @@ def test_a_converted_directory_decodes_as_its_source(tmp_path):
     a, b = (run("generate", f"--checkpoint={path}", *flags)[0] for path in (source, tmp_path / "ours"))
     assert a == b
     assert len(json.loads(a)["commit_order"]) == 8
+
+
+def test_what_transformers_has_no_words_for_survives_both_directions(tmp_path):
+    tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290, mask_piece="<own>")
+    source = saved(tmp_path / "theirs", vocab_size=320, num_tokens=tokenizer.size, shifted=True, block_size=16)
+    huggingface.save(load_model(source), source, objective="dream")
+    (source / "tokenizer.model").write_bytes(tokenizer.model)
+    run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/ours")
+    run("convert", "--format=huggingface", f"--from={source}", f"--to={tmp_path}/again")
+    for path in (source, tmp_path / "ours", tmp_path / "again"):
+        config = read_model_config(epath.Path(path))
+        assert (config.shifted, config.block_size) == (True, 16)
+        assert load_tokenizer(path).mask_id == config.mask_token_id == tokenizer.mask_id
+    for path in (source, tmp_path / "again"):
+        assert choose_method(epath.Path(path), None) == "dream"
+        with pytest.raises(UserError, match="was trained with objective=dream, which decodes with dream"):
+            choose_method(epath.Path(path), "refusion")
+
+
+def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):
+    source = saved(tmp_path / "theirs", vocab_size=320, num_tokens=290)
+    config = json.loads((source / "config.json").read_text()) | {"mask_token_id": None}
+    (source / "config.json").write_text(json.dumps(config))
+    tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
+    (source / "tokenizer.model").write_bytes(tokenizer.model)
+    assert load_model(source).config.mask_token_id == tokenizer.mask_id
 
 
 def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):

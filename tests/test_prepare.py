@@ -16,9 +16,11 @@ import pytest
 from conftest import ROOT, run, start
 from etils import epath
 from fuzz_inputs import write_files
+from test_adaptation import write_tokenizer
 
 from refusion_jax import UserError
 from refusion_jax.data.examples import Fields
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import read_manifest
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.prepared import PreparedRows
@@ -28,6 +30,10 @@ from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 from refusion_jax.runtime.cores import available_cores
 
 FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
 WORDS = "one two three four five six seven".split()
 
 
@@ -46,7 +52,7 @@ def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, row_leng
         plan_chunks([str(source)], shard),
         epath.Path(output),
         settings,
-        SentencePieceTokenizer.load(tokenizer_file),
+        load_tokenizer_file(tokenizer_file, MASK_PIECE),
         command="",
         processes=processes,
         started=lambda what, size: None,
@@ -103,6 +109,12 @@ def test_a_row_is_read_as_it_was_written_and_its_checksum_tells_any_other(parts,
     damaged[len(record) // 2] ^= 1
     with pytest.raises(UserError, match="here: the checksum of this row is wrong"):
         check_row(bytes(damaged), "here")
+
+
+def test_a_record_that_claims_more_tokens_than_it_holds_is_refused():
+    record = bytes(4) + np.array([1, 2**32 - 1, 0, 7], "<u4").tobytes()
+    with pytest.raises(ValueError, match="4294967295 tokens in documents, 1 in all"):
+        decode_row(record, 64, np.dtype("<u4"))
 
 
 def test_every_pair_is_in_the_rows_once_and_whole(tmp_path, tokenizer_file):
@@ -226,6 +238,26 @@ def test_a_pair_longer_than_a_row_is_refused_or_counted(tmp_path, tokenizer_file
     assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip").dropped == {
         "longer than a row": 1
     }
+
+
+def test_what_a_chat_template_refuses_is_named_or_counted(tmp_path):
+    tokenizer_file = write_tokenizer(tmp_path, chat_template=REFUSING)
+    turns = [["user"], ["system", "user"], ["user"]]
+    lines = [
+        json.dumps({"messages": [{"role": role, "content": "is it"} for role in [*roles, "assistant"]]})
+        for roles in turns
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=r"a.jsonl:2: .*the chat template fails: no system turns"):
+        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
+    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip")
+    assert (manifest.documents, manifest.dropped) == (2, {"refused by the tokenizer": 1})
+
+
+def test_a_file_that_two_patterns_match_is_read_once(tmp_path):
+    write_pairs(tmp_path / "a.jsonl", 5)
+    one, both = (plan_chunks(patterns, 1 << 20) for patterns in ([f"{tmp_path}/a.jsonl"], [f"{tmp_path}/*.jsonl"] * 2))
+    assert one == both
 
 
 def test_another_input_or_another_flag_is_no_continuation(tmp_path, tokenizer_file):

@@ -260,6 +260,8 @@ def test_a_row_can_be_looked_at(prepared):
     assert "\x1b[" not in out  # no colors where there is no terminal
     out, _ = run("inspect_data", f"--data={prepared}/a", "--verify")
     assert "rows are as they were written" in out
+    _, err = run("inspect_data", "--config=configs/quickstart.py", "--verify", code=2)
+    assert err == "error: --verify goes with --data; --help explains\n"
     _, err = run("inspect_data", f"--data={prepared}/a", "--row=100000", code=2)
     assert "--row=100000: " in err
     assert len(err.splitlines()) == 1

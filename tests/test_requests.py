@@ -62,7 +62,7 @@ def test_impossible_settings_are_refused(changes, said):
     ("prompt", "changes", "said"),
     [
         ([], {}, "prompt 1: is empty"),
-        ([BOS, 32], {}, "prompt 1: holds an id outside 0 to 31"),
+        ([BOS, 30], {}, "prompt 1: holds an id outside 0 to 29"),  # the embedding has rows up to 31
         ([BOS] * 20, {"cache_length": 30}, "prompt 1: has 20 tokens, and 16 new ones do not fit.*cache of 30"),
         ([BOS], {"mask_id": 32}, "mask_id=32: is no token of this model"),
     ],

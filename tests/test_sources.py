@@ -43,6 +43,22 @@ def test_other_field_names_by_flag(tmp_path):
     assert pairs(path, text_field="body") == [(None, "some text")]
 
 
+def test_a_field_that_is_named_is_read_and_no_other_in_its_place(tmp_path):
+    chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    whole = write(tmp_path / "a.jsonl", {"prompt": "p", "response": "r", "content": "c", "messages": chat})
+    assert pairs(whole, text_field="content") == [(None, "c")]
+    assert pairs(whole, query_field="content") == [("c", "r")]
+    for said, fields in {
+        "no --config.data.response_field=outptu; found": {"query_field": "prompt", "response_field": "outptu"},
+        "no --config.data.query_field=instruction; found": {"query_field": "instruction"},
+        "no --config.data.text_field=body; found": {"text_field": "body"},
+    }.items():
+        with pytest.raises(UserError, match=f"a.jsonl:1: {said}"):
+            pairs(whole, **fields)
+    both = write(tmp_path / "b.jsonl", {"q": "1", "response": "2"}, "\n", {"body": "3"})
+    assert pairs(both, query_field="q", text_field="body") == [("1", "2"), (None, "3")]
+
+
 def test_a_json_list_and_plain_text(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"query": "a", "response": "b"}, {"text": "c"}], indent=1))
@@ -88,6 +104,7 @@ GOOD = {"query": "q", "response": "r"}
         ("a.jsonl", [{"foo": 1, "bar": 2}], "a.jsonl:1: no field we know; found: foo, bar; name them with"),
         ("a.jsonl", [{"query": "q"}], "a.jsonl:1: no field we know; found: query"),
         ("a.jsonl", [{"query": 1, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
+        ("a.jsonl", [{"prompt": None, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"text": ["r"]}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"query": "q", "response": ""}], "a.jsonl:1: the answer is empty"),
         ("a.jsonl", [""], "a.jsonl: the file is empty"),

@@ -1,3 +1,5 @@
+import random
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -51,6 +53,15 @@ def test_digits_are_tokens_of_their_own_however_common_a_number_is():
 
 def test_the_same_corpus_gives_the_same_tokenizer(tokenizer):
     assert SentencePieceTokenizer.train(corpus(), 400).model == tokenizer.model
+
+
+def test_pieces_are_learnt_from_long_lines_of_any_script():
+    rng = random.Random(0)
+    words = ["".join(chr(rng.randrange(0x4E00, 0x4F00)) for _ in range(3)) for _ in range(60)]
+    lines = ["".join(rng.choices(words, k=700)) for _ in range(20)]  # 2,100 characters, 6,300 bytes
+    tokenizer = SentencePieceTokenizer.train(lines, 700)
+    assert tokenizer.size == 700
+    assert len(tokenizer.encode(lines[:1])[0]) < len(lines[0])
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused():

@@ -95,26 +95,38 @@ def decode(raw: bytes, where: str | Line) -> str | Bad:
 
 
 def to_example(item: object, where: str | Line, fields: Fields) -> Example | Bad:
-    """The example in an object with text fields."""
+    """The example in an object with text fields: a prompt and its answer, else messages, else a text.
+
+    Where the user has named fields, only of the kinds that they belong to.
+    """
     if not isinstance(item, dict):
         return Bad(where, f"must be an object with text fields, not {kind_of(item)}", "not an object")
-    query = _field(item, fields.query, QUERY_FIELDS)
-    if query is not None and (response := _field(item, fields.response, RESPONSE_FIELDS)) is not None:
-        prompt, response = item[query], item[response]
-    elif not fields.text and MESSAGES_FIELD in item:
+    pair, any_kind = fields.query or fields.response, not (fields.query or fields.response or fields.text)
+    if pair or any_kind:
+        query = _field(item, fields.query, QUERY_FIELDS)
+        response = _field(item, fields.response, RESPONSE_FIELDS)
+        if query is not None and response is not None:
+            if not isinstance(item[query], str) or not isinstance(item[response], str):
+                return Bad(where, "prompt and answer must be text", "not text")
+            return checked(Example(item[query], item[response], where))
+    if any_kind and MESSAGES_FIELD in item:
         return _from_messages(item[MESSAGES_FIELD], where)
-    elif (text := _field(item, fields.text, TEXT_FIELDS)) is not None:
-        prompt, response = None, item[text]
-    else:
-        return Bad(
-            where,
-            f"no field we know; found: {_names(item)}; name them with {fields.flag}query_field and "
-            f"{fields.flag}response_field, or {fields.flag}text_field",
-            "no known field",
-        )
-    if not isinstance(response, str) or not isinstance(prompt, str | None):
-        return Bad(where, "prompt and answer must be text", "not text")
-    return checked(Example(prompt, response, where))
+    if (fields.text or any_kind) and (text := _field(item, fields.text, TEXT_FIELDS)) is not None:
+        if not isinstance(item[text], str):
+            return Bad(where, "prompt and answer must be text", "not text")
+        return checked(Example(None, item[text], where))
+    named = [f"{fields.flag}{kind}_field={name}" for kind, name in _named(fields) if name and name not in item]
+    missing = f"no {', no '.join(named)}" if named else "no field we know"
+    return Bad(
+        where,
+        f"{missing}; found: {_names(item)}; name them with {fields.flag}query_field and "
+        f"{fields.flag}response_field, or {fields.flag}text_field",
+        "no known field",
+    )
+
+
+def _named(fields: Fields) -> tuple[tuple[str, str], ...]:
+    return ("query", fields.query), ("response", fields.response), ("text", fields.text)
 
 
 def checked(example: Example) -> Example | Bad:

@@ -11,7 +11,7 @@ from etils import epath
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
+from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, plain_prompt
 from refusion_jax.data.tokenizer_growth import TextGrowth
 from refusion_jax.runtime.errors import UserError, first_line, is_unicode, without_stderr
 from refusion_jax.runtime.json_input import kind_of, parse_json, read_object
@@ -29,11 +29,15 @@ class FastTokenizer:
     the text of an answer, but a template's own are.
     """
 
-    def __init__(self, path: epath.Path, mask_piece: str):
+    def __init__(self, path: epath.Path, mask_piece: str | int):
         """Reads the files.
 
+        Args:
+          path: tokenizer.json.
+          mask_piece: the mask token, by its name or its id; MASK_PIECE, or an id that has no token: what the files say.
+
         Raises:
-          UserError: where they cannot be read or name no eos token.
+          UserError: where they cannot be read, name no eos token, or lack the mask token that is named.
         """
         content = read_file(path)
         self._path = path
@@ -50,14 +54,13 @@ class FastTokenizer:
         self._config_path = path.with_name("tokenizer_config.json")
         config = read_object(self._config_path)
         self._template = self._read_template(path, config)
+        special = {name: _content(token) for name, token in config.items() if name.endswith("_token")}
+        self._named = {name: token for name, token in special.items() if token is not None}
         ids = {kind: self._special(config, f"{kind}_token") for kind in ("bos", "eos", "pad")}
         if ids["eos"] < 0:
             raise UserError(f"{self._config_path} names no eos_token")
         self.bos_id, self.eos_id, self.pad_id = ids.values()
-        named = (mask_piece, _content(config.get("mask_token")), MASK_TOKEN)
-        mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)
-        self._tokenizer.add_special_tokens([mask])
-        self.mask_id = self._tokenizer.token_to_id(mask)
+        self.mask_id = self._find_mask(mask_piece, self._named.get("mask_token"))
 
     def _read_template(self, path: epath.Path, config: dict) -> ChatTemplate | None:
         """The chat template, if there is one."""
@@ -70,6 +73,20 @@ class FastTokenizer:
             raise UserError(f"{self._config_path}: chat_template must be a string, not {kind_of(source)}")
         self._template_source = source
         return ChatTemplate(source, str(file if file.exists() else self._config_path)) if source else None
+
+    def _find_mask(self, given: str | int, of_config: str | None) -> int:
+        """The mask token; one of its own is added where there is none."""
+        if isinstance(given, int):
+            given = self._tokenizer.id_to_token(given) if 0 <= given < self.size else None
+        elif given not in (MASK_PIECE, MASK_TOKEN) and self._tokenizer.token_to_id(given) is None:
+            raise UserError(
+                f"{self._path} has no mask token {given!r}: name one of its tokens with --mask_piece (of `train` "
+                f"--config.data.mask_piece), or none, and {MASK_TOKEN} is added"
+            )
+        named = (given, MASK_PIECE, of_config, MASK_TOKEN)
+        mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)
+        self._tokenizer.add_special_tokens([mask])
+        return self._tokenizer.token_to_id(mask)
 
     def _special(self, config: dict, name: str) -> int:
         token = _content(config.get(name))
@@ -155,7 +172,7 @@ class FastTokenizer:
           UserError: where the template fails.
         """
         text = self._template.render(
-            messages=messages, add_generation_prompt=not answer_begun, enable_thinking=thinking
+            **self._named, messages=messages, add_generation_prompt=not answer_begun, enable_thinking=thinking
         )
         if not answer_begun:
             return text
@@ -179,10 +196,18 @@ def _content(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def load_tokenizer_file(path: epath.PathLike, mask_piece: str) -> Tokenizer:
-    """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model."""
+def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int) -> Tokenizer:
+    """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model.
+
+    Args:
+      path: the file.
+      mask_piece: the mask token, by its name or its id.
+
+    Raises:
+      UserError: where the file cannot be read, or has no such token.
+    """
     path = epath.Path(path)
-    if not is_unicode(mask_piece):
+    if isinstance(mask_piece, str) and not is_unicode(mask_piece):
         raise UserError(f"{mask_piece!r} is no mask piece: not UTF-8")
     return FastTokenizer(path, mask_piece) if path.suffix == ".json" else SentencePieceTokenizer.load(path, mask_piece)
 

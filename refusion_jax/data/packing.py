@@ -80,6 +80,18 @@ def usable(examples: Iterable[Example | Bad], on_error: str) -> list[Example]:
     return good
 
 
+def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[list[int] | Bad]:
+    """The prompt of each example as the model is trained on it, or why there is none: a template may refuse it."""
+    prompts = [example.prompt for example in examples]
+    try:
+        return tokenizer.encode_prompts(prompts) if prompts else []
+    except UserError as error:
+        if len(examples) == 1:
+            return [Bad(examples[0].where, str(error), "refused by the tokenizer")]
+    half = len(examples) // 2
+    return encode_prompts(examples[:half], tokenizer) + encode_prompts(examples[half:], tokenizer)
+
+
 def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_error: str) -> list[Document]:
     """Documents of at most row_length tokens.
 
@@ -89,7 +101,9 @@ def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_
     Raises:
       UserError: where a prompt and its response do not fit in a row (on_error="stop"), or where nothing is left.
     """
-    prompts = tokenizer.encode_prompts([example.prompt for example in examples])
+    prompts = encode_prompts(examples, tokenizer)
+    examples = usable((e if isinstance(p, list) else p for e, p in zip(examples, prompts, strict=True)), on_error)
+    prompts = [prompt for prompt in prompts if isinstance(prompt, list)]
     responses = tokenizer.encode([example.response for example in examples])
     documents, bad = [], []
     longest = 0

@@ -35,18 +35,20 @@ class NothingError(UserError):
 
 
 def plan_chunks(patterns: list[str], size: int) -> list[list[Piece]]:
-    """The input in chunks of about `size` bytes, a function of the files alone.
+    """The input in chunks of about `size` bytes, a function of the files alone; what two patterns match comes once.
 
     Raises:
       UserError: where a pattern matches no file.
     """
     chunks: list[list[Piece]] = [[]]
-    held = 0
+    held, seen = 0, set()
     for pattern in patterns:
         files = find_files(pattern)
         if not files:
             raise UserError(f"--input={pattern}: no such file")
-        for piece in (piece for path in files for piece in cut(path, size)):
+        new = [path for path in files if path not in seen]
+        seen.update(new)
+        for piece in (piece for path in new for piece in cut(path, size)):
             if chunks[-1] and held + piece.size > size:
                 chunks.append([])
                 held = 0

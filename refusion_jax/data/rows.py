@@ -38,10 +38,16 @@ def encode_row(tokens: np.ndarray, lengths: list[int], prompt_lengths: list[int]
 
 
 def decode_row(record: bytes, row_length: int, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """tokens [T] int32, segment_ids [T] int32 (1, 2, ...; 0 is padding), is_response [T] bool."""
+    """tokens [T] int32, segment_ids [T] int32 (1, 2, ...; 0 is padding), is_response [T] bool.
+
+    Raises:
+      ValueError: where the record is not of such a row.
+    """
     documents = int.from_bytes(record[4:8], "little")
     lengths, prompts = np.frombuffer(record, "<u4", 2 * documents, 8).reshape(2, documents).astype(np.int64)
     real = np.frombuffer(record, dtype, offset=8 + 8 * documents)
+    if not lengths.sum() == len(real) <= row_length or (prompts > lengths).any():
+        raise ValueError(f"{lengths.sum()} tokens in documents, {len(real)} in all, {row_length} in a row")
     tokens, segment_ids = np.zeros(row_length, np.int32), np.zeros(row_length, np.int32)
     is_response = np.zeros(row_length, bool)
     tokens[: len(real)] = real

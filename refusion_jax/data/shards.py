@@ -19,7 +19,7 @@ from etils import epath
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import Shard
-from refusion_jax.data.packing import fit
+from refusion_jax.data.packing import encode_prompts, fit
 from refusion_jax.data.pieces import Piece, read
 from refusion_jax.data.rows import encode_row, token_type
 from refusion_jax.runtime.storage import replacing
@@ -162,8 +162,11 @@ def _split(example: Example, held_out: float) -> str:
 
 
 def _tokenize(batch, documents: _Documents, tokenizer, settings: Settings, advance) -> Iterator[Bad]:
-    """Adds a batch to the documents, and yields examples that do not fit into a row."""
-    prompts = tokenizer.encode_prompts([example.prompt for example in batch]) if batch else []
+    """Adds a batch to the documents, and yields examples that the tokenizer refuses or that do not fit into a row."""
+    prompts = encode_prompts(batch, tokenizer)
+    yield from (prompt for prompt in prompts if isinstance(prompt, Bad))
+    batch = [example for example, prompt in zip(batch, prompts, strict=True) if isinstance(prompt, list)]
+    prompts = [prompt for prompt in prompts if isinstance(prompt, list)]
     slices = [_slices(example.response) for example in batch]
     encoded = _encode(tokenizer, [text for own in slices for text in own])
     dtype, eos = token_type(tokenizer.size), [tokenizer.eos_id]

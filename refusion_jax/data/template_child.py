@@ -19,12 +19,31 @@ _KEPT = 64  # compiled templates
 
 
 def dialect(name: str) -> jinja2.Environment:
-    """How templates are read: "chat" as transformers does, "task" as lm_eval does."""
+    """How templates are read: "chat" as transformers does, "task" as lm_eval does.
+
+    Of what transformers offers a chat template, `strftime_now` is missing: a prompt would change from day to day.
+    Templates ask whether it is defined.
+    """
     if name == "chat":
-        return jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        made.filters["tojson"] = _to_json
+        made.globals["raise_exception"] = _refuse
+        return made
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     made.filters["regex_replace"] = lambda text, pattern, repl, count=0: re.sub(pattern, repl, text, count=count)
     return made
+
+
+def _to_json(value: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """As it is; jinja2's own filter escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: object) -> None:
+    """A template's own complaint of the conversation that it is given."""
+    raise ValueError(str(message))
 
 
 def render(template: jinja2.Template, variables: dict, most: int) -> str:

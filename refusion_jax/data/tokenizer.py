@@ -11,7 +11,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import read_file
 
 MASK_PIECE = "<mask>"
-_LONGEST_LINE = 2048  # sentencepiece skips training lines above 4192 bytes; longer ones are cut
+_LONGEST_LINE = 2048  # characters; longer lines of the corpus are cut
 _MOST_LINES = 500_000  # enough for any vocabulary of ours; more only takes longer
 
 
@@ -22,11 +22,16 @@ class SentencePieceTokenizer:
     the space. Special tokens are never produced from text: "<mask>" in a document is five ordinary characters.
     """
 
-    def __init__(self, model: bytes, origin: str, mask_piece: str = MASK_PIECE):
+    def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
         """Wraps a serialized model.
 
+        Args:
+          model: the content of its file.
+          origin: the file, for messages.
+          mask_piece: the mask token, by its name or its id.
+
         Raises:
-          UserError: where it is no sentencepiece model, or lacks one of the special tokens; `origin` names it.
+          UserError: where it is no sentencepiece model, or lacks one of the special tokens.
         """
         self.model = model
         self.threads = -1  # that encode; -1: one a core
@@ -41,7 +46,10 @@ class SentencePieceTokenizer:
             self._pieces.eos_id(),
             self._pieces.pad_id(),
         )
-        self.mask_id = self._pieces.piece_to_id(mask_piece)
+        if isinstance(mask_piece, int):
+            self.mask_id = mask_piece if 0 <= mask_piece < self.size else self._pieces.unk_id()
+        else:
+            self.mask_id = self._pieces.piece_to_id(mask_piece)
         if self.mask_id == self._pieces.unk_id():
             raise UserError(
                 f"{origin} has no mask token {mask_piece!r}: name its own with --mask_piece (of `train` "
@@ -52,7 +60,7 @@ class SentencePieceTokenizer:
                 raise UserError(f"{origin} has no {name} token; train it with {name}_id set")
 
     @classmethod
-    def load(cls, path: epath.PathLike, mask_piece: str = MASK_PIECE) -> "SentencePieceTokenizer":
+    def load(cls, path: epath.PathLike, mask_piece: str | int = MASK_PIECE) -> "SentencePieceTokenizer":
         """Reads a model file.
 
         Raises:
@@ -82,6 +90,7 @@ class SentencePieceTokenizer:
                 model_type="bpe",
                 vocab_size=vocab_size,
                 hard_vocab_limit=False,
+                max_sentence_length=4 * _LONGEST_LINE,  # bytes; longer ones would be skipped without a word
                 character_coverage=0.9995,
                 byte_fallback=True,
                 split_digits=True,  # one token a digit: arithmetic is learnable

@@ -55,9 +55,8 @@ class TextGrowth:
           UserError: where it could make too much of any text.
         """
         self._origin = origin
-        self._rules = list(self._flat(config, "normalizer", "normalizers"))
-        steps = [growth_of(rule) for rule in self._rules]
-        self._growth = _chain(steps)
+        self._rules = [_Rule(rule) for rule in self._flat(config, "normalizer", "normalizers")]
+        self._growth = _chain(rule.growth for rule in self._rules)
         doubling = [rule for rule in self._flat(config, "pre_tokenizer", "pretokenizers") if _kind(rule) == "ByteLevel"]
         if len(doubling) > _DOUBLINGS:
             raise UserError(f"{origin}: its pre_tokenizer holds more than {_DOUBLINGS} of type ByteLevel")
@@ -115,7 +114,7 @@ class TextGrowth:
         for text in texts:
             highest = 0
             for rule in self._rules:
-                text = _applied(rule, text, left)
+                text = rule.applied(text, left)
                 if text is None:
                     raise UserError(f"{self._origin}: its normalizer makes more than {most:,} bytes of {size:,}")
                 highest = max(highest, _bytes(text))
@@ -160,28 +159,37 @@ def _longest_entry(table: str) -> int:
     return max(map(len, raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")))
 
 
-def _applied(rule: dict[str, Any], text: str, most: float) -> str | None:
-    """What one rule makes of a text; None for more than `most` bytes, which are counted, not made."""
-    if isinstance(content := rule.get("content"), str):
-        without, marked = (_bytes(_apply(rule | {"content": mark}, text)) for mark in ("", "x"))
-        return _apply(rule, text) if without + (marked - without) * _bytes(content) <= most else None
-    growth, made, size = growth_of(rule), [], 0
-    part = max(1, int((_LONGEST - growth.more) / (4 * growth.factor)))
-    for at in range(0, len(text), part):
-        if growth.of(4) > _LONGEST:
-            return None
-        made.append(_apply(rule, text[at : at + part]))
-        size += _bytes(made[-1])
-        if size > most:
-            return None
-    return "".join(made)
+class _Rule:
+    """One rule of a normalizer, alone."""
 
+    def __init__(self, rule: dict[str, Any]):
+        self.growth = growth_of(rule)
+        self._rule = rule
+        self._made: dict[str | None, tokenizers.normalizers.Normalizer] = {}  # by its content
 
-def _apply(rule: dict[str, Any], text: str) -> str:
-    """What one rule makes of a text."""
-    model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
-    alone = {"version": "1.0", "added_tokens": [], "normalizer": rule, "model": model}
-    return tokenizers.Tokenizer.from_str(json.dumps(alone)).normalizer.normalize_str(text)
+    def applied(self, text: str, most: float) -> str | None:
+        """What it makes of a text; None for more than `most` bytes, which are counted, not made."""
+        if isinstance(content := self._rule.get("content"), str):
+            without, marked = (_bytes(self._apply(text, mark)) for mark in ("", "x"))
+            return self._apply(text, content) if without + (marked - without) * _bytes(content) <= most else None
+        made, size = [], 0
+        part = max(1, int((_LONGEST - self.growth.more) / (4 * self.growth.factor)))
+        for at in range(0, len(text), part):
+            if self.growth.of(4) > _LONGEST:
+                return None
+            made.append(self._apply(text[at : at + part]))
+            size += _bytes(made[-1])
+            if size > most:
+                return None
+        return "".join(made)
+
+    def _apply(self, text: str, content: str | None = None) -> str:
+        if content not in self._made:  # a table of sentencepiece takes a millisecond to read
+            rule = self._rule if content is None else self._rule | {"content": content}
+            model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
+            alone = {"version": "1.0", "added_tokens": [], "normalizer": rule, "model": model}
+            self._made[content] = tokenizers.Tokenizer.from_str(json.dumps(alone)).normalizer
+        return self._made[content].normalize_str(text)
 
 
 def _added(config: dict[str, Any]) -> list[dict[str, Any]]:

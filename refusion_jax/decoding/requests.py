@@ -217,17 +217,17 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
     longest = max((len(request.prompt) for request in named), default=0)
     filled = [dataclasses.replace(r, settings=r.settings.for_model(model).fill_in(room - longest)) for r in named]
     for request in filled:
-        _check(request, model.vocab_size, room)
+        _check(request, model.num_tokens, room)
     return filled
 
 
-def _check(request: Request, vocab_size: int, room: int) -> None:
+def _check(request: Request, num_tokens: int, room: int) -> None:
     given = [token for piece in request.pieces if not isinstance(piece, int) for token in piece]
     gaps = [piece for piece in request.template if isinstance(piece, int)]
     if not given:
         raise UserError(f"{request.name}: is empty; it needs at least one token")
-    if not 0 <= min(given) <= max(given) < vocab_size:
-        raise UserError(f"{request.name}: holds an id outside 0 to {vocab_size - 1}")
+    if not 0 <= min(given) <= max(given) < num_tokens:
+        raise UserError(f"{request.name}: holds an id outside 0 to {num_tokens - 1}")
     if request.template and (not gaps or min(gaps) < 1):
         raise UserError(f"{request.name}: a template needs gaps, each of at least one token")
     if request.length > room:

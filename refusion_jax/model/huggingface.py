@@ -40,6 +40,8 @@ _LAYER = {
 }
 _TOP = {"embed_tokens": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
 _INDEX = "model.safetensors.index.json"
+_SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no words for
+_OURS = ("shifted", "block_size")  # of ModelConfig
 SHARD_BYTES = 4 << 30  # of the shards we write
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of those that weights may have
 
@@ -89,7 +91,9 @@ def read_model_config(path: Path, tokenizer: Tokenizer | None = None, mask_token
     except KeyError as error:
         raise UserError(f"{file}: {error.args[0]} is missing") from error
     if mask_token_id is None:
-        mask_token_id = given.get("mask_token_id", tokenizer.mask_id if tokenizer else None)
+        mask_token_id = given.get("mask_token_id")
+    if mask_token_id is None and tokenizer:
+        mask_token_id = tokenizer.mask_id
     mask = -1 if mask_token_id is None else mask_token_id
     for name, value in {**shape, "mask_token_id": mask}.items():
         if type(value) not in ((int, float) if name == "rms_norm_eps" else (int,)):
@@ -107,7 +111,36 @@ def read_model_config(path: Path, tokenizer: Tokenizer | None = None, mask_token
         "mask_token_id": mask,
     }
     ids = {name: _first(given.get(name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    return to_model_config(file, described | ids)
+    ours = {name: value for name, value in _of_ours(path).items() if name in _OURS}
+    return to_model_config(file, described | ids | ours)
+
+
+def read_mask_token_id(path: Path) -> int | None:
+    """The mask token that config.json names, if it does.
+
+    Raises:
+      UserError: where the file cannot be read.
+    """
+    given = _read_config(path).get("mask_token_id")
+    return given if type(given) is int else None
+
+
+def read_objective(path: Path) -> str | None:
+    """The system that trained a model which `save` wrote, where it is known.
+
+    Raises:
+      UserError: where the file cannot be read.
+    """
+    given = _of_ours(path).get("objective")
+    return given if isinstance(given, str) else None
+
+
+def _of_ours(path: Path) -> dict:
+    """What `save` says of a model in words of ours."""
+    given = _read_config(path).get(_SECTION, {})
+    if not isinstance(given, dict):
+        raise UserError(f"{path / 'config.json'}: {_SECTION} must be an object")
+    return given
 
 
 def _read_config(path: Path) -> dict:
@@ -258,12 +291,13 @@ def count_tensors(config: ModelConfig) -> int:
     return len(_LAYER) * config.num_hidden_layers + len(_TOP) - config.tie_word_embeddings
 
 
-def save(model: Transformer, path: Path) -> None:
+def save(model: Transformer, path: Path, objective: str | None = None) -> None:
     """Writes a directory that `transformers` loads as Qwen3: config.json, safetensors shards with their index.
 
     Args:
       model: in the dtype that shall be written.
       path: an empty directory.
+      objective: the system that trained it, where it is known.
     """
     weight_map, shard, size, total = {}, {}, 0, 0
     names = []
@@ -285,7 +319,8 @@ def save(model: Transformer, path: Path) -> None:
         (path / old).rename(path / new)
     index = {"metadata": {"total_size": total}, "weight_map": {k: final[v] for k, v in sorted(weight_map.items())}}
     (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (path / "config.json").write_text(json.dumps(_their_config(model), indent=2) + "\n")
+    ours = {name: getattr(model.config, name) for name in _OURS} | ({"objective": objective} if objective else {})
+    (path / "config.json").write_text(json.dumps(_their_config(model) | {_SECTION: ours}, indent=2) + "\n")
 
 
 def _their_tensors(params: dict) -> Iterator[tuple[str, np.ndarray]]:

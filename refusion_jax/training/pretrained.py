@@ -124,19 +124,38 @@ def check_fits(path: epath.Path, config: ModelConfig) -> None:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
 
 
-def find_tokenizer(path: epath.Path) -> Tokenizer | None:
-    """The tokenizer of a run or model, if it has one."""
+def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
+    """The tokenizer of a run or model, if it has one.
+
+    Args:
+      path: as for `load_model`.
+      mask_token_id: by default the model's.
+
+    Raises:
+      UserError: where its files cannot be read, or have no mask token.
+    """
     directory = _tokenizer_place(path)
     file = find_tokenizer_file(directory)
     if file is None:
         return None
-    is_run = (directory / "model.json").exists() and (directory / "config.json").exists()
-    return load_tokenizer_file(file, workdir.read_config(directory).data.mask_piece if is_run else MASK_PIECE)
+    if mask_token_id is None and huggingface.is_huggingface(directory):
+        mask_token_id = huggingface.read_mask_token_id(directory)
+    elif mask_token_id is None and (directory / "model.json").exists():
+        mask_token_id = workdir.read_model_config(directory).mask_token_id
+    return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
 
 
 def _tokenizer_place(path: epath.Path) -> epath.Path:
     """The directory that holds the tokenizer of a run or model, if any."""
     return path if huggingface.is_huggingface(path) else find_step(path)[0]
+
+
+def find_objective(path: epath.Path) -> str | None:
+    """The system that trained a model, where that is known; the path is as for `load_model`."""
+    if huggingface.is_huggingface(path):
+        return huggingface.read_objective(path)
+    run = find_step(path)[0]
+    return workdir.read_config(run).objective if (run / "config.json").exists() else None
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:
@@ -145,10 +164,9 @@ def choose_method(checkpoint: epath.Path, method: str | None) -> str:
     Raises:
       SettingError: where the model was not trained for the decoder.
     """
-    is_foreign = huggingface.is_huggingface(checkpoint)
-    if is_foreign or not (run := find_step(checkpoint)[0] / "config.json").exists():
-        return method or decoders_for(default_system().name)[0]  # the objective is unknown
-    objective = workdir.read_config(run.parent).objective
+    objective = find_objective(checkpoint)
+    if objective is None:
+        return method or decoders_for(default_system().name)[0]
     fitting = decoders_for(objective)
     if not fitting:
         raise UserError(f"{checkpoint} was trained with objective={objective}, a system that is not installed here")
