@@ -8,14 +8,15 @@ from flax import nnx
 
 from refusion_jax.batch.visibility import CAUSAL
 from refusion_jax.model import flops
+from refusion_jax.runtime.chips import peak_flops
 from refusion_jax.training.metrics import read_metrics
 
 
 def test_the_longest_matching_device_kind_gives_the_peak():
-    assert flops.peak_flops("TPU v5 lite") == 197e12
-    assert flops.peak_flops("TPU v5") == 459e12
-    assert flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert flops.peak_flops("cpu") is None
+    assert peak_flops("TPU v5 lite") == 197e12
+    assert peak_flops("TPU v5") == 459e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("cpu") is None
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -17,7 +17,7 @@ from test_prepare import make, tokenizer_file, write_pairs
 from refusion_jax import UserError
 from refusion_jax.data import prepared as prepared_module
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.loader import epochs, host_batches, host_rows, row_order
+from refusion_jax.data.loader import epochs, host_batches, row_order
 from refusion_jax.data.order import RowOrder
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.training.inspection import verify
@@ -57,7 +57,8 @@ class Numbers:
 def read(rows, hosts, batch_size, first, last, seed=0):
     """What the hosts together read: the rows of each step, in the order of the global batch."""
     steps = {"batch_size": batch_size, "seed": seed, "first_step": first, "last_step": last}
-    parts = [host_batches(rows, host_rows(batch_size, i, hosts), **steps) for i in range(hosts)]
+    each = batch_size // hosts
+    parts = [host_batches(rows, range(i * each, (i + 1) * each), **steps) for i in range(hosts)]
     return [row for step in zip(*parts, strict=True) for part in step for row in part["tokens"][:, 0].tolist()]
 
 
@@ -82,12 +83,13 @@ def test_every_row_comes_once_an_epoch_whatever_the_hosts(rows, batch_size, swit
 
 HOST = """
 import json, sys
-from refusion_jax.data.loader import host_batches, host_rows
+from refusion_jax.data.loader import host_batches
 from refusion_jax.data.prepared import PreparedRows
 path, index, count, first, last = sys.argv[1], *map(int, sys.argv[2:])
 rows = PreparedRows(path, verify=True)
 steps = dict(batch_size=8, seed=5, first_step=first, last_step=last)
-print(json.dumps([b["tokens"].tolist() for b in host_batches(rows, host_rows(8, index, count), **steps)]))
+local = range(8 * index // count, 8 * (index + 1) // count)
+print(json.dumps([b["tokens"].tolist() for b in host_batches(rows, local, **steps)]))
 """
 
 
@@ -127,7 +129,7 @@ def test_every_seed_and_every_epoch_has_an_order_of_its_own():
 def test_a_host_reads_its_own_rows_only(prepared, monkeypatch):
     rows, asked, real = PreparedRows(str(prepared / "a")), [], PreparedRows.record
     monkeypatch.setattr(PreparedRows, "record", lambda self, index: asked.append(index) or real(self, index))
-    list(host_batches(rows, host_rows(8, 1, 4), batch_size=8, seed=0, first_step=0, last_step=5))
+    list(host_batches(rows, range(2, 4), batch_size=8, seed=0, first_step=0, last_step=5))
     order = row_order(rows, seed=0)
     assert sorted(asked) == sorted(order[step * 8 + row] for step in range(5) for row in (2, 3))
 

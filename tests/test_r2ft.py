@@ -7,6 +7,7 @@ from conftest import MASK, tiny_model
 from test_objectives import rows_of
 
 from refusion_jax.batch.batch import loss_terms
+from refusion_jax.batch.rows import Rows
 from refusion_jax.config import default_config, make_objective
 from refusion_jax.systems.registry import decoders_for
 
@@ -58,6 +59,21 @@ def test_the_rejected_text_repeats_the_first_masked_tokens_of_its_document():
             assert fitting or not places
             lengths.update(fitting[:1] if len(text) > 3 else [])
     assert lengths == {1, 2, 3}
+
+
+def test_the_length_of_a_phrase_does_not_depend_on_how_much_is_masked():
+    config = default_config()
+    config.objective, config.r2ft.longest_phrase = "r2ft", 2
+    rows, T = 4000, 8
+    text = Rows(jnp.tile(jnp.arange(10, 10 + T), (rows, 1)), jnp.ones((rows, T), int), jnp.ones((rows, T), bool))
+    batch = jax.jit(make_objective(config, MASK).corrupt)(text, jax.random.split(jax.random.key(0), rows))
+    ratio, masked = np.asarray(batch.facts["mask_ratio"][:, 0]), np.asarray(batch.weights["mdm"][:, :T] > 0)
+    second = np.arange(rows), np.argsort(~masked, axis=1, kind="stable")[:, 1]
+    chosen, rejected = np.split(np.asarray(batch.labels), 2, axis=1)
+    is_two, any_two = rejected[second] == chosen[second], masked.sum(axis=1) >= 2
+    short, long = (ratio[any_two & (is_two == one)] for one in (False, True))
+    assert min(len(short), len(long)) > 1000
+    assert abs(short.mean() - long.mean()) < 0.05  # 0.4 if both came of the same number
 
 
 def test_its_models_are_decoded_as_those_of_masked_diffusion():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
 
-from refusion_jax.batch.rows import Rows, row_index, text_positions
+from refusion_jax.batch.rows import Rows, keys_for, row_index, text_positions
 from refusion_jax.runtime.settings import Setting
 
 # The config key of `pad_answers`, for systems whose decoders fill more masks than the answer has tokens.
@@ -35,7 +35,7 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
       keys: one a row.
     """
     index = row_index(rows.tokens)
-    draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1), index.shape[1:]))(keys)
+    draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("shuffling", keys))
     of_document = jnp.take_along_axis(draws, index - text_positions(rows.segment_ids), axis=1)
     order = jnp.argsort(jnp.where(rows.segment_ids > 0, of_document, 2.0), axis=1, stable=True)
     rows = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=1), rows)
@@ -63,7 +63,7 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
         return rows
     index, is_real = row_index(rows.tokens), rows.segment_ids > 0
     start = index - text_positions(rows.segment_ids)
-    draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)
+    draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("padding", keys))
     stays = is_real & ((start == 0) | (jnp.take_along_axis(draws, start, axis=1) >= share))
     source = jax.lax.cummax(jnp.where(stays, index, 0), axis=1)
     return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1), rows)

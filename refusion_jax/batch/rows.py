@@ -4,6 +4,7 @@ Axes: B rows, T row length.
 """
 
 import dataclasses
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -47,3 +48,12 @@ def noise_keys(seed: int, step: Int[ArrayLike, ""], batch_size: int) -> Key[Arra
     """One key a row, a function of (seed, step, index of the row in the global batch) alone."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, jnp.arange(batch_size))
+
+
+def keys_for(purpose: str, keys: Key[Array, "B"]) -> Key[Array, "B"]:
+    """Keys for one of the purposes that draw from the key of a row, by its name.
+
+    Their numbers are independent of each other's, and of what is drawn from parts of the row's key: `split(key)[i]` is
+    `fold_in(key, i)` in JAX, so that purposes told apart by small numbers would draw the numbers of the parts.
+    """
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, zlib.crc32(purpose.encode()))

@@ -33,9 +33,10 @@ from refusion_jax.benchmarks import train as training
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.model.attention import attention
-from refusion_jax.model.flops import peak_flops, train_flops_per_token
+from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.triton import triton_attention
 from refusion_jax.runtime import flag_values
+from refusion_jax.runtime.chips import peak_flops
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import write_file

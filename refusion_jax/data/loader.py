@@ -64,7 +64,7 @@ def host_batches(
 
     Args:
       rows: the data set.
-      local: [H] which rows of the global batch, see `host_rows`.
+      local: [H] the rows of the global batch that this host's devices hold.
       batch_size: B.
       seed: of the shuffle.
       first_step: where to begin; constant time, wherever it is.
@@ -79,14 +79,6 @@ def host_batches(
 
     steps = grain.MapDataset.range(first_step, last_step).map(load)
     yield from steps.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=16))
-
-
-def host_rows(batch_size: int, process_index: int, process_count: int) -> range:
-    """The rows of the global batch for one host, if every host has an equal, contiguous part."""
-    if batch_size % process_count:
-        raise ValueError(f"{batch_size} rows do not divide into {process_count} hosts")
-    each = batch_size // process_count
-    return range(process_index * each, (process_index + 1) * each)
 
 
 def row_order(rows: RowSource, seed: int) -> RowOrder:

@@ -1,23 +1,9 @@
-"""FLOPs of training, and peak FLOP/s of chips, for the model-FLOPs utilization (MFU).
+"""FLOPs of training, for the model-FLOPs utilization (MFU).
 
 Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers.
 """
 
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime.chips import CHIPS
-
-# Documented peak of dense bf16 arithmetic, FLOP/s a chip; matched against jax.Device.device_kind.
-PEAK_FLOPS = {chip.device_kind: chip.peak_flops for chip in CHIPS.values()} | {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Documented peak bf16 FLOP/s of a chip, or None if unknown (CPUs)."""
-    matches = [kind for kind in PEAK_FLOPS if device_kind.startswith(kind)]
-    return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:

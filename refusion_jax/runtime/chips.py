@@ -1,6 +1,6 @@
 """What each TPU generation can do, and how far published runs were from it: the one place for these numbers.
 
-Of NVIDIA's chips only what a decoder needs to know is here, from their data sheets.
+Of NVIDIA's chips only peaks and bandwidths are here, from their data sheets.
 
 Peaks, bandwidths and sizes are those that Google documents (docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and
 /tpu7x). The inter-chip bandwidth is documented for both directions together (v5p: 1,200 GB/s), and of v4 as what a pod
@@ -89,6 +89,24 @@ _GPUS = {
     "NVIDIA H200": (989e12, 4.8e12),
 }
 
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak of dense bf16 arithmetic, FLOP/s, or None where it is not known (CPUs).
+
+    Args:
+      device_kind: `jax.Device.device_kind`.
+    """
+    known = _peaks(device_kind)
+    return known[0] if known else None
+
+
+def _peaks(device_kind: str) -> tuple[float, float] | None:
+    """FLOP/s and bytes/s of memory, by the longest name that the kind begins with."""
+    chips = {chip.device_kind: (chip.peak_flops, chip.hbm_bandwidth) for chip in CHIPS.values()} | _GPUS
+    known = [name for name in chips if device_kind.startswith(name)]
+    return chips[max(known, key=len)] if known else None
+
+
 # Two cores of an AMD EPYC: weights that the last cache (32 MiB) holds are there as fast as they are multiplied; what
 # does not fit comes from memory, in the time that some 16 tokens take.
 _CPU_CACHE, _CPU_TOKENS = 32 * 2**20, 16
@@ -105,9 +123,7 @@ def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
       device_kind: `jax.Device.device_kind`.
       itemsize: bytes of a weight; more than 2 count as 2, since wider products take longer too.
     """
-    chips = {chip.device_kind: (chip.peak_flops, chip.hbm_bandwidth) for chip in CHIPS.values()} | _GPUS
-    known = [name for name in chips if device_kind.startswith(name)]
-    if known:
-        flops, bandwidth = chips[max(known, key=len)]
+    if known := _peaks(device_kind):
+        flops, bandwidth = known
         return round(flops / bandwidth * min(itemsize, 2) / 2)
     return _CPU_TOKENS if device_kind == "cpu" and weight_bytes > _CPU_CACHE else 0

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import draw_masks
-from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.rows import Rows, keys_for, per_document_sum, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.runtime.settings import Setting
 from refusion_jax.systems import llada
@@ -128,7 +128,7 @@ class RejectRepetition:
     ) -> Int32[Array, "B T"]:
         """For each masked place, the place whose token the rejected text has there."""
         start = index - positions  # index of the document's first token
-        draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 0), index.shape[1:]))(keys)
+        draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("phrases", keys))
         length = 1 + jnp.floor(jnp.take_along_axis(draws, start, axis=1) * self.longest_phrase).astype(jnp.int32)
         before = jnp.cumsum(is_masked, axis=1) - is_masked  # number of masks before each place of the row
         first = jnp.take_along_axis(before, start, axis=1)  # of the document

@@ -17,8 +17,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.summary import text as as_summary
 
-from refusion_jax.model.flops import peak_flops
 from refusion_jax.runtime import cli
+from refusion_jax.runtime.chips import peak_flops
 from refusion_jax.runtime.errors import first_line
 from refusion_jax.runtime.json_input import parse_log
 from refusion_jax.runtime.storage import Appender, LogDirectory, write_file

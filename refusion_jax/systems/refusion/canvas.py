@@ -6,7 +6,7 @@ Axes: R requests, B rows, N slots a row.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -25,14 +25,24 @@ BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotSettings(shared.Settings):
+class _Slots(shared.Settings):
+    """Settings of whatever writes slots."""
+
+    slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
+
+    @property
+    def unit(self) -> int:
+        return self.slot_size
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSettings(_Slots):
     """How to decode a slot-diffusion model (ReFusion, arXiv 2512.13586, section 3.3).
 
     Raises:
       SettingError: for an impossible value, naming it, the reason, and what would be possible.
     """
 
-    slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
     serial_blocks: int = setting(
         1, "The answer is cut into this many equal blocks of slots, decoded one after the other", at_least=1,
         at_most=2**20,
@@ -123,29 +133,20 @@ class SlotSettings(shared.Settings):
         return -1 if self.speculate == AUTO else int(self.speculate)
 
     @property
-    def unit(self) -> int:
-        return self.slot_size
-
-    @property
     def multiple(self) -> int:
         return self.slot_size * self.serial_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class SequentialSettings(SlotSettings):
-    """The same settings for one token a forward, where serial blocks need not divide the answer."""
+class SequentialSettings(_Slots):
+    """How to decode such a model one token a forward."""
+
+    serial_blocks: ClassVar[int] = 1
+    order: ClassVar[str] = LEFT_TO_RIGHT
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"slot_size": min(trained["sizes"])}]
-
-    def looking_ahead(self, tokens: int) -> Self:
-        """Unchanged: this decoder does not speculate."""
-        return self
-
-    @property
-    def multiple(self) -> int:
-        return self.slot_size
 
 
 @jax.tree_util.register_dataclass

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
@@ -72,13 +73,13 @@ class Layout:
 
     given: Given
     canvas: Canvas
-    settings: RowSettings
+    settings: shared.RowSettings
 
     @classmethod
-    def of(cls, requests: Sequence[Request], capacity: int, slots: int) -> Self:
+    def of(cls, requests: Sequence[Request], capacity: int, slots: int, settings: type[shared.RowSettings]) -> Self:
         """Some requests, as numpy arrays with room for `capacity` given tokens and for `slots` slots a row."""
-        settings = RowSettings.of([request.settings for request in requests])
-        return cls(Given.of(requests, capacity), Canvas.of(requests, slots), settings)
+        of_rows = settings.of([request.settings for request in requests])
+        return cls(Given.of(requests, capacity), Canvas.of(requests, slots), of_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -142,7 +143,7 @@ class PlanAndInfill:
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, slots and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.slots)
+        return Layout.of(requests, self.cache_length, self.slots, RowSettings)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are prefilled, and the first forward plans."""

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Int32, Key
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
-from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.decoding.settings import RowSettings, TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.refusion.canvas import Canvas, RowSettings, SequentialSettings, slots_of
+from refusion_jax.systems.refusion.canvas import Canvas, SequentialSettings, slots_of
 from refusion_jax.systems.refusion.decoder import Layout
 
 
@@ -72,7 +72,7 @@ class Sequential:
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, slots and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.slots)
+        return Layout.of(requests, self.cache_length, self.slots, RowSettings)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state, after the prefill."""
