@@ -7,7 +7,8 @@ DIR/straight is the fault-free run, DIR/faulty the one that suffers; where it is
 it begins again. Prints one JSON line a fault: what struck at which step, from where the run went on, and the seconds
 until it stood where it had been. Exit code 0 only if every outcome is equal to the bit; 1 where one is not.
 
-Choose a small model and a --config.checkpoint.every of a few steps: moments are drawn by step.
+Choose a small model and a --config.checkpoint.every of a few steps: moments are drawn by step. Every step is
+logged, and a save that fails never ends a run, whatever the config says.
 """
 
 import json
@@ -139,8 +140,7 @@ def main() -> None:
     flag_values.check_output("workdir", workdir, directory=True)
     is_new = not workdir.exists()
     workdir.mkdir(parents=True, exist_ok=True)
-    given = [argument for argument in sys.argv[1:] if argument.startswith(("--config", "-config"))]
-    given += ["--config.log_every=1", "--config.checkpoint.failures=1000"]
+    given = _of_train(sys.argv[1:]) + ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = Subject(given, workdir / "straight", _HOSTS.value)
     faulty = Subject(given, workdir / "faulty", _HOSTS.value)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs end with it
@@ -155,6 +155,17 @@ def main() -> None:
     finally:
         straight.kill()
         faulty.kill()
+
+
+def _of_train(argv: list[str]) -> list[str]:
+    """The flags of the config: --config.KEY=VALUE, --config.KEY VALUE, --config.KEY and --noconfig.KEY."""
+    found = []
+    for i, argument in enumerate(argv):
+        name = argument.lstrip("-")
+        if argument.startswith("-") and name.startswith(("config", "noconfig.")):
+            is_apart = "=" not in argument and i + 1 < len(argv) and not argv[i + 1].startswith("-")
+            found += argv[i : i + 1 + is_apart]
+    return found
 
 
 def drill(straight: Subject, faulty: Subject, kinds: list[str]) -> None:

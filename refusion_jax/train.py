@@ -48,7 +48,7 @@ from refusion_jax.training.checkpoint_directory import is_complete, saved_steps
 from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.heldout import HeldOut, find_held_out, make_held_out
 from refusion_jax.training.metrics import MetricsWriter
-from refusion_jax.training.pretrained import check_fits, load_params
+from refusion_jax.training.pretrained import check_fits, find_own_tokenizer, load_params
 from refusion_jax.training.program import Program, abstract_rows, train_program
 from refusion_jax.training.recovery import Health, LeftOut, leave_out
 from refusion_jax.training.train_step import TrainState, init_state, wide_to_int
@@ -103,7 +103,8 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     check_mesh(config, mesh)
 
     # 2. The data.
-    tokenizer, rows = load_dataset(config, workdir)
+    starts_from = epath.Path(config.init_from) if config.init_from and not steps else None
+    tokenizer, rows = load_dataset(config, workdir, starts_from and find_own_tokenizer(starts_from))
     say(
         f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
         f"vocabulary of {tokenizer.size}"
@@ -124,9 +125,9 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, [])
 
     # 4. The weights to start from, if not random ones.
-    if config.init_from and not steps:
-        check_fits(epath.Path(config.init_from), shape)
-        run.initial_params.append(load_params(epath.Path(config.init_from), run.program.target.params))
+    if starts_from:
+        check_fits(starts_from, shape, tokenizer)
+        run.initial_params.append(load_params(starts_from, run.program.target.params))
 
     # 5. Train: one session, and one more for every time that bad numbers roll the run back.
     check_shared(workdir)
@@ -192,8 +193,10 @@ def session(run: Run, start_over: bool) -> str:
         metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, run.mesh.devices)
         stack.callback(metrics.close)
         if run.compiled_step is None:
+            compile_began = time.monotonic()
             with log.timed("compile"):
                 run.compiled_step = program.step.lower(state, abstract_rows(config, run.mesh)).compile()
+            metrics.paused(time.monotonic() - compile_began)
 
         # 3. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
         batches = global_batches(
@@ -243,7 +246,7 @@ def session(run: Run, start_over: bool) -> str:
             rows_used = left_out.batch_of(step) * config.batch_size
             evaluated = {}
             if run.held_out and (run.held_out.is_due(step) or step == config.steps):
-                with aside(step):
+                with aside(step), watchdog.paused():
                     evaluated |= jax.block_until_ready(run.held_out(state.params))
             if run.tasks and (run.tasks.is_due(step) or step == config.steps):
                 with aside(step), contextlib.suppress(ToldToGo):
@@ -259,7 +262,10 @@ def session(run: Run, start_over: bool) -> str:
                 trouble = trouble or health.settle(step, state)
                 if not trouble and (is_last or not health.is_in_doubt):
                     run.still_ours()
-                    with log.timed("save", step=step):
+                    if is_last and pending:  # or its record would be lost with the process, and contain the save
+                        metrics.write(*pending)
+                        pending = None
+                    with log.timed("save", step=step), watchdog.paused():
                         checkpoints.save(step, state, data_position | {"next_row": rows_used}, is_last)
                     logs.sync()
             if is_last or trouble:

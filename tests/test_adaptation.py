@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, run, tiny_model
+from conftest import ROOT, TINY_RUN, run, tiny_model
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface
 from refusion_jax.training.checkpoint_directory import saved_steps
 
@@ -122,6 +123,21 @@ def test_weights_of_another_shape_are_refused_before_anything_is_written(source,
     assert said in err
     assert len(err.splitlines()) == 1, err
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_a_run_are_trained_on_with_the_tokenizer_of_that_run(trained_run, tmp_path):
+    lines = (json.dumps({"query": f"Wozu {i}?", "response": f"Darum {i}."}) for i in range(300))
+    (tmp_path / "other.jsonl").write_text("\n".join(lines) + "\n")
+    flags = [*TINY_RUN, f"--config.init_from={trained_run}", f"--config.data.path={tmp_path}/other.jsonl"]
+    flags += ["--config.steps=5", "--config.checkpoint.every=5"]
+    run("train", *flags, f"--workdir={tmp_path}/run")
+    assert load_tokenizer(tmp_path / "run").files == load_tokenizer(trained_run).files
+    other = SentencePieceTokenizer.train(["Wozu? Darum! Warum nicht?"] * 9, 300)
+    (tmp_path / "other.model").write_bytes(other.model)
+    flags += [f"--config.data.tokenizer={tmp_path}/other.model", f"--workdir={tmp_path}/refused"]
+    _, err = run("train", *flags, code=2)
+    assert f"--config.init_from={trained_run}: its tokenizer is another one than that of the data (token " in err
+    assert not (tmp_path / "refused").exists()
 
 
 def test_the_recipe_names_what_it_expects():

@@ -21,6 +21,7 @@ from refusion_jax import UserError
 from refusion_jax.benchmarks import save as save_benchmark
 from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.runtime import checksums, sharding
+from refusion_jax.runtime.errors import Failure
 from refusion_jax.training import checkpoints as checkpoints_module
 from refusion_jax.training.checkpoint_directory import TEMPORARY, find_step, is_complete, saved_steps
 from refusion_jax.training.checkpoint_weights import restore_params
@@ -366,7 +367,7 @@ def test_each_of_several_processes_tries_whether_it_can_write(tmp_path, monkeypa
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(checkpoints_module, "all_agree", lambda flag: flag)
     (tmp_path / "checkpoints" / ".probe.0").mkdir()  # where it tries to write a file
-    with pytest.raises(UserError, match=r"checkpoint 1 could not be written: .*Is a directory.*; 1 saves in a row"):
+    with pytest.raises(Failure, match=r"checkpoint 1 could not be written: .*Is a directory.*; 1 saves in a row"):
         checkpoints.save(1, make_state(1), {"next_row": 8})
 
 
@@ -374,7 +375,7 @@ def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk
     monkeypatch.setattr(checkpoints_module, "PAUSE_SECONDS", 0.01)
     with Checkpoints(tmp_path, 3, failures=1000) as checkpoints:
         full_disk(1)
-        with pytest.raises(UserError, match="the last checkpoint, 1, could not be written in 4 attempts"):
+        with pytest.raises(Failure, match="the last checkpoint, 1, could not be written in 4 attempts"):
             checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)
         full_disk(-1)
         checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)

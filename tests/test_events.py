@@ -3,7 +3,9 @@ import time
 
 import pytest
 from conftest import run
+from etils import epath
 
+from refusion_jax import UserError
 from refusion_jax.training import events
 
 
@@ -69,6 +71,13 @@ def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):
     assert (first["event"], first["time"]) == ("start", 100)
     assert (second["event"], second["step"]) == ("start", 7)
     assert second["time"] == pytest.approx(time.time() - 20, abs=5)
+
+
+def test_a_log_that_cannot_be_read_is_not_an_empty_one(tmp_path):
+    assert events.read_log(epath.Path(tmp_path / "none.jsonl")) == ""
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"events\.jsonl cannot be read: it is a directory"):
+        events.read_log(epath.Path(tmp_path / "events.jsonl"))
 
 
 def test_nothing_that_can_be_accounted_for_is_no_error():

@@ -34,15 +34,17 @@ def test_cosine_is_half_way_in_the_middle():
     np.testing.assert_allclose(schedule(schedule="cosine")(50), (2.0 + 0.2) / 2, rtol=1e-6)
 
 
-def test_matrices_decay_and_norm_scales_do_not():
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_matrices_decay_and_norm_scales_do_not(name):
     config = default_config()
-    config.weight_decay = 0.5
-    axes = {"scale": ("layers", "norm"), "matrix": ("embed", "mlp")}
-    params = {"scale": jnp.ones((2, 3)), "matrix": jnp.ones((3, 4))}
+    config.weight_decay, config.optimizer = 0.5, name
+    axes = {"scale": ("layers", "norm"), "matrix": ("embed", "mlp"), "layer": ("layers", "embed", "mlp")}
+    params = {"scale": jnp.ones((2, 3)), "matrix": jnp.ones((3, 4)), "layer": jnp.ones((2, 3, 4))}
     optimizer = make_optimizer(config, lambda step: 0.1, axes)
     zero_gradients = {name: jnp.zeros_like(p) for name, p in params.items()}
     updates, _ = optimizer.update(zero_gradients, optimizer.init(params), params)
-    np.testing.assert_allclose(updates["matrix"], -0.05, rtol=1e-6)  # learning rate * decay
+    for matrix in ("matrix", "layer"):
+        np.testing.assert_allclose(updates[matrix], -0.05, rtol=1e-6)  # learning rate * decay
     np.testing.assert_array_equal(updates["scale"], 0)
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -130,6 +131,27 @@ def test_a_step_draws_its_noise_from_the_seed_and_its_number():
 
     assert len({*losses(0), *losses(1)}) == 6
     assert losses(0) == losses(0)
+
+
+def test_the_learning_rate_that_is_logged_is_the_one_that_was_applied():
+    """Behind a step that does not count the optimizer's schedule is where it was."""
+    graphdef, params = nnx.split(Transformer(tiny_config(), nnx.Rngs(0)))
+
+    def rate(step):
+        return 0.1 * (1 + step)
+
+    optimizer = optax.sgd(rate)
+    step_fn = jax.jit(make_train_step(graphdef, make_objective(default_config(), MASK), optimizer, rate, 0, 1, 2.0))
+    state = init_state(nnx.to_pure_dict(params), optimizer)
+    usual, low = (dataclasses.replace(state.guard, good=jnp.int32(99), loss_mean=jnp.float32(x)) for x in (1e9, 1e-9))
+    state, _ = step_fn(dataclasses.replace(state, guard=low), random_rows(0))  # its loss is a spike
+    skipped = state.guard.skipped
+    after, metrics = step_fn(
+        dataclasses.replace(state, guard=dataclasses.replace(usual, skipped=skipped)), random_rows(1)
+    )
+    step = optax.tree.norm(jax.tree.map(jnp.subtract, after.params, state.params))
+    assert int(skipped) == 1
+    np.testing.assert_allclose(step / metrics["grad_norm"], metrics["learning_rate"], rtol=1e-3)
 
 
 def test_metrics_count_tokens_and_report_every_term():

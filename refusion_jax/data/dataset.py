@@ -21,12 +21,15 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
 from refusion_jax.runtime.errors import UserError
 
 
-def load_dataset(config: ml_collections.ConfigDict, workdir: epath.Path) -> tuple[Tokenizer, RowSource]:
+def load_dataset(
+    config: ml_collections.ConfigDict, workdir: epath.Path, default_tokenizer: epath.Path | None = None
+) -> tuple[Tokenizer, RowSource]:
     """The tokenizer and the rows that config.data names; rows that are not prepared are packed in memory.
 
     Args:
       config: the run's.
       workdir: of the run; the tokenizer it trained when it began is used instead of training another.
+      default_tokenizer: the file of the one to use where neither the config nor the run has one, if any.
 
     Raises:
       UserError: where the data or the tokenizer cannot be used.
@@ -34,6 +37,7 @@ def load_dataset(config: ml_collections.ConfigDict, workdir: epath.Path) -> tupl
     data = config.data
     if paths := _prepared_paths(data.path):
         return _open_prepared(config, paths, workdir)
+    saved = find_tokenizer_file(workdir) or default_tokenizer
     if data.weights:
         raise UserError(
             f"--config.data.weights={tuple(data.weights)}: only prepared directories are mixed by weight, and "
@@ -42,7 +46,7 @@ def load_dataset(config: ml_collections.ConfigDict, workdir: epath.Path) -> tupl
     examples = usable(read_examples(data, config.seed), data.on_error)
     if data.tokenizer:
         tokenizer = load_tokenizer_file(data.tokenizer, data.mask_piece)
-    elif saved := find_tokenizer_file(workdir):
+    elif saved:
         tokenizer = load_tokenizer_file(saved, data.mask_piece)
     else:
         tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size, data.mask_piece)

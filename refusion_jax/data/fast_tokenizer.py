@@ -218,6 +218,14 @@ def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
+def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
+    """The first id that two tokenizers both have, and that is another text to each; None if there is none."""
+    if one.files == other.files:
+        return None
+    ids = range(min(one.size, other.size))
+    return next((token for token in ids if one.decode([token]) != other.decode([token])), None)
+
+
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """The same for two tokenizers that are made of the same files: ids mean the same text."""
     digest = hashlib.blake2b(digest_size=16)

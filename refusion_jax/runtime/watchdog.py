@@ -1,10 +1,13 @@
 """A watchdog: ends a process that hangs, with the stacks of all its threads, so that a launcher can start it again."""
 
+import contextlib
 import faulthandler
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 from refusion_jax.runtime.preemption import EXIT_CODE
 
@@ -21,6 +24,15 @@ class Watchdog:
     def alive(self, step: int) -> None:
         """The sign of life, behind a step."""
         self._heard, self._step = time.monotonic(), step
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what may take long and gives no sign of life, such as writing a checkpoint."""
+        self._heard = math.inf
+        try:
+            yield
+        finally:
+            self._heard = time.monotonic()
 
     def close(self) -> None:
         """Ends the watch."""

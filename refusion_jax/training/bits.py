@@ -7,6 +7,7 @@ scores a text, as in `evaluation/likelihood.py`; here the rows are made once and
 Axes: N rows, padded with empty ones to whole batches of B; T tokens of a row.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -58,7 +59,8 @@ def bits_per_byte(
         for number, (p, r) in enumerate(zip(prompts, responses, strict=True))
         if len(r)
     ]
-    T = -(-max(map(len, feeds)) // _ROUNDING) * _ROUNDING
+    multiple = math.lcm(_ROUNDING, sharding.shard_count(mesh, "length"))
+    T = -(-max(map(len, feeds)) // multiple) * multiple
     in_rows = packed([len(feed) for feed in feeds], T)
     N = -(-len(in_rows) // config.batch_size) * config.batch_size
     where = sharding.sharding(mesh, "batch", "length")

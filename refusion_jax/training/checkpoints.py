@@ -82,7 +82,7 @@ class Checkpoints:
           last: whether to wait until it is written, trying again where that fails.
 
         Raises:
-          UserError: where too many saves in a row have failed.
+          Failure: where too many saves in a row have failed.
         """
         self._settle()
         self._begin(step, state, data)
@@ -90,7 +90,7 @@ class Checkpoints:
             if self._settle():
                 return
             if attempt == _LAST_ATTEMPTS:  # an interrupted process has to end at some time
-                raise UserError(
+                raise Failure(
                     f"the last checkpoint, {step}, could not be written in {attempt} attempts: make room or mend "
                     f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
                 )
@@ -155,13 +155,13 @@ class Checkpoints:
         """Says so, and counts it.
 
         Raises:
-          UserError: where too many in a row have failed.
+          Failure: where too many in a row have failed.
         """
         self._failed += 1
         self._under_way = None
         why = f"checkpoint {step} could not be written: {first_line(error)}"
         if self._failed >= self._failures:
-            raise UserError(
+            raise Failure(
                 f"{why}; {self._failed} saves in a row have failed, and the run stops: make room or mend "
                 f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
             ) from error

@@ -31,7 +31,6 @@ from typing import Any
 import jax
 from etils import epath
 
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import parse_log
 from refusion_jax.runtime.storage import Appender, read_file
 
@@ -151,11 +150,12 @@ def _boot() -> str | None:
 
 
 def read_log(path: epath.Path) -> str:
-    """The text of a log; empty if it does not exist or cannot be read."""
-    try:
-        return read_file(path, largest=None).decode(errors="replace")
-    except UserError:
-        return ""
+    """The text of a log; empty if it does not exist.
+
+    Raises:
+      UserError: where it cannot be read, which must not be taken for an empty one: that would be written over it.
+    """
+    return read_file(path, largest=None).decode(errors="replace") if path.exists() else ""
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

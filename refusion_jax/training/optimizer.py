@@ -49,17 +49,17 @@ def make_optimizer(
             optax.scale_by_learning_rate(schedule),
         )
     else:
-        update = optax.contrib.muon(
-            schedule,
-            weight_decay=decay,
-            weight_decay_mask=is_matrix,
+        direction = optax.contrib.muon(
+            -1.0,  # as it would be scaled by
             mu_dtype=dtype,
             adam_b1=config.beta1,
             adam_b2=config.beta2,
-            adam_weight_decay=decay,
             muon_weight_dimension_numbers=_map_axes(_as_matrix, axes),
             consistent_rms=0.2,
         )
+        # Its own weight decay knows no mask for the weights that use AdamW.
+        decayed = optax.add_decayed_weights(decay, is_matrix)
+        update = optax.chain(direction, decayed, optax.scale_by_learning_rate(schedule))
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
 
 

@@ -6,7 +6,7 @@ import jax
 from etils import epath
 from flax import nnx
 
-from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
+from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.decoding.companions import check_vocabulary, with_companions
@@ -106,15 +106,30 @@ def load_tokenizer(path: epath.PathLike) -> Tokenizer:
     return tokenizer
 
 
-def check_fits(path: epath.Path, config: ModelConfig) -> None:
-    """Refuses weights of another model.
+def find_own_tokenizer(path: epath.Path) -> epath.Path | None:
+    """The file of the tokenizer of a run or model, if it has one.
+
+    Raises:
+      UserError: where there is no model.
+    """
+    if not path.is_dir():
+        raise UserError(f"--config.init_from={path} is no directory")
+    return find_tokenizer_file(_tokenizer_place(path))
+
+
+def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Refuses weights of another model, or of one whose tokens mean something else.
 
     Raises:
       UserError: naming the key, its value, and the value it should have.
     """
-    if not path.is_dir():
-        raise UserError(f"--config.init_from={path} is no directory")
-    there = read_model_config(path)
+    there, own = read_model_config(path), find_tokenizer(path)
+    if own and (token := first_difference(own, tokenizer)) is not None:
+        raise UserError(
+            f"--config.init_from={path}: its tokenizer is another one than that of the data (token {token} is "
+            f"{own.decode([token])!r} there, {tokenizer.decode([token])!r} here); name it with "
+            f"--config.data.tokenizer, and prepare data with it"
+        )
     sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
     for key in f"{sizes} rope_theta rms_norm_eps tie_word_embeddings".split():
         if getattr(there, key) != getattr(config, key):

@@ -157,7 +157,7 @@ def make_train_step(
             "loss": loss,
             **{f"loss_{name}": term for name, term in terms.items()},
             "grad_norm": optax.tree.norm(grads),
-            "learning_rate": schedule(state.step),
+            "learning_rate": schedule(state.step - state.guard.skipped),  # the optimizer counts the steps that count
             "tokens": add_wide(state.tokens, jnp.sum(rows.segment_ids > 0)),
         }
         params = optax.apply_updates(state.params, updates)
