@@ -29,7 +29,7 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run of that config, for its tokenizer; without one it is trained again"
 )
 _PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", 0, 2**24)
-_STEP = flags.DEFINE_integer("step", 0, "Steps taken before: of the rows and of the noise", lower_bound=0)
+_STEP = flags.DEFINE_integer("step", 1, "Whose rows and noise are shown, from 1, as in metrics.jsonl", lower_bound=1)
 _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote, instead of --config")
 _ROW = flags.DEFINE_integer("row", 0, "Which row of --data, from 0", lower_bound=0)
 _MASK_PIECE = flags.DEFINE_string("mask_piece", MASK_PIECE, "As --config.data.mask_piece of `train`, for --data")
@@ -49,8 +49,8 @@ def main() -> None:
         check(config)
         if _PLACE.value >= config.batch_size:
             raise UserError(f"--place={_PLACE.value}: a batch holds rows 0 to {config.batch_size - 1}")
-        tokenizer, rows, batch = training_batch(config, epath.Path(_WORKDIR.value or "."), _STEP.value)
-        title = f"row {_PLACE.value} of the batch of step {_STEP.value + 1}, objective {config.objective}"
+        tokenizer, rows, batch = training_batch(config, epath.Path(_WORKDIR.value or "."), _STEP.value - 1)
+        title = f"row {_PLACE.value} of the batch of step {_STEP.value}, objective {config.objective}"
         console.print(title, style="bold", highlight=False)
         show_row(console, tokenizer, rows, batch, _PLACE.value, _LABELS.value)
         return
@@ -67,7 +67,7 @@ def main() -> None:
     console.print(f"{_DATA.value}: row {_ROW.value} of {len(data):,}", style="bold", highlight=False)
     config = default_config()
     rows = Rows(**{name: value[None] for name, value in data[_ROW.value].items()})
-    keys = noise_keys(config.seed, _STEP.value, _PLACE.value + 1)[-1:]
+    keys = noise_keys(config.seed, _STEP.value - 1, _PLACE.value + 1)[-1:]
     show_row(console, tokenizer, rows, corrupted(config, tokenizer, rows, keys), 0, _LABELS.value)
 
 

@@ -179,7 +179,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "| ar | 0.1 | 0.5000 |" in page
     assert "| system | 1.00 M tokens | 2.00 M tokens |" in page
     assert "| ar | 0.500 | 0.250 |" in page
-    assert "* ar is where llada ends (0.600) after 1.00 M tokens, or before." in page
+    assert "* ar has reached the final 0.600 of llada after 1.00 M tokens, or before." in page
     assert "| llada |  | ≤ 0.600 |" in page
     assert "| refusion from ar |  | 0.300 |" in page
     assert "“from ar” is a model that starts from the weights of ar" in page
@@ -188,7 +188,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
     conclusion = " ".join(page.split())
-    assert "no setting is right more often than infill=exact: 75.0%, 3.00 tokens a forward." in conclusion
+    assert "no setting is more accurate than infill=exact: 75.0%, 3.00 tokens a forward." in conclusion
     assert "the most tokens a forward are those of infill=threshold: 74.5%, 4.00 tokens a forward." in conclusion
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
     assert "| refusion from ar | ar | 0.98x | 1.10x | 2.33x | 1.50x | no |" in page

@@ -36,10 +36,11 @@ def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):
 @pytest.mark.parametrize("objective", ["refusion", "ar", "llada"])
 def test_any_system_s_row_can_be_looked_at(objective, trained_run):
     flags = [flag for flag in TINY_RUN if "steps" not in flag]
-    which = ["--step=3", "--place=5", "--labels", f"--workdir={trained_run}", f"--config.objective={objective}"]
+    which = ["--step=4", "--place=5", "--labels", f"--workdir={trained_run}", f"--config.objective={objective}"]
     out, _ = run("inspect_data", *flags, *which)
     assert out.startswith(f"row 5 of the batch of step 4, objective {objective}\ndocument 1 of ")
     assert "must predict" in out
     assert ("▒" in out) == (objective != "ar")
+    assert ("document 2 of 2: left out by this system" in out) == (objective == "llada")  # it is padding now
     _, err = run("inspect_data", *flags, "--place=8", code=2)
     assert "--place=8: a batch holds rows 0 to 7" in err

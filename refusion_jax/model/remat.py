@@ -9,7 +9,7 @@ import jax
 
 INPUT, ATTENTION, GATE, UP = "layer_input", "attention", "gate", "up"  # of a layer; GATE and UP: its two wide products
 
-# From the fastest to the one that takes the least memory; None: everything stays.
+# From the most memory to the least; None: everything stays.
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
     "products": jax.checkpoint_policies.save_from_both_policies(

@@ -10,9 +10,9 @@ without, and take the faster), and that rows run empty at the end of a queue.
 A forward of T places, on one of K chips that share the heads, reads its shard of the weights and of the used cache
 entries once; activations stay on the chip, as they do in the compiled program while there are few. Each product takes
 the time of its FLOPs or of its bytes at the chip's documented peaks, whichever is longer. Two all-reduces a layer and
-one for the embedding follow. tests/test_tpu.py compares these counts with those of the compiled program. Prompts are
-prefilled as the queue does it, an eighth of the batch at once. The baseline is one token a forward for the same
-answers: one place a row.
+one for the embedding follow. tests/test_tpu_decoding.py compares these counts with those of the compiled program.
+Prompts are prefilled as the queue does it, an eighth of the batch at once. The baseline is one token a forward for the
+same answers: one place a row.
 
 Real chips are slower than this roofline. By how much has not been measured for decoding, so it is not calibrated. The
 latencies that it leaves out, of collectives and operations, matter most for short forwards, that is for small batches,

@@ -52,6 +52,9 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
         text = np.flatnonzero(rows.segment_ids == document)
         given = np.flatnonzero(batch.visibility.segment_ids == document)
         prompt = int(np.sum(~rows.is_response[text]))
+        if not len(given):
+            console.print(f"document {document} of {documents}: left out by this system", style="bold", highlight=False)
+            continue
         facts = "".join(f", {name.replace('_', ' ')} {x[given[0]]:.4g}" for name, x in batch.facts.items())
         console.print(
             f"document {document} of {documents}: {prompt} prompt and {len(text) - prompt} response tokens{facts}",

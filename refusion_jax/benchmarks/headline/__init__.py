@@ -16,8 +16,8 @@ rate), decodes held-out problems of twelve families at every operating point of 
                  tokens, the estimates against the batch size; they need pip install -e '.[plots]'
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
-single seed of NAME. `tiny` is a smoke test of 15 minutes on two CPU cores and too small for conclusions; `small` takes
-hours there; `gpu` trains 50 M parameters on a GPU, and as many on text (--text=CONFIG does so with any budget), for
+single seed of NAME. `tiny` is a smoke test of 11 minutes on two CPU cores and too small for conclusions; `small` takes
+hours there; `gpu` trains 54 M parameters on a GPU, and as many on text (--text=CONFIG does so with any budget), for
 systems with a likelihood. --studies adds the comparisons that systems define themselves, at every checkpoint, and
 accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what NAME has learnt in
 the other half, as released models are adapted.

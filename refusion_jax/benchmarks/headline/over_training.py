@@ -44,7 +44,7 @@ def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
     for system, end in last.items():
         sooner = next(step for step, value in means[best].items() if value <= end)
         if system != best:
-            told.append(f"* {best} is where {system} ends ({end:.3f}) after {shown[sooner]}, or before.")
+            told.append(f"* {best} has reached the final {end:.3f} of {system} after {shown[sooner]}, or before.")
     return [title, textwrap.fill(prose, WIDTH), "\n".join(rows), *(["\n".join(told)] if told else [])]
 
 
@@ -99,7 +99,7 @@ def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, fl
         return ""
     best = max(own, key=lambda settings: own[settings][0])
     wide = max((s for s in own if own[s][0] >= own[best][0] - WITHIN), key=lambda settings: own[settings][1])
-    line = f"* {system} at step {step}: no setting is right more often than {best}: {_told(own[best])}"
+    line = f"* {system} at step {step}: no setting is more accurate than {best}: {_told(own[best])}"
     if wide == best:
         line += f", and none within {MARGIN} of it writes more tokens a forward."
     else:

@@ -38,7 +38,7 @@ def draw(results: dict[str, Any], directory: Path) -> list[Path]:
         fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
         for curve in found:
             _plot_curve(axes, curve, figure)
-        axes.set(xlabel=label, ylabel="right", xscale="log")
+        axes.set(xlabel=label, ylabel="exact match", xscale="log")
         axes.legend(fontsize="small")
         drawn[f"accuracy_by_{name}"] = fig
     drawn["accuracy_by_family"] = _by_family(pyplot, found)
@@ -70,7 +70,7 @@ def _by_family(pyplot, found: list[Curve]):
     image = axes.imshow(cells, vmin=0, vmax=1, aspect="auto", cmap="viridis")
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
     axes.set_yticks(range(len(found)), [curve.name for curve in found])
-    fig.colorbar(image, label="right")
+    fig.colorbar(image, label="exact match")
     return fig
 
 

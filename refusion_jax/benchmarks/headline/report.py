@@ -25,7 +25,8 @@ _BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost 
 
 def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
     """The whole page; `plots` are paths of images to show, as seen from it."""
-    found, turns = sorted(curves(results), key=lambda curve: -curve.best), Turns.of(results)
+    found = sorted(curves(results), key=lambda curve: -curve.fastest(_ONE).accuracy.mean)
+    turns = Turns.of(results)
     parts = [
         f"## The headline, budget `{results['budget']}`",
         _conditions(results),
@@ -109,7 +110,7 @@ def _conditions(results: dict[str, Any]) -> str:
 def _table(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
     runs = {(run["system"], run["start"]): run for run in results["runs"]}
     rows = [
-        "| system | seeds | right | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | "
+        "| system | seeds | exact match | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | "
         "training, s |",
         "| --- " * 9 + "|",
     ]
@@ -148,10 +149,10 @@ def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> s
         ]
         lines.append(
             f"* {size} prompt{'s' * (size != _ONE)} at a time, each decoder at its fastest setting within {MARGIN} "
-            f"of its own best: no other is both as often right and as fast as {', '.join(front)}."
+            f"of its own best, the Pareto front of exact match and tokens a second is {', '.join(front)}."
         )
         lines += [
-            f"* {curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as often right and "
+            f"* {curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as accurate and "
             f"as fast are {', '.join(ahead[curve.name])}."
             for curve in found
             if ahead[curve.name] and systems()[curve.system].claims and curve.decoder == _first(curve.system)
