@@ -86,7 +86,7 @@ def measure(
     out = decode(model, prompts, settings)
     seconds = time.monotonic() - began
     right = [tasks.is_correct(p, tokenizer.decode(t)) for p, t in zip(problems, out.tokens, strict=True)]
-    tokens = sum(map(len, out.commit_order))
+    tokens = sum(map(len, out.tokens))
     return {
         "accuracy": sum(right) / len(right),
         "tokens_per_forward": tokens / sum(out.forwards),

@@ -193,8 +193,9 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "| refusion | ar | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
     assert "| refusion from ar | ar | 0.98x | 1.10x | 2.33x | 1.50x | no |" in page
     assert (
-        "1 prompt at a time, each decoder at its fastest setting within 1 percentage point of its own best, the Pareto "
-        "front of exact match and tokens a second is refusion from ar (88.0%, 500 tokens/s), card (50.0%, 600 tokens/s)."
+        "1 prompt at a time, each decoder at its fastest setting within 1 percentage point of its own best, the "
+        "Pareto front of exact match and tokens a second is refusion from ar (88.0%, 500 tokens/s), card (50.0%, 600 "
+        "tokens/s)."
     ) in conclusion
     beaten = "* refusion, 1 at a time (81.5%): at least as accurate and as fast are refusion from ar (88.0%, 2.00x the"
     assert beaten in conclusion

@@ -131,7 +131,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
     for way, settings in ways.items():
         decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[way]
         rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[way]))
-        forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.commit_order) for a in answers[way])
+        forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.tokens) for a in answers[way])
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
         moved = kept.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, kept.cache_dtype)

@@ -87,7 +87,7 @@ def measure(checkpoint: str, ways: list[str], slot_size: int, count: int, batch_
         for job, answer in stream(model, prepare(requests, requests[0].settings, model.config)):
             way, i = jobs[job]
             right[way] += tasks.is_correct(problems[i], tokenizer.decode(answer.tokens))
-            tokens[way] += len(answer.commit_order)
+            tokens[way] += len(answer.tokens)
             forwards[way] += answer.forwards
     return [
         {

@@ -52,7 +52,8 @@ class ConvSettings(shared.Settings):
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
+        points = ((1, 8), (1, 4), (1, 2), (2, 4), (4, 4), (8, 4))  # tokens a forward, windows in an answer
+        return [{"steps": max(1, new_tokens // n), "conv_window": max(1, new_tokens // parts)} for n, parts in points]
 
 
 @jax.tree_util.register_dataclass

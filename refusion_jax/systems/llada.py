@@ -14,7 +14,8 @@ fed (decoding/merging.py).
 
 From the paper and the authors' code: schedule, order of commitment, 1 / p. Our choices: t and the normalization
 are per document, as documents are packed; padding takes the places of other documents, in the order in which they are
-packed or, with `shuffle`, in a random one; a row stops after the block in which an EOS was committed.
+packed or, with `shuffle`, in a random one; a row stops once all places up to an EOS are committed, and after the block
+in which one was.
 
 Axes: B rows, T row length, C text length, N tokens to decode, K block length, V vocabulary.
 """
@@ -178,7 +179,7 @@ class Denoise:
             after,
             block=s.block + (s.active & is_over),
             block_step=jnp.where(is_over, 0, s.block_step + s.active),
-            active=s.active & ~(is_over & is_last),
+            active=after.active & ~(is_over & is_last),
         )
 
 
@@ -202,6 +203,8 @@ def reference(model: Transformer, request: Request) -> dict:
             new = {place: best[place] for place in plain.first({at: p[at][best[at]] for at in best}, count)}
             text |= new
             commits += [(token, place) for place, token in new.items()]
+            if plain.is_settled(text):
+                return plain.result(commits, len(plain.phases))
         if plain.ids.eos_id in dict(commits):
             break
     return plain.result(commits, len(plain.phases))

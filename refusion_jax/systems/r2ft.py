@@ -18,7 +18,7 @@ From the authors' code (github.com/ybseo-ac/Conv, r2ft_tools.py): the loss, its 
 read the paper. They mask one run of tokens between two places of the text, or all but such a run, and repeat a phrase
 that is visible next to the masks, up to 14 tokens of it. Our choices: tokens are masked one by one, as the base model
 is trained; the phrase consists of the first masked tokens; no padding behind answers, as the base model already knows
-where they end; the mean over documents, not their sum; documents without masked tokens do not count.
+where they end; the mean over documents, not their sum; documents without masked tokens count with 0.
 
 Axes: B rows, T row length.
 """
