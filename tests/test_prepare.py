@@ -260,10 +260,14 @@ def test_a_file_that_two_patterns_match_is_read_once(tmp_path):
     assert one == both
 
 
-def test_another_input_or_another_flag_is_no_continuation(tmp_path, tokenizer_file):
+def test_another_input_or_another_flag_is_no_continuation(tmp_path, tokenizer_file, caplog):
     write_pairs(tmp_path / "a.jsonl", 30)
     manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
     assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out") == manifest
+    os.utime(tmp_path / "a.jsonl", (0, 0))
+    with caplog.at_level("WARNING"):
+        assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out") == manifest
+    assert "out is finished, and was not made again: files of the input were modified since" in caplog.text
     with pytest.raises(UserError, match=r"holds other rows \(other input or flags\)"):
         make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", row_length=32)
     (tmp_path / "mine").mkdir()

@@ -48,6 +48,7 @@ class Manifest:
     command: str  # that makes the same files again
     plan: str  # hash of the input files (paths, sizes) and all flags that shape the rows
     shards: tuple[Shard, ...]
+    times: str = ""  # hash of the modification times of the input files
     format: str = FORMAT
 
 

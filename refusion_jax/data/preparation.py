@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from absl import logging
 from etils import epath
 
 from refusion_jax.data import workers
@@ -88,6 +89,12 @@ def prepare(
         manifest = read_manifest(output)
         if manifest.plan != plan:
             raise UserError(f"--output={output} holds other rows (other input or flags); name another directory")
+        if manifest.times and manifest.times != _times(chunks):
+            logging.warning(
+                "%s is finished, and was not made again: files of the input were modified since, as large as before; "
+                "name another directory if their content has changed",
+                output,
+            )
         _clean(output)
         return manifest
     is_new = _check_unfinished(output, plan, chunks)
@@ -250,6 +257,7 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
             command=command,
             plan=plan,
             shards=shards[split],
+            times=_times(chunks),
         )
         if split == "train":
             lines = (workers.read_lines(output / PROGRESS / f"dropped-{i:05}.jsonl") for i in range(len(chunks)))
