@@ -56,8 +56,7 @@ def main() -> None:
             "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE for the first; "
             "--help explains"
         )
-    if _FEEDS.value:
-        check_feeds_alone()
+    check_use()
     config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
     libtpu_version()
     if _HLO.value is not None:
@@ -89,18 +88,27 @@ def main() -> None:
         show_verdict(record, lambda: fix_for(config, topology, slices, devices))
 
 
-def check_feeds_alone() -> None:
-    """Refuses flags that recorded feeds have no use for.
+def check_use() -> None:
+    """Refuses flags that the chosen kind of plan has no use for: its verdict would not be about what they ask for.
 
     Raises:
       UserError: naming the first.
     """
-    if _WHAT.value != "decode":
-        raise UserError("--feeds: is for --what=decode")
-    others = {"hlo": _HLO.value is not None, "search": _SEARCH.value, "memory_only": _MEMORY_ONLY.value}
-    others |= {f"decode.{name}": True for name in cli.given(_DECODE)}
-    for name in (name for name, is_given in others.items() if is_given):
-        raise UserError(f"--{name}: is of no use with --feeds, which are priced as they were recorded")
+    others = (flags.FLAGS[name] for name in ("what", "feeds", "rows_per_chip", "search", "memory_only"))
+    given = {flag.name for flag in others if flag.value != flag.default}
+    given |= {f"decode.{name}" for name in cli.given(_DECODE)}
+    settings = {f"decode.{name}" for name in _DECODE}
+    batch = {"rows_per_chip", "search"}
+    if _HLO.value is not None:
+        useless, why = given, "is of no use with --hlo, whose program is compiled already"
+    elif _WHAT.value == "train":
+        useless, why = settings | {"feeds"}, "is for --what=decode"
+    elif _FEEDS.value:
+        useless, why = settings | batch | {"memory_only"}, "is of no use with --feeds, which are priced as recorded"
+    else:
+        useless, why = batch, "is of no use with --what=decode, whose rows are --decode.batch_size"
+    for name in sorted(useless & given):
+        raise UserError(f"--{name}: {why}")
 
 
 def show_feeds(records: list[dict]) -> None:

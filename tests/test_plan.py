@@ -57,6 +57,30 @@ def test_a_dump_that_is_none_is_one_clear_line(dump):
         assert len(err.splitlines()) == 1
 
 
+CONFIG = "--config=configs/quickstart.py"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([CONFIG, "--what=decode", "--rows_per_chip=64"], "--rows_per_chip: is of no use with --what=decode"),
+        ([CONFIG, "--what=decode", "--search"], "--search: is of no use with --what=decode"),
+        ([CONFIG, "--decode.batch_size=4"], "--decode.batch_size: is for --what=decode"),
+        ([CONFIG, "--search", "--decode.method=none"], "--decode.method: is for --what=decode"),
+        ([CONFIG, "--what=decode", "--feeds=none", "--rows_per_chip=1"], "--rows_per_chip: is of no use with --feeds"),
+        (["--hlo=none", "--what=decode"], "--what: is of no use with --hlo"),
+        (["--hlo=none", "--feeds=none"], "--feeds: is of no use with --hlo"),
+        (["--hlo=none", "--decode.batch_size=4"], "--decode.batch_size: is of no use with --hlo"),
+        (["--hlo=none", "--memory_only"], "--memory_only: is of no use with --hlo"),
+    ],
+)
+def test_a_flag_that_this_kind_of_plan_has_no_use_for_is_refused(flags, said):
+    out, err = run("plan", *flags, "--topology=v5e:2x2", code=2)
+    assert not out
+    assert err.startswith(f"error: {said}")
+    assert len(err.splitlines()) == 1
+
+
 def test_an_estimate_is_told_as_a_range_where_it_is_calibrated():
     seconds = dict.fromkeys(("compute", "hbm", "operations", "ici", "dcn", "waiting", "roofline"), 1.0)
     record = {f"{name}_seconds": value for name, value in seconds.items()} | {
