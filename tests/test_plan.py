@@ -7,7 +7,9 @@ import pytest
 from conftest import run
 from test_costs import LOOP
 
+from refusion_jax.config import default_config
 from refusion_jax.planning.report import to_table
+from refusion_jax.planning.search import search
 
 needs_topologies = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu (Linux)"
@@ -79,6 +81,22 @@ def test_a_flag_that_this_kind_of_plan_has_no_use_for_is_refused(flags, said):
     assert not out
     assert err.startswith(f"error: {said}")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows_per_chip", "own", "tried"),
+    [(1, 1, [1]), (3, 1, [3, 1]), (3, 3, [3, 1]), (6, 2, [6, 3, 2, 1]), (8, 1, [8, 4, 2, 1])],
+)
+def test_a_search_tries_the_whole_batch_at_once_and_what_the_config_does(rows_per_chip, own, tried, monkeypatch):
+    def plan(config, *_, **__):
+        return {"accumulation": config.accumulation, "fits": True, "step_seconds": 1.0}
+
+    monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
+    config, told = default_config(), []
+    config.update({"batch_size": 4 * rows_per_chip, "accumulation": own})
+    search(config, "v5e:2x2", 1, 4, told.append, policies=("full",))
+    counts = [record["accumulation"] for record in told]
+    assert counts == tried * (len(counts) // len(tried))
 
 
 def test_an_estimate_is_told_as_a_range_where_it_is_calibrated():

@@ -150,9 +150,13 @@ def _get(config: ml_collections.ConfigDict, key: str):
 
 
 def _accumulations(config: ml_collections.ConfigDict, chips: int) -> list[int]:
-    """Accumulations to try, from the fewest rows a forward (one a chip, if there are enough) to the whole batch."""
+    """Accumulations to try, from the fewest rows a forward (one a chip, if there are enough) to the whole batch.
+
+    Rows a forward double from one to the next, so that a search ends; the config's own accumulation is among them.
+    """
     most = max(config.batch_size // chips, 1)
-    return [most // n for n in range(1, most + 1) if most % n == 0 and math.log2(n).is_integer()]
+    powers = {most >> n for n in range(most.bit_length()) if most % (1 << n) == 0}
+    return sorted(powers | {1, config.accumulation}, reverse=True)
 
 
 def _meshes(config: ml_collections.ConfigDict, chips: int) -> Iterator[dict]:
