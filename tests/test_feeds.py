@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import importlib.util
+import itertools
 import json
 
 import pytest
@@ -153,6 +154,17 @@ def test_one_row_waits_for_the_weights_and_so_counts_its_forwards():
     assert here.forward_seconds == pytest.approx((weights + cache) / CHIP.hbm_bandwidth, rel=1e-6)
     assert here.bound == "memory"
     assert here.tokens_per_second == pytest.approx(8 / (2 * here.forward_seconds))
+
+
+def test_what_was_recorded_in_int8_is_priced_in_int8():
+    outputs = 8 * (64 + 1024 + 2 * 4096 + 1024) + 32_768  # of all layers and the head; each has a scale of 4 bytes
+    weights = {"same": 2 * (LAYERS + HEAD), "int8": LAYERS + HEAD + 4 * outputs}
+    cache = {"same": 8 * 2 * 2 * 8 * 2 * (20 + 16), "int8": 8 * 2 * 2 * (8 + 4) * (20 + 16)}
+    for kept, stored in itertools.product(weights, cache):
+        changed = dataclasses.replace(RECORDING, settings=f"batch_size=1 weights={kept} cache={stored}")
+        here = price_all(changed, target())[0]
+        assert here["forward_seconds"] * CHIP.hbm_bandwidth == pytest.approx(weights[kept] + cache[stored], rel=1e-6)
+        assert here["one_token_memory_seconds"] * CHIP.hbm_bandwidth == pytest.approx(weights[kept], rel=1e-2)
 
 
 def test_many_rows_wait_for_their_arithmetic():

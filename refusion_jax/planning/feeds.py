@@ -12,7 +12,7 @@ entries once; activations stay on the chip, as they do in the compiled program w
 the time of its FLOPs or of its bytes at the chip's documented peaks, whichever is longer. Two all-reduces a layer and
 one for the embedding follow. tests/test_tpu_decoding.py compares these counts with those of the compiled program.
 Prompts are prefilled as the queue does it, an eighth of the batch at once. The baseline is one token a forward for the
-same answers: one place a row.
+same answers: one place a row. Weights and cache that were recorded in int8 are priced so, for both.
 
 Real chips are slower than this roofline. By how much has not been measured for decoding, so it is not calibrated. The
 latencies that it leaves out, of collectives and operations, matter most for short forwards, that is for small batches,
@@ -58,13 +58,15 @@ class Target:
     """The model and the hardware it runs on."""
 
     model: ModelConfig
-    dtype: str  # of weights, cache and computation
+    dtype: str  # of computation
     chip: Chip
     mesh: Mapping[str, int]  # sizes of all axes; rows are not split over `sequence`
+    weights: str = "same"  # "same" as dtype or "int8", see `Transformer.rounded`
+    cache: str = "same"  # likewise
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element in the dtype of computation."""
         return jnp.dtype(self.dtype).itemsize
 
     @property
@@ -77,16 +79,24 @@ class Target:
         """Shards of the batch."""
         return self.mesh["replica"] * self.mesh["data"] * self.mesh["fsdp"]
 
+    def product_bytes(self, inputs: int, outputs: int) -> int:
+        """Bytes of the weights of one product, over all chips; in int8 with a scale for every output."""
+        if self.weights == "int8":
+            return outputs * (inputs + jnp.dtype(jnp.float32).itemsize)
+        return self.itemsize * inputs * outputs
+
     def weight_bytes(self, with_embedding: bool = False) -> float:
         """Bytes of weights a chip that a forward reads, or of all with the embedding; with fsdp, after the gather."""
         c = self.model
-        layer = sum(inputs * outputs for inputs, outputs in _products(c))
+        layer = sum(self.product_bytes(inputs, outputs) for inputs, outputs in _products(c))
         tables = 2 if with_embedding and not c.tie_word_embeddings else 1
-        return self.itemsize * (c.num_hidden_layers * layer + tables * c.vocab_size * c.hidden_size) / self.tensor
+        head = self.product_bytes(c.hidden_size, c.vocab_size)
+        return (c.num_hidden_layers * layer + tables * head) / self.tensor
 
     def cache_bytes(self, entries: float) -> float:
         """Bytes a chip of this many cache entries, over all its rows."""
-        return entries * bytes_per_token(self.model, self.dtype) / self.tensor
+        stored = jnp.int8 if self.cache == "int8" else self.dtype
+        return entries * bytes_per_token(self.model, stored) / self.tensor
 
 
 def _products(c: ModelConfig) -> list[tuple[int, int]]:
@@ -102,11 +112,11 @@ def forward_costs(load: Load, target: Target) -> Costs:
     L, D = c.num_hidden_layers, c.hidden_size
     operations = []
     for inputs, outputs in _products(c):
-        operations.append(Operation(L, 2 * T * inputs * outputs / K, size * inputs * outputs / K))
+        operations.append(Operation(L, 2 * T * inputs * outputs / K, target.product_bytes(inputs, outputs) / K))
     per_pair = 4 * c.num_attention_heads * c.head_dim  # scores and values
     operations.append(Operation(L, per_pair * load.pairs / K, target.cache_bytes(load.cached + T) / L))
     if load.has_head:
-        operations.append(Operation(1, 2 * T * c.vocab_size * D / K, size * c.vocab_size * D / K))
+        operations.append(Operation(1, 2 * T * c.vocab_size * D / K, target.product_bytes(D, c.vocab_size) / K))
     collectives = []
     if K > 1:
         count = 2 * L + 1

@@ -1,5 +1,6 @@
 """Plans a recorded decoding run: tokens per second by batch size, against one token a forward."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import ml_collections
@@ -48,7 +49,15 @@ def plan_feeds(
 
 
 def price_all(recording: Recording, target: Target) -> list[dict]:
-    """Estimates of a recording and of one token a forward, for every batch size."""
+    """Estimates of a recording and of one token a forward, for every batch size.
+
+    Args:
+      recording: of one row at a time.
+      target: model and chips; what is in int8 follows from the recording's settings.
+    """
+    settings = dict(pair.partition("=")[::2] for pair in recording.settings.split())
+    in_int8 = {name: settings[name] for name in ("weights", "cache") if name in settings}
+    target = dataclasses.replace(target, **in_int8)
     own, single = Workload.recorded(recording), Workload.one_token_a_forward(recording)
     records = []
     for rows in BATCH_SIZES:
