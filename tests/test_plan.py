@@ -14,6 +14,7 @@ from refusion_jax.planning.search import search
 needs_topologies = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install libtpu (Linux)"
 )
+CONFIG = "--config=configs/quickstart.py"
 ASSIGNMENT = """
 BufferAssignment:
 allocation 0: size 1024, parameter 0, shape |f32[16,16]| at ShapeIndex {}:
@@ -59,7 +60,30 @@ def test_a_dump_that_is_none_is_one_clear_line(dump):
         assert len(err.splitlines()) == 1
 
 
-CONFIG = "--config=configs/quickstart.py"
+@needs_topologies
+def test_a_part_of_a_dump_that_is_missing_is_one_clear_line(dump):
+    beside = dump.with_name(dump.name.removesuffix(".txt") + "-buffer-assignment.txt")
+    no_index = LOOP.replace(", index=0", "")
+    for text, assigned, said in (
+        (LOOP.replace("ROOT ", ""), ASSIGNMENT, "has no ROOT"),
+        (no_index, ASSIGNMENT, ""),
+        (LOOP, "", "the buffer assignment lists no allocation"),
+        (LOOP, LOOP, "the buffer assignment lists no allocation"),
+    ):
+        dump.write_text(text)
+        beside.write_text(assigned)
+        out, err = run("plan", f"--hlo={dump}", "--topology=v5e:2x2", code=2)
+        assert not out
+        assert err.startswith(f"error: --hlo={dump}: ")
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+@needs_topologies
+def test_a_setting_that_only_the_compiled_program_refuses_is_named_as_its_flag():
+    flags = [CONFIG, "--topology=v5e:2x2", "--what=decode", "--decode.batch_size=6", "--decode.max_new_tokens=16"]
+    _, err = run("plan", *flags, code=2)
+    assert err.startswith("error: --decode.batch_size=6: does not divide into 4 parts")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jax.experimental import topologies
 
 from refusion_jax.planning import hlo
 from refusion_jax.runtime.chips import find_chip
-from refusion_jax.runtime.errors import UserError, without_stderr
+from refusion_jax.runtime.errors import SettingError, UserError, without_stderr
 from refusion_jax.runtime.storage import write_file
 
 _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
@@ -181,7 +181,7 @@ def _child(lower: Callable[..., jax.stages.Lowered], arguments: tuple, directory
     try:
         lower(*arguments).compile(compiler_options=_DUMP | {"xla_dump_to": directory})
     except UserError as error:
-        report["user_error"] = str(error)
+        report["user_error"] = error.as_flag if isinstance(error, SettingError) else str(error)
     except jax.errors.JaxRuntimeError as error:
         report["error"] = re.sub(r"\s+", " ", str(error))
     report |= {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
@@ -192,9 +192,15 @@ def assigned_bytes(text: str) -> dict[str, float]:
     """Sums the buffer assignment: bytes of arguments, results and temporaries in HBM, and of host memory.
 
     The text numbers memory spaces by colours: HBM is 0, which is not printed, and the host is 5.
+
+    Raises:
+      ValueError: where the text lists no allocation.
     """
     sums = {"arguments": 0.0, "results": 0.0, "temporaries": 0.0, "host": 0.0}
-    for size, kind in re.findall(r"^allocation \d+: size (\d+),(.*)$", text, re.MULTILINE):
+    allocations = re.findall(r"^allocation \d+: size (\d+),(.*)$", text, re.MULTILINE)
+    if not allocations:
+        raise ValueError("the buffer assignment lists no allocation")
+    for size, kind in allocations:
         if "color 5," in kind:
             sums["host"] += float(size)
         if "color" in kind or "thread-local" in kind:

@@ -73,8 +73,15 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result it returns."""
-        return next(i for i in self.instructions.values() if i.is_root)
+        """The instruction whose result it returns.
+
+        Raises:
+          ValueError: where there is none.
+        """
+        root = next((i for i in self.instructions.values() if i.is_root), None)
+        if root is None:
+            raise ValueError(f"the computation {self.name!r} has no ROOT")
+        return root
 
     @property
     def parameters(self) -> dict[int, Instruction]:
