@@ -13,6 +13,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import SettingError
 from refusion_jax.runtime.sharding import shard_count
 
+REFILL = 8  # a batch is refilled by eighths, as each refill costs a prefill and a host-device synchronization
 _GIB = 2**30
 _FLOAT32 = 4
 _LOGIT_ARRAYS = 10  # raw, masked, with noise, probabilities ...; XLA keeps 9.5 of them for masked diffusion on a CPU
@@ -61,7 +62,8 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
         free = int(multihost_utils.process_allgather(np.array(free, np.float64)).min())
     if bytes_needed(model, mesh, rows, admitted, decoder) <= free:
         return
-    fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, -(-n // 8), decoder) <= free]
+    sizes = (2**i for i in range(20))  # their eighths are rounded up to whole shards where bytes are counted
+    fitting = [n for n in sizes if bytes_needed(model, mesh, n, -(-n // REFILL), decoder) <= free]
     fix = f"batch_size={fitting[-1]} would fit" if fitting else "lower cache_length or max_new_tokens"
     raise SettingError(
         "decode",

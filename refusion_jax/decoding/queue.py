@@ -23,14 +23,13 @@ from jaxtyping import ArrayLike, Int32, UInt32
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import feeds
 from refusion_jax.decoding.decoder import Decoder, State
-from refusion_jax.decoding.memory import check_memory
+from refusion_jax.decoding.memory import REFILL, check_memory
 from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Given, Known, Request, shared_prefix
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
 
-REFILL = 8  # a batch is refilled by eighths, as each refill costs a prefill and a host-device synchronization
 LOOK = 16  # forwards between two checks of whether the caller stops answers
 _NEVER = np.iinfo(np.int32).max
 

@@ -29,7 +29,7 @@ from typing import Self
 import jax.numpy as jnp
 
 from refusion_jax.decoding.cache import bytes_per_token
-from refusion_jax.decoding.queue import REFILL
+from refusion_jax.decoding.memory import REFILL
 from refusion_jax.decoding.recording import Recording
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.planning.costs import Collective, Costs, Operation
