@@ -37,7 +37,13 @@ from refusion_jax.systems.registry import decoders_for
 
 _CONFIG = cli.define_config("Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
-_SLICES = flags.DEFINE_integer("slices", 1, "Slices, joined by the data-centre network", lower_bound=1)
+_SLICES = flags.DEFINE_integer(
+    "slices",
+    1,
+    "Slices, joined by the data-centre network; sets --config.mesh.replica to as many, unless it is given: `train` "
+    "needs that flag",
+    lower_bound=1,
+)
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
 _FEEDS = flags.DEFINE_multi_string("feeds", [], "With --what=decode: estimate the time of recorded feeds; or several")
