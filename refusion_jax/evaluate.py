@@ -71,7 +71,7 @@ _DRAWS = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = cli.define_settings(all_settings(), "decode")
+_SETTINGS = cli.define_settings(all_settings(), "decode", defaults={"max_new_tokens": "the task's, or 256"})
 
 
 def main() -> None:

@@ -36,8 +36,11 @@ from refusion_jax.training.workdir import read_config
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
 _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", 3, 100_000)
+_DEFAULTS = {"batch_size": 1}
 _SETTINGS = cli.define_settings(
-    {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")}, "decode"
+    {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")},
+    "decode",
+    defaults=_DEFAULTS,
 )
 _STARTED = flags.DEFINE_float("started", None, "When the whole thing began, in Unix seconds; now by default")
 
@@ -159,7 +162,7 @@ def main() -> None:
     if seconds is None:
         raise UserError(f"--workdir={workdir}: holds no metrics.jsonl of a training run")
     problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
-    given = {"batch_size": 1} | cli.given(_SETTINGS)
+    given = _DEFAULTS | cli.given(_SETTINGS)
     figures, settings, decoded = report(workdir, seconds, problems, given, started)
     show(figures, problems, decoded, load_tokenizer(workdir), settings.unit)
     write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")

@@ -238,6 +238,28 @@ def test_help_of_the_benchmarks_names_them():
     assert " authors, data, decode, " in out
 
 
+@pytest.mark.parametrize("flag", ["decode.batch_size", "decode.method"])
+@pytest.mark.parametrize("name", ["authors", "decode"])
+def test_a_setting_that_every_way_has_of_its_own_is_no_flag_of_a_benchmark(name, flag):
+    _, err = run("bench", name, f"--{flag}=7", code=2)
+    assert err.startswith(f"error: Unknown command line flag '{flag}'")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "default"),
+    [
+        (["quickstart"], "decode.batch_size", "1"),
+        (["evaluate"], "decode.max_new_tokens", "the task's, or 256"),
+        (["generate"], "decode.batch_size", "64"),
+        (["bench", "decode"], "decode.max_new_tokens", "128"),
+    ],
+)
+def test_help_tells_the_default_that_the_command_uses(command, flag, default):
+    lines = run(*command, "--help")[0].splitlines()
+    assert lines[lines.index(f"  --{flag}") + 1].endswith(f" (default: {default})")
+
+
 @pytest.mark.parametrize(
     "command", ["train", "generate", "train_tokenizer", "quickstart", "goodput", "prepare", "inspect_data"]
 )

@@ -57,6 +57,7 @@ SIZES = {
     "1.7b": (2048, 28, 16, 8, 128, 6144, 151936, True),
     "8b": (4096, 36, 32, 8, 128, 12288, 151936, False),
 }
+_DEFAULTS = {"max_new_tokens": 128}
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -70,9 +71,21 @@ def define_flags(own: flags.FlagValues) -> None:
     text("prompts", None, "JSONL as for generate --input, all of which is decoded; random prompts by default")
     number("prompts_per_row", 2, "Random prompts for every row of the batch")
     number("prompt_length", 32, "Tokens of a random prompt")
-    cli.define_settings(all_settings(), "decode", own)
+    define_shared(own)
     flags.DEFINE_multi_string("way", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
     number("repeats", 3, "Runs of each way, in turns; the median counts")
+
+
+def define_shared(own: flags.FlagValues) -> None:
+    """The flags --decode.NAME of what all ways share; --way names the method, and --batch_sizes the sizes."""
+    shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
+    cli.define_settings(shared, "decode", own, _DEFAULTS)
+
+
+def read_shared(own: flags.FlagValues) -> dict[str, Any]:
+    """What the flags of `define_shared` say."""
+    values = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
+    return _DEFAULTS | {name: value for name, value in values.items() if value is not None}
 
 
 def main(own: flags.FlagValues) -> None:
@@ -104,8 +117,7 @@ def main(own: flags.FlagValues) -> None:
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
     """Measures all ways to decode, in turns, at one batch size."""
-    shared = {name: own[f"decode.{name}"].value for name in all_settings() if own[f"decode.{name}"].value is not None}
-    shared = {"max_new_tokens": 128} | shared | {"batch_size": batch_size}
+    shared = read_shared(own) | {"batch_size": batch_size}
     ways = {way: read_way(way, shared) for way in own.way or default_system().decoders}
     models = {way: model.rounded(settings.weights, settings.cache) for way, settings in ways.items()}
     c = model.config

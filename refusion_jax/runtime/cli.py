@@ -215,9 +215,20 @@ def define_config(help: str) -> flags.FlagHolder:
 
 
 def define_settings(
-    settings: Mapping[str, Setting], group: str, flag_values: flags.FlagValues = flags.FLAGS
+    settings: Mapping[str, Setting],
+    group: str,
+    flag_values: flags.FlagValues = flags.FLAGS,
+    defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, flags.FlagHolder]:
-    """One flag --GROUP.NAME for every setting; None unless it is given."""
+    """One flag --GROUP.NAME for every setting; None unless it is given.
+
+    Args:
+      settings: by name.
+      group: that the flags' names begin with.
+      flag_values: where the flags are defined.
+      defaults: what the command uses where a flag is not given, by name, for --help; else the setting's own.
+    """
+    defaults = defaults or {}
     define = {
         int: flags.DEFINE_integer,
         float: flags.DEFINE_float,
@@ -225,7 +236,9 @@ def define_settings(
         bool: flags.DEFINE_bool,
     }
     return {
-        name: define[type(own.default)](f"{group}.{name}", None, explained(own), flag_values=flag_values)
+        name: define[type(own.default)](
+            f"{group}.{name}", None, explained(own, defaults.get(name, own.default)), flag_values=flag_values
+        )
         for name, own in settings.items()
     }
 
@@ -235,9 +248,10 @@ def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
     return {name: flag.value for name, flag in holders.items() if flag.value is not None}
 
 
-def explained(own: Setting) -> str:
-    """What --help says of a setting."""
-    return own.help if own.default == "" else f"{own.help} (default: {own.default})"
+def explained(own: Setting, default: Any = None) -> str:
+    """What --help says of a setting; None: with its own default."""
+    used = own.default if default is None else default
+    return own.help if used == "" else f"{own.help} (default: {used})"
 
 
 def _help(

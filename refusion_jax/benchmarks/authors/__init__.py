@@ -29,15 +29,23 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks.decode import SIZES, prompts_in, random_model, random_prompts, read_way
+from refusion_jax.benchmarks.decode import (
+    SIZES,
+    define_shared,
+    prompts_in,
+    random_model,
+    random_prompts,
+    read_shared,
+    read_way,
+)
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import cli, flag_values
+from refusion_jax.runtime import flag_values
 from refusion_jax.runtime.cores import available_cores
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.systems.api import all_settings, stream
+from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_model
 
@@ -54,7 +62,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_list("batch_sizes", ["1", "32"], "Prompts that we decode at once, each measured", flag_values=own)
     flags.DEFINE_multi_string("way", None, "A decoder and settings of its own", flag_values=own)
     flags.DEFINE_integer("repeats", 3, "Turns", lower_bound=1, flag_values=own)
-    cli.define_settings(all_settings(), "decode", own)
+    define_shared(own)
 
 
 def main(own: flags.FlagValues) -> None:
@@ -82,8 +90,7 @@ def main(own: flags.FlagValues) -> None:
 def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -> list[dict]:
     """Decodes with theirs and with each of our ways and batch sizes, in turns: one record for each of ours."""
     method, c = next(iter(default_system().decoders)), model.config
-    given = {name: own[f"decode.{name}"].value for name in all_settings()}
-    shared = {"max_new_tokens": 128} | {name: value for name, value in given.items() if value is not None}
+    shared = read_shared(own)
     ways = own.way or [f"{method} infill=threshold", f"{method} infill=exact"]
     plain = read_way(f"{method} infill=threshold", shared).resolved
     subjects = {(way, size): read_way(way, shared | {"batch_size": size}) for way in ways for size in batch_sizes}
