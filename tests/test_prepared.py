@@ -20,6 +20,7 @@ from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs, host_batches, row_order
 from refusion_jax.data.order import RowOrder
 from refusion_jax.data.prepared import MixedRows, PreparedRows
+from refusion_jax.training.heldout import find_held_out
 from refusion_jax.training.inspection import verify
 from refusion_jax.training.metrics import read_metrics
 
@@ -267,3 +268,13 @@ def test_a_row_can_be_looked_at(prepared):
     _, err = run("inspect_data", f"--data={prepared}/a", "--row=100000", code=2)
     assert "--row=100000: " in err
     assert len(err.splitlines()) == 1
+
+
+def test_several_prepared_directories_are_held_out_together(prepared, tmp_path):
+    a, b = prepared / "a", prepared / "b"
+    config = config_with(**{"row_length": ROW, "data.path": str(a), "eval.path": f"{a}, {b}"})
+    tokenizer, _ = load_dataset(config, tmp_path)
+    assert [len(rows) for rows in find_held_out(config, tokenizer)] == [len(PreparedRows(str(x))) for x in (a, b)]
+    config.eval.path = f"{a},tasks"
+    with pytest.raises(UserError, match="--config.eval.path: tasks is no prepared directory, and only these can be"):
+        find_held_out(config, tokenizer)

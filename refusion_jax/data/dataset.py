@@ -35,7 +35,7 @@ def load_dataset(
       UserError: where the data or the tokenizer cannot be used.
     """
     data = config.data
-    if paths := _prepared_paths(data.path):
+    if paths := prepared_paths(data.path, "data.path"):
         return _open_prepared(config, paths, workdir)
     saved = find_tokenizer_file(workdir) or default_tokenizer
     if data.weights:
@@ -54,13 +54,21 @@ def load_dataset(
     return tokenizer, pack(documents, config.row_length)
 
 
-def _prepared_paths(path: str) -> list[str]:
-    """The prepared directories in a comma-separated path; empty if it names something else."""
+def prepared_paths(path: str, key: str) -> list[str]:
+    """The prepared directories in a comma-separated path; empty if it names something else.
+
+    Args:
+      path: the value of a config key.
+      key: its name, for messages.
+
+    Raises:
+      UserError: where only some of them are prepared directories.
+    """
     paths = [part.strip() for part in path.split(",")]
     prepared = [part for part in paths if is_prepared(part)]
     if prepared and len(prepared) < len(paths):
         other = next(part for part in paths if part not in prepared)
-        raise UserError(f"--config.data.path: {other} is no prepared directory, and only these can be mixed")
+        raise UserError(f"--config.{key}: {other} is no prepared directory, and only these can be mixed")
     return prepared
 
 

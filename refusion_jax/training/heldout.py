@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import make_objective
-from refusion_jax.data.dataset import read_rows
+from refusion_jax.data.dataset import prepared_paths, read_rows
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.decoding.queue import mesh_of
@@ -164,7 +164,8 @@ def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> li
       UserError: where eval.path cannot be used.
     """
     if config.eval.path:
-        return [read_rows(config, config.eval.path, tokenizer, "eval.path")]
+        paths = prepared_paths(config.eval.path, "eval.path") or [config.eval.path]
+        return [read_rows(config, path, tokenizer, "eval.path") for path in paths]
     paths = [str(epath.Path(part.strip()) / "held_out") for part in config.data.path.split(",")]
     return [read_rows(config, path, tokenizer, "data.path") for path in paths if is_prepared(path)]
 
