@@ -4,14 +4,16 @@
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path='my/*.jsonl'
 
 DIR (the --workdir) will hold checkpoints/STEP/ (Orbax), metrics.jsonl, tensorboard/, events.jsonl, config.json and
-tokenizer.model. Any config key can be set by a flag; all of them are listed below.
+tokenizer.model. Any config key can be set by a flag; listed below are the shared ones and those of the system that
+--config names.
 
 On every host of a TPU pod, or under any other launcher (launch/local_hosts.sh), the same command trains on all of them
 together; DIR must be one that they share. On a signal or a maintenance notice the run is saved and left with exit code
 75: start it again. Exit code 2 means that the input is at fault: it would fail again.
 
-One command at a time trains in DIR. It resumes from the newest checkpoint that is whole, passing over damaged ones. A
-step with bad numbers is left out; several in a row take the run back to its last checkpoint, and past their rows.
+One command at a time trains in DIR. It resumes from the newest checkpoint that is whole, passing over damaged ones.
+The update of a step with a non-finite loss or gradient, or a loss spike (--config.guard.spike), is skipped; several in
+a row (--config.guard.skips) take the run back to its last checkpoint, and past their rows.
 """
 
 import contextlib

@@ -233,6 +233,11 @@ def test_a_benchmark_explains_itself(name, flag):
     assert f"  --{flag}\n      " in out
 
 
+def test_a_key_like_no_other_is_told_where_the_keys_are_listed():
+    _, err = run("train", *TINY_RUN, "--workdir=none", "--config.qqqqqqqqqqqq=1", code=2)
+    assert err == "error: --config.qqqqqqqqqqqq is no config key; --help with this --config lists them\n"
+
+
 def test_help_of_the_benchmarks_names_them():
     out, _ = run("bench", "--help")
     assert " authors, data, decode, " in out

@@ -131,15 +131,15 @@ _EVAL = {
     "limit": Setting(200, "problems of each task, the first so many; 0: all", at_least=0, at_most=2**31 - 1),
     "include_path": Setting("", "directory of task files of your own (lm_eval's YAML)"),
     "task_data": Setting("", "directory with TASK.jsonl, in place of what TASK downloads"),
-    "decode": Setting("", "settings of decoding, such as 'slot_size=4 batch_size=32'; they go before the tasks' own"),
-    "allow_code_execution": Setting(False, "run code that the model writes, shut in, for tasks that need it"),
+    "decode": Setting("", "settings of decoding, such as 'slot_size=4 batch_size=32'; they override the tasks' own"),
+    "allow_code_execution": Setting(False, "run code that the model writes, in the sandbox, for tasks that need it"),
 }
 
 _CHECKPOINT = {
     "every": _count(1000, "steps between checkpoints; the last step is always saved", _MOST_STEPS),
     "keep": _count(3, "newest checkpoints kept", 10**6),
     "verify": Setting(True, "write checksums of all files, and compare them before a checkpoint is used"),
-    "failures": _count(3, "saves in a row that may fail (a full disk); at the last of them the run stops", 10**6),
+    "failures": _count(3, "consecutive failed saves (a full disk) after which the run stops", 10**6),
 }
 
 _GUARD = {

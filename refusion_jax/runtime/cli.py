@@ -192,7 +192,7 @@ def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
             return UserError(f"--config={value}: no such file; here are {', '.join(near) or 'no configs/*.py'}")
         if name.startswith("config.") and names and name.removeprefix("config.") not in names:
             close = difflib.get_close_matches(name, [f"config.{known}" for known in names], n=1)
-            hint = f"did you mean --{close[0]}?" if close else "--help lists them all"
+            hint = f"did you mean --{close[0]}?" if close else "--help with this --config lists them"
             return UserError(f"--{name} is no config key; {hint}")
     return None
 
