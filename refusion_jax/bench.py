@@ -24,10 +24,12 @@ def main(argv: list[str]) -> None:
     """Runs the measurement that the first argument names; the others are its flags.
 
     Raises:
-      UserError: where there is none of that name.
+      UserError: where none is named, or there is none of that name.
     """
-    name, *rest = argv or [""]
-    if name == "--help":
+    if not argv:
+        raise UserError(f"bench: name a benchmark, one of {', '.join(NAMES)}; --help explains")
+    name, *rest = argv
+    if name in cli.HELP_FLAGS:
         print(f"{__doc__.strip()}\n\nbench NAME --help explains the flags of each: {', '.join(NAMES)}.")
         return
     if name not in NAMES:
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> None:
     benchmark = importlib.import_module(f"refusion_jax.benchmarks.{name}")
     own = flags.FlagValues()
     benchmark.define_flags(own)
-    if "--help" in rest:
+    if cli.HELP_FLAGS & set(rest):
         print(cli.help_page(benchmark.__doc__, [own[flag] for flag in own]))
         return
     if unexpected := own([f"bench {name}", *rest])[1:]:

@@ -241,6 +241,11 @@ def test_a_key_like_no_other_is_told_where_the_keys_are_listed():
 def test_help_of_the_benchmarks_names_them():
     out, _ = run("bench", "--help")
     assert " authors, data, decode, " in out
+    assert run("bench", "-h") == (out, "")
+    assert run("bench", "data", "-h") == run("bench", "data", "--help")
+    _, err = run("bench", code=2)
+    assert err.startswith("error: bench: name a benchmark, one of authors, data, decode, ")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("flag", ["decode.batch_size", "decode.method"])

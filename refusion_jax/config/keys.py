@@ -47,8 +47,12 @@ _TRAINING = {
     ),
     "moment_dtype": Setting("float32", "of the first moment, float32 | bfloat16", choices=_WIDTHS),
     "weight_decay": Setting(0.1, "on matrices only", at_least=0, at_most=1000),
-    "beta1": Setting(0.9, "of AdamW", at_least=0, below=1),
-    "beta2": Setting(0.95, "of AdamW", at_least=0, below=1),
+    "beta1": Setting(
+        0.9, "decay of AdamW's first moment, also in its part of muon; adafactor has none", at_least=0, below=1
+    ),
+    "beta2": Setting(
+        0.95, "decay of AdamW's second moment, also in its part of muon; not of adafactor's", at_least=0, below=1
+    ),
     "clip_norm": Setting(1.0, "gradients are scaled down to this global norm", above=0, at_most=1e6),
     "accumulation": _count(1, "micro-batches a step: less memory, same result"),
     "remat": Setting("products", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),

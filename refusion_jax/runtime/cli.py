@@ -25,7 +25,7 @@ from refusion_jax.runtime.flagfiles import with_flagfiles
 from refusion_jax.runtime.settings import Setting
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
-_HELP_FLAGS = {"--help", "-h"}
+HELP_FLAGS = {"--help", "-h"}
 flags.disclaim_key_flags()  # those defined here are the calling command's, and stand in its --help
 _NO = ("", "0", "false", "f", "no", "n", "off")  # as JAX reads it
 _BAD_BACKEND = re.compile("Unable to initialize backend ('cpu'|.* not in the list of known backends)")  # JAX's words
@@ -51,7 +51,7 @@ def run(
         argv = sys.argv = [argv[0], *with_flagfiles(argv[1:])]  # `drill` hands on what it was given
         if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
             raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
-        if _HELP_FLAGS & set(argv):
+        if HELP_FLAGS & set(argv):
             print(_help(argv, settings, hidden))
             sys.exit(0)
         if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
@@ -259,7 +259,7 @@ def _help(
 ) -> str:
     """The command's own story, its flags, and its config keys."""
     with contextlib.suppress(Exception):  # what is asked for with the help decides which settings it shows
-        flags.FLAGS([argument for argument in argv if argument not in _HELP_FLAGS], known_only=True)
+        flags.FLAGS([argument for argument in argv if argument not in HELP_FLAGS], known_only=True)
     if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used
         flags.FLAGS.mark_as_parsed()
     story = sys.modules["__main__"].__doc__
@@ -282,8 +282,8 @@ def _listing(title: str, entries: dict[str, str]) -> str:
     return "\n".join([title, *(f"  --{name}\n      {text}" for name, text in entries.items())])
 
 
-def explain(error: Exception) -> int:
-    """Says in one line on stderr what is wrong with the input, and returns the exit code that means so.
+def explain(error: Exception) -> None:
+    """Says in one line on stderr what is wrong with the input.
 
     Of a config file that raises, the flag and the exception are named, not the traceback between.
     """
@@ -296,4 +296,3 @@ def explain(error: Exception) -> int:
         print(
             "error:", line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "...", file=sys.stderr, flush=True
         )
-    return 2
