@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -21,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.console import Console
 from rich.progress import track
 
+from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.queue import Answer
@@ -30,7 +31,6 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.generation import check_fits, generate, settle, shorten
 from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
-from refusion_jax.model.int8 import is_int8
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 
@@ -89,7 +89,7 @@ class EvaluatedModel(TemplateLM):
         self._tokenizer, self.chat, self.thinking = tokenizer, chat, thinking
         self._scoring, self._alive = scoring or {}, alive
         self._room = model.config.max_position_embeddings
-        self._identity = [name, fingerprint]
+        self._identity = [name, fingerprint, tokenizer_hash(tokenizer)]
         self._journal = journal
         self.known: dict[str, dict[str, Any]] = journal.records if journal else {}
         self.known_before = set(self.known)
@@ -288,11 +288,45 @@ def _number(*parts: object) -> int:
 
 
 def fingerprint(model: Transformer) -> str:
-    """A digest of the shapes of all weights, and of the final norm, which every training step changes."""
-    weights = nnx.to_pure_dict(nnx.state(model))
-    shapes = jax.tree.map(lambda x: [*x.shape, str(jax.tree.leaves(x)[0].dtype)], weights, is_leaf=is_int8)
-    some = np.asarray(jax.device_get(model.final_norm[...]), np.float32)
-    return key_of(shapes, some.tolist())
+    """A digest of every weight of a model and its companions, and of their shapes; the same on any devices."""
+    models = [part for _, part in nnx.iter_modules(model) if isinstance(part, Transformer)]
+    weights, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(model)))
+    sums = jax.device_get([_sums(x) for _, x in weights])
+    described = [
+        [jax.tree_util.keystr(path), x.shape, str(x.dtype), *(part.tolist() for part in own)]
+        for (path, x), own in zip(weights, sums, strict=True)
+    ]
+    return key_of([dataclasses.asdict(part.config) for part in models], described)
+
+
+def _sums(x: jax.Array) -> list[jax.Array]:
+    """Sums of digests of the elements' bits and places, layer by layer: a CPU would hold those of all layers at once."""
+    if x.ndim < 3:
+        return [_sum(x, None)]
+    return [_sum(x, number) for number in range(len(x))]
+
+
+@jax.jit
+def _sum(x: jax.Array, layer: int | None) -> jax.Array:
+    """[2] uint32 for an array or one layer of it.
+
+    Sums of integers do not depend on their order, and so not on how the array is split over devices.
+    """
+    x = x if layer is None else x[layer]
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    digests = (_mixed(bits + _mixed(place + jnp.uint32(seed))) for seed in (0, 1 << 31))
+    return jnp.stack([jnp.sum(digest, dtype=jnp.uint32) for digest in digests])
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Each uint32 as another one that looks random (the last steps of MurmurHash3, of x + a constant)."""
+    x = x + jnp.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _shown(items, total: int, what: str) -> Callable:
