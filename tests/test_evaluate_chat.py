@@ -65,6 +65,19 @@ def directory(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("of_tokenizer", [None, "<|im_start|>"])
+def test_a_prompt_begins_as_in_training_whatever_bos_the_models_config_names(checkpoint, of_tokenizer):
+    """A context of no tokens is the only place for that of the config, where the tokenizer has none."""
+    write_tokenizer(checkpoint, bos_token=of_tokenizer, chat_template=None)
+    tokenizer = load_tokenizer(checkpoint)
+    lm = EvaluatedModel(load_model(checkpoint), tokenizer, name="tiny", method="refusion", flags={})
+    assert lm.model.config.bos_token_id >= 0
+    assert lm.tok_encode("Add 1 and 2.") == tokenizer.encode_prompts(["Add 1 and 2."])[0]
+    assert lm.tok_encode("Add 1.", add_special_tokens=False) == tokenizer.encode(["Add 1."])[0]
+    expected = tokenizer.bos_id if of_tokenizer else lm.model.config.bos_token_id
+    assert lm.prefix_token_id == expected
+
+
 PLAIN = "Q: What is 0? It is 0.\n\nQ: What is 1? It is 1.\n\nQ: What is 5?"
 TURNS = "".join(
     f"<|im_start|>user\nQ: What is {i}?<|im_end|>\n<|im_start|>assistant\nIt is {i}.<|im_end|>\n" for i in (0, 1)

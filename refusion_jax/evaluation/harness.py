@@ -111,8 +111,8 @@ class EvaluatedModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Id of the token before a text without context."""
-        begin = self.model.config.bos_token_id
-        return begin if begin >= 0 else self.eot_token_id
+        known = (self._tokenizer.bos_id, self.model.config.bos_token_id, self.eot_token_id)
+        return next(begin for begin in known if begin >= 0)
 
     @property
     def max_length(self) -> int:
@@ -129,7 +129,7 @@ class EvaluatedModel(TemplateLM):
         if self.chat and add_special_tokens is not False:
             return self._tokenizer.encode_chat([string])[0]
         ids = self._tokenizer.encode([string])[0]
-        begin = self.model.config.bos_token_id
+        begin = self._tokenizer.bos_id  # a model's config may name one that its tokenizer never writes
         return ids if add_special_tokens is False or begin < 0 else [begin, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -300,7 +300,7 @@ def fingerprint(model: Transformer) -> str:
 
 
 def _sums(x: jax.Array) -> list[jax.Array]:
-    """Sums of digests of the elements' bits and places, layer by layer: a CPU would hold those of all layers at once."""
+    """Sums of digests of the elements' bits and places, layer by layer: a CPU holds all of a call's."""
     if x.ndim < 3:
         return [_sum(x, None)]
     return [_sum(x, number) for number in range(len(x))]
