@@ -138,6 +138,26 @@ def test_the_last_named_answer_is_read():
     assert scoring.final_answer("nothing") is None
 
 
+@pytest.mark.parametrize("sentence", ["{}", "The final answer is: ${}$", "The final answer is ${}$. I hope so."])
+@pytest.mark.parametrize(
+    ("written", "plain"),
+    [
+        (r"\boxed{4}", "4"),
+        (r"x = \boxed{\frac43}", r"\frac{4}{3}"),
+        (r"\boxed{\dfrac{1}2}", r"\frac{1}{2}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed {3}", "3"),
+        (r"\boxed 5", "5"),
+        (r"\boxed{\left\{ 1, 2 \right.}", r"\{1,2."),
+        (r"\boxed{\frac{\sqrt{3}}2 + \frac{1}{2}}", r"\frac{\sqrt{3}}{2}+\frac{1}{2}"),
+    ],
+)
+def test_a_box_is_opened_wherever_the_answer_is_named(sentence, written, plain):
+    answer = sentence.replace("{}", written)
+    assert scoring.final_answer(answer) == plain.rstrip(".")
+    assert scoring.score_math({"solution": rf"$\boxed{{{plain}}}$"}, [answer])["exact_match"] == 1
+
+
 def test_generated_code_needs_leave(tmp_path):
     with pytest.raises(UserError, match="only with --allow_code_execution"):
         sandbox.run_allowed(["pass"])

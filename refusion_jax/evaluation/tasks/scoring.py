@@ -31,22 +31,38 @@ def score_math(doc: dict, results: list[str]) -> dict[str, float]:
     return {"exact_match": float(gold is not None and gold == answer), "math_verify": float(same)}
 
 
+_NAMED = re.compile(r"final answer is:?\s*(.+?)(?:\. I hope|\.?\s*(?:\n|$))")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
+_UNBRACED = re.compile(r".*?(?=\$|\n|\\\)|\\\]|\Z)")  # what follows a box without braces
+
+
 def final_answer(text: str) -> str | None:
-    r"""The answer that a text names last, as plain as can be: in \boxed{}, or after "final answer is".
+    r"""The answer that a text names last, as plain as can be: after "final answer is", or else in \boxed{}.
 
     >>> final_answer(r"So it is $\boxed{\dfrac{1}{2}}$.")
     '\\frac{1}{2}'
+    >>> final_answer(r"The final answer is: $\boxed{4}$.")
+    '4'
     """
-    start, named = text.rfind("\\boxed{"), re.findall(r"final answer is:?\s*(.+?)(?:\. I hope|\.?\s*(?:\n|$))", text)
-    if start >= 0 and not named:
-        depth, at = 0, start + len("\\boxed")
-        while at < len(text):
-            depth += (text[at] == "{") - (text[at] == "}")
-            if depth == 0:
-                break
-            at += 1
-        named = [text[start + len("\\boxed{") : at]]
-    return _plain(named[-1]) if named else None
+    named, boxes = list(_NAMED.finditer(text)), list(_BOX.finditer(text))
+    if named:
+        start, end = named[-1].span(1)
+        boxes = [box for box in boxes if start <= box.start() < end]
+    if boxes:
+        return _plain(_content(text, boxes[-1].end()))
+    return _plain(named[-1][1]) if named else None
+
+
+def _content(text: str, at: int) -> str:
+    """What is in the box whose content begins at a place."""
+    if text[at : at + 1] != "{":
+        return _UNBRACED.match(text, at)[0]
+    depth = 0
+    for token in re.compile(r"\\.|[{}]").finditer(text, at):  # a brace behind a backslash is written, not meant
+        depth += (token[0] == "{") - (token[0] == "}")
+        if depth == 0:
+            return text[at + 1 : token.start()]
+    return text[at + 1 :]
 
 
 def _plain(answer: str) -> str:
@@ -56,6 +72,8 @@ def _plain(answer: str) -> str:
     )
     answer = re.sub(r"\\[!,;: ]|\\%|\^\{?\\circ\}?|\\\$|\$|\s", "", answer)
     answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
+    answer = re.sub(r"\\frac([0-9A-Za-z])", r"\\frac{\1}", answer)  # \frac43 is \frac{4}{3}
+    answer = re.sub(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})([0-9A-Za-z])", r"\1{\2}", answer)
     return answer.rstrip(".")
 
 
