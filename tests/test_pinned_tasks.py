@@ -158,6 +158,25 @@ def test_a_box_is_opened_wherever_the_answer_is_named(sentence, written, plain):
     assert scoring.score_math({"solution": rf"$\boxed{{{plain}}}$"}, [answer])["exact_match"] == 1
 
 
+CODE = "def add(a, b):\n    return a + b\n"
+USE = "Use it like this:\n```python\nprint(add(1, 2))\n```"
+
+
+@pytest.mark.parametrize("fence", ["```", "```py", "```Python", "```python3", "```python \t", "``` python"])
+@pytest.mark.parametrize("before", ["", "Here it is:\n\n", "First\n```bash\npip install x\n```\nand then\n"])
+@pytest.mark.parametrize("after", ["", "```", f"```\n{USE}"])
+def test_the_first_block_of_python_is_run(fence, before, after):
+    assert scoring.code_of(f"{before}{fence}\n{CODE}{after}") == CODE
+
+
+@pytest.mark.parametrize("after", ["", "```", "```\nDone.", f"```\n{USE}"])
+def test_an_answer_that_begins_with_code_ends_with_its_block(after):
+    assert scoring.code_of(CODE + after, is_begun=True) == CODE
+    assert scoring.code_of(f"```python\n{CODE}{after}", is_begun=True) == CODE  # it begins the block once more
+    if USE not in after:
+        assert scoring.code_of(CODE + after) == CODE
+
+
 def test_generated_code_needs_leave(tmp_path):
     with pytest.raises(UserError, match="only with --allow_code_execution"):
         sandbox.run_allowed(["pass"])

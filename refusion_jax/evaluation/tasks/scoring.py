@@ -96,17 +96,22 @@ def _clean(text: str | None) -> str:
 
 def run_humaneval(resps: list[list[str]], docs: list[dict]) -> list[list[dict]]:
     """Runs every answer, behind the beginning that was given, against the tests of its problem."""
-    return _run(resps, docs, lambda doc, code: f"{doc['prompt']}\n{code}\n{doc['test']}\ncheck({doc['entry_point']})")
+
+    def program(doc: dict, answer: str) -> str:
+        code = code_of(answer, is_begun=True)
+        return f"{doc['prompt']}\n{code}\n{doc['test']}\ncheck({doc['entry_point']})"
+
+    return _run(resps, docs, program)
 
 
 def run_mbpp(resps: list[list[str]], docs: list[dict]) -> list[list[dict]]:
     """Runs every answer against the tests of its problem."""
     setup = "test_setup_code"
-    return _run(resps, docs, lambda doc, code: "\n".join([doc.get(setup) or "", code, *doc["test_list"]]))
+    return _run(resps, docs, lambda doc, text: "\n".join([doc.get(setup) or "", code_of(text), *doc["test_list"]]))
 
 
 def _run(resps, docs, program) -> list[list[dict]]:
-    programs = [[program(doc, code_of(text)) for text in texts] for texts, doc in zip(resps, docs, strict=True)]
+    programs = [[program(doc, text) for text in texts] for texts, doc in zip(resps, docs, strict=True)]
     outcomes = iter(sandbox.run_allowed([p for some in programs for p in some]))
     verdicts = []
     for some in programs:
@@ -115,9 +120,26 @@ def _run(resps, docs, program) -> list[list[dict]]:
     return verdicts
 
 
-def code_of(answer: str) -> str:
-    """The first block of Python in an answer; all of it up to the end of a block where none begins."""
-    return answer.split("```python\n", 1)[-1].split("```", 1)[0]
+_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PROGRAM = re.compile(r"^(?:(?:async def|def|class|import) |from [\w.]+ import )", re.MULTILINE)
+
+
+def code_of(answer: str, is_begun: bool = False) -> str:
+    """The first block of Python in an answer; all of it up to the end of a block where none begins.
+
+    Args:
+      answer: of the model.
+      is_begun: whether the answer begins inside a block.
+    """
+    if is_begun and not answer.lstrip().startswith("```"):
+        return answer.split("```", 1)[0]
+    for block in _BLOCK.finditer(answer):
+        language, code = block[1].lower(), block[2]
+        if not language and _PROGRAM.search(answer, 0, block.start()):
+            break  # the fence ends a block that nothing has begun
+        if language in ("", "py", "python", "python3"):
+            return code
+    return answer.split("```", 1)[0]
 
 
 def count_passed(doc: dict, results: list[list[dict]]) -> dict[str, float]:
