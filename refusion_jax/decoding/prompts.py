@@ -110,7 +110,7 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
     if text is not None:
         text, is_cut = stops.cut(text)
         if is_cut:
-            tokens, reason = _tokens_of(text, tokens, tokenizer), "stop"
+            tokens, reason = tokens_of(text, tokens, tokenizer), "stop"
     return {
         "id": id,
         "text": text,
@@ -122,7 +122,7 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
     }
 
 
-def _tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+def tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     """The shortest prefix of the tokens whose text covers this prefix of their text."""
     low, high = 0, len(tokens)
     while low < high:

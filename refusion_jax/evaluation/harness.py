@@ -24,6 +24,7 @@ from rich.progress import track
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.prompts import tokens_of
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
@@ -226,9 +227,11 @@ class EvaluatedModel(TemplateLM):
         tokens = answer.tokens[: asked.limit]
         text, is_stopped = asked.until.cut(self._tokenizer.decode(tokens))
         reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
+        if is_stopped:  # what was decoded behind the stop string is of no use: nobody is credited with it
+            tokens = tokens_of(text, tokens, self._tokenizer)
         return {
             "text": text,
-            "tokens": len(answer.tokens),  # all that were decoded, also behind a stop string
+            "tokens": len(tokens),
             "forwards": answer.forwards,
             "finish_reason": reason,
             "is_cut": asked.is_cut,
