@@ -18,7 +18,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.training.bits import bits_per_byte
-from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, place
+from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, pick, place
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.workdir import read_config
 
@@ -138,7 +138,57 @@ def test_bits_per_byte_are_those_of_the_likelihood_on_any_devices(objective):
             placed = jax.device_put(nnx.to_pure_dict(params), sharding.sharding(mesh))
             found = bits_per_byte(config, (rows[i] for i in range(21)), Letters(), graphdef, mesh)(placed)
         assert found["eval_bits_per_byte"] == pytest.approx(expected["eval_bits_per_byte"], rel=1e-6)
-        assert ("eval_bits_per_byte_is_bound" in found) == (objective == "llada") == expected["is_bound"]
+        is_bound = expected["eval_bits_per_byte_is_bound"]
+        assert ("eval_bits_per_byte_is_bound" in found) == (objective == "llada") == is_bound
+
+
+@pytest.mark.parametrize("data", [1, 3])
+@pytest.mark.parametrize("changes", [{"batch_size": 32}, {"batch_size": 4096, "accumulation": 64}])
+def test_a_trained_model_is_evaluated_in_batches_for_the_devices_here(data, changes):
+    """Those of its run are for other devices: 32 rows cannot be split over three."""
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": data}, jax.devices()[:data])
+    graphdef, params = nnx.split(tiny_model())
+    model = nnx.merge(graphdef, jax.device_put(params, sharding.sharding(mesh)))
+    config = config_with(**SIZES | changes)
+    found = evaluate_model(config, model, [some_rows(21)])
+    assert config.batch_size == changes["batch_size"]
+    for name, value in by_hand(some_rows(21)).items():
+        assert found[f"eval_loss_{name}"] == pytest.approx(value, abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("limit", [3, 8, 20, None])
+def test_loss_and_bits_are_of_the_same_rows(limit):
+    """And those are what the run's own evaluation takes."""
+    rows, read = some_rows(20), []
+
+    class Watched:
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            read.append(index)
+            return rows[index]
+
+    held_out_bits(tiny_model(), Letters(), Watched(), limit)
+    assert read == [index for _, index in pick(config_with(**{"eval.rows": limit or 0}), [rows])]
+
+
+@pytest.mark.parametrize(
+    ("how", "used"),
+    [
+        ({"method": "refusion"}, {"slot_size": 8, "order": "left_to_right"}),
+        ({"method": "refusion", "slot_size": 4, "draws": 9}, {"slot_size": 4, "order": "left_to_right"}),
+        ({"method": "refusion", "order": "random"}, {"slot_size": 8, "order": "random", "draws": 1, "seed": 0}),
+        ({"method": "ar", "order": "random", "draws": 3, "slot_size": 4, "seed": 5}, {}),
+        ({"method": "llada", "order": "random", "seed": 5}, {"draws": 64, "seed": 5}),
+        ({"method": "llada", "draws": 2, "slot_size": 4}, {"draws": 2, "seed": 0}),
+    ],
+)
+def test_settings_are_reported_that_made_a_difference(how, used):
+    found = held_out_bits(tiny_model(), Letters(), some_rows(1), **how)
+    named = {name: found[name] for name in ("slot_size", "order", "draws", "seed") if name in found}
+    assert named == used
+    assert found["method"] == how["method"]
 
 
 def test_where_the_likelihood_is_not_known_there_are_no_bits():

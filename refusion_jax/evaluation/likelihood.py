@@ -22,6 +22,8 @@ from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import declared
+from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 from refusion_jax.systems.registry import default_system, system_of
 
@@ -94,7 +96,7 @@ def likelihoods(
         raise UserError(f"the likelihood of {system.name} models is not known")
     texts = _checked(model, prompts, continuations, slot_size, order, draws)
     keys = range(len(texts)) if keys is None else keys
-    draws = (draws or _BOUND_DRAWS) if system.is_bound else (draws or 1) if order == "random" else 1
+    draws = _draws(system, order, draws)
     feeds = []
     for number, (prompt, continuation) in enumerate(texts):
         for draw in range(draws if len(continuation) else 0):
@@ -117,32 +119,64 @@ def held_out_bits(
     limit: int | None = None,
     **how: object,
 ) -> dict[str, object]:
-    """Bits per byte of all responses, given their prompts, in the first `limit` rows of a data set.
+    """Bits per byte of all responses, given their prompts, in rows of a data set.
 
     Args:
       model: from `load_model`.
       tokenizer: that made the rows.
       rows: the data set.
-      limit: number of rows; None: all.
+      limit: number of rows, evenly spaced in the set; None: all.
       how: slot_size, order, draws, seed and method of `likelihoods`.
+
+    Returns:
+      eval_bits_per_byte, eval_bits_per_byte_is_bound, what they are made of, and the settings that made a difference;
+      nothing where the rows hold no text.
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
-    some = (rows[index] for index in range(min(len(rows), limit or len(rows))))
-    prompts, responses = documents(some, system.needs_prompt)
+    indices = spread(min(len(rows), limit or len(rows)), len(rows))
+    prompts, responses = documents((rows[index] for index in indices), system.needs_prompt)
+    size = bytes_of(responses, tokenizer)
+    if not size:
+        return {}
     scored = likelihoods(model, prompts, responses, **how)
     nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))
-    size = bytes_of(responses, tokenizer)
     error = sum(s.error**2 for s in scored) ** 0.5
     return {
         "eval_bits_per_byte": -nats / size / math.log(2),
-        "is_bound": scored[0].is_bound,
+        "eval_bits_per_byte_is_bound": scored[0].is_bound,
         "eval_bits_per_byte_error": error / size / math.log(2),
         "eval_nats_per_token": -nats / tokens,
         "documents": len(scored),
         "tokens": tokens,
         "bytes": size,
-        **how,
+        **_used(system, **how),
     }
+
+
+def _has_slots(system: System) -> bool:
+    return any("slot_size" in declared(decoder.settings) for decoder in system.decoders.values())
+
+
+def _draws(system: System, order: str | Sequence[int], draws: int) -> int:
+    """How many draws a likelihood is the mean over."""
+    if system.is_bound:
+        return draws or _BOUND_DRAWS
+    return (draws or 1) if order == "random" and _has_slots(system) else 1
+
+
+def _used(
+    system: System, method: str = "", slot_size: int = 8, order: str = "left_to_right", draws: int = 0, seed: int = 0
+) -> dict[str, object]:
+    """Those of the settings of `likelihoods` on which the value depends."""
+    slots = {"slot_size": slot_size, "order": order} if _has_slots(system) else {}
+    is_drawn = system.is_bound or (bool(slots) and order == "random")
+    drawn = {"draws": _draws(system, order, draws), "seed": seed} if is_drawn else {}
+    return {"method": method or next(iter(system.decoders))} | slots | drawn
+
+
+def spread(count: int, of: int) -> list[int]:
+    """Evenly spaced indices of a set: packing puts long documents first, so that its first rows are not typical."""
+    return [number * of // count for number in range(count)]
 
 
 def documents(

@@ -25,6 +25,7 @@ from refusion_jax.data.dataset import prepared_paths, read_rows
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.evaluation.likelihood import spread
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
 from refusion_jax.runtime.distributed import check_same
@@ -36,6 +37,7 @@ from refusion_jax.training.train_step import split_batch
 
 _MOST = 16  # values of a fact for which losses are reported
 _SEED = 0  # the same for every run, for comparison
+_ROWS, _TOKENS = 8, 2**14  # of a forward on each device at most, where no run says
 
 
 class HeldOut:
@@ -144,12 +146,17 @@ def evaluate_model(
 ) -> dict[str, float | None]:
     """The held-out loss of a trained model, as logged in training; None for groups without documents.
 
+    The loss does not depend on the batch size, which is one for the devices here, not that of the run.
+
     Args:
       config: of its run, with the row_length and eval.rows of the sets.
       model: from `load_model`, on one device or a mesh.
       sets: to evaluate on.
     """
     mesh, (graphdef, params) = mesh_of(model), nnx.split(model)
+    config = config.copy_and_resolve_references()
+    rows = max(1, min(_ROWS, _TOKENS // config.row_length))
+    config.update({"batch_size": rows * sharding.shard_count(mesh, "batch"), "accumulation": 1})
     with jax.set_mesh(mesh):
         objective = make_objective(config, model.config.mask_token_id)
         held_out = HeldOut(config, place(config, sets, mesh), graphdef, objective)
@@ -186,8 +193,6 @@ def make_held_out(
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:
     """(set, index) of eval.rows rows, equally many from each set and evenly spaced in it.
 
-    Packing puts long documents first, so that the first rows of a set are not representative.
-
     Raises:
       UserError: where there are none, or hosts have different ones.
     """
@@ -198,7 +203,8 @@ def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple
     if not turns:
         raise UserError(f"--config.eval.path={config.eval.path}: holds no row to evaluate on")
     shares = collections.Counter(number for number, _ in turns)
-    return [(sets[number], i * len(sets[number]) // shares[number]) for number, i in turns]
+    indices = {number: spread(share, len(sets[number])) for number, share in shares.items()}
+    return [(sets[number], indices[number][i]) for number, i in turns]
 
 
 def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:
