@@ -13,9 +13,11 @@ DIR (the --output) will hold results.json (lm_eval's, with `decoding`: tokens_pe
 mean_tokens, forwards, truncated_share), samples_TASK.jsonl (every prompt, answer and score) and journal/: run the same
 command again after it was killed, and no finished sample is decoded again.
 
-With --data, results.json holds `held_out`: the loss and its terms with the noise of training's own evaluations, and
-eval_bits_per_byte: the exact likelihood of all responses, given their prompts, for one order of slots or the mean over
-random ones, in bits per byte of their text.
+With --data, results.json holds `held_out`: the loss and its terms with the noise of training's own evaluations (of a
+model that was trained here), and eval_bits_per_byte: the likelihood of all responses, given their prompts, in bits per
+byte of their text. It is exact for left-to-right models, and for slots in one order or as the mean over random ones.
+For masked diffusion it is a Monte Carlo bound, with eval_bits_per_byte_is_bound and the standard error beside it. Of
+systems whose likelihood is not known there are the losses alone.
 
 How to decode: what a flag --decode.NAME says, or else the request of the task (max_gen_toks, temperature), or else
 `decode` in the metadata of the task's file.
@@ -41,6 +43,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
+from refusion_jax.systems.registry import system_of
 from refusion_jax.training import heldout
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.pretrained import choose_method, load_for, load_model, load_tokenizer
@@ -55,12 +58,15 @@ _OUTPUT = flags.DEFINE_string("output", None, "Directory of the results: made, o
 _INCLUDE = flags.DEFINE_string("include_path", None, "Directory of task files of your own (lm_eval's YAML)")
 _TASK_DATA = flags.DEFINE_string("task_data", None, "Directory with TASK.jsonl, in place of what TASK downloads")
 _LIMIT = flags.DEFINE_integer(
-    "limit", None, "Only the first so many problems of each task, or rows of --data", lower_bound=1
+    "limit",
+    None,
+    "Only the first so many problems of each task, or so many rows, evenly spaced, of --data",
+    lower_bound=1,
 )
 _FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Worked examples before each problem", lower_bound=0)
 _CHAT = flags.DEFINE_bool("chat", None, "Render prompts by the tokenizer's chat template; by default if it has one")
 _THINKING = flags.DEFINE_bool("thinking", False, "With a chat template: answers may begin with thinking (the authors')")
-_EXECUTE = flags.DEFINE_bool("allow_code_execution", False, "Run code that the model writes, shut in")
+_EXECUTE = flags.DEFINE_bool("allow_code_execution", False, "Run code that the model writes, in the sandbox")
 _UNSAFE = flags.DEFINE_bool(
     "unsafe", False, "Run it without namespaces, where the kernel has none: it can read and write whatever you can"
 )
@@ -72,6 +78,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weig
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _SETTINGS = cli.define_settings(all_settings(), "decode", defaults={"max_new_tokens": "the task's, or 256"})
+_OF_SCORING = ("method", "weights", "slot_size", "seed")  # settings of decoding that the likelihood has, too
 
 
 def main() -> None:
@@ -94,22 +101,43 @@ def main() -> None:
 
 
 def measure(checkpoint: epath.Path, data: str) -> dict:
-    """The held-out loss of prepared data, where the model was trained by us, and its bits per byte."""
+    """The held-out loss of prepared data, where the model was trained by us, and its bits per byte, where known."""
     if not is_prepared(data):
         raise UserError(f"--data={data}: is no directory that `prepare` wrote")
+    check_scoring_alone()
     method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
+    is_own = not is_huggingface(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
+    has_likelihood = system_of(method).feed is not None
+    if not (is_own or has_likelihood):
+        raise UserError(
+            f"--data={data}: nothing can be measured on it: {checkpoint} was trained elsewhere, and the likelihood of "
+            f"{system_of(method).name} models is not known"
+        )
     rows = PreparedRows(data)
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
         raise UserError(
             f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
         )
     model = load_model(checkpoint, _DTYPE.value, _mesh(), cli.given(_SETTINGS).get("weights", "same"))
-    losses = {}
-    if not is_huggingface(checkpoint) and (config_file := find_step(checkpoint)[0] / "config.json").exists():
-        config = read_config(config_file.parent)
+    measured = {}
+    if is_own:
+        config = read_config(find_step(checkpoint)[0])
         config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
-        losses = heldout.evaluate_model(config, model, [rows])
-    return losses | held_out_bits(model, tokenizer, rows, _LIMIT.value, method=method, **_scoring())
+        measured |= heldout.evaluate_model(config, model, [rows])
+    if has_likelihood:
+        measured |= held_out_bits(model, tokenizer, rows, _LIMIT.value, method=method, **_scoring())
+    return measured
+
+
+def check_scoring_alone() -> None:
+    """Refuses settings of decoding that scoring a text has no use for.
+
+    Raises:
+      UserError: naming the first.
+    """
+    for name in cli.given(_SETTINGS):
+        if name not in _OF_SCORING:
+            raise UserError(f"--decode.{name}: is of no use with --data, whose text is scored, not decoded")
 
 
 def _method(checkpoint: epath.Path) -> str:

@@ -169,7 +169,7 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.
                     chat_template=lm.apply_chat_template if lm.chat else None,
                 )
                 everything += [[str(argument) for argument in instance.args] for instance in task.instances]
-                lm.check([i for i in task.instances if i.request_type == "generate_until"])
+                lm.check(task.instances)
                 _check_scoring(task)
             except UserError:
                 raise

@@ -34,6 +34,7 @@ from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.registry import system_of
 
 _NEW_TOKENS = 256  # lm_eval's default, where neither flags nor task set it
 _TEXTS = 256  # scored between two writes to the journal
@@ -171,9 +172,18 @@ class EvaluatedModel(TemplateLM):
         """Checks requests before anything is decoded.
 
         Raises:
-          UserError: where answers do not fit into the model's context, or the batch not into memory.
+          UserError: where answers do not fit into the model's context, or the batch not into memory, or where texts are
+            to be scored and the system defines no likelihood.
         """
-        wanted = [self._request(a, number) for number, a in enumerate(self.asked(requests))]
+        system = system_of(self._method)
+        scored = [request for request in requests if request.request_type != "generate_until"]
+        if scored and system.feed is None:
+            raise UserError(
+                f"--tasks={scored[0].task_name}: needs the likelihood of texts, which is not known for {system.name} "
+                f"models: take tasks whose output_type is generate_until"
+            )
+        generated = [request for request in requests if request.request_type == "generate_until"]
+        wanted = [self._request(a, number) for number, a in enumerate(self.asked(generated))]
         check_fits(self.model, wanted)
 
     def _request(self, asked: Asked, number: int) -> Request:
