@@ -208,6 +208,37 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+GROUP = """
+group: both
+task: [sums, others]
+aggregate_metric_list: [{metric: exact_match, filter_list: last, weight_by_size: true}]
+"""
+
+
+@pytest.mark.parametrize("names", [["both"], ["some"], ["sums", "others"]], ids=["group", "tag", "tasks"])
+def test_members_of_a_group_take_their_own_data(tasks, tmp_path, names):
+    directory = tasks(GENERATE.replace("task: sums", "task: sums\ntag: some"), data="/none/here.jsonl")
+    text = (directory / "task.yaml").read_text()
+    (directory / "others.yaml").write_text(text.replace("task: sums", "task: others"))
+    (directory / "group.yaml").write_text(GROUP)
+    (tmp_path / "local").mkdir()
+    plan = benchmark.Plan(names, include_path=directory, task_data=tmp_path / "local")
+    with pytest.raises(UserError, match=f"--tasks={names[0]}: it cannot be loaded: .* DIR/(TASK|sums).jsonl"):
+        benchmark.load_tasks(plan)
+    for name in ("sums", "others"):
+        (tmp_path / "local" / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "#### 1"}))
+    loaded = {task.config.task: list(task.test_docs()) for task in benchmark.load_tasks(plan)}
+    assert loaded == {name: [{"question": name, "answer": "#### 1"}] for name in ("sums", "others")}
+
+
+def test_data_that_no_task_reads_is_refused(tasks, tmp_path):
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "summs.jsonl").write_text("{}")
+    plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE), task_data=tmp_path / "local")
+    with pytest.raises(UserError, match="--task_data=.*: no task here reads a file of it; they read sums.jsonl"):
+        benchmark.load_tasks(plan)
+
+
 def test_a_filter_that_does_not_end_is_ended_and_named(loaded, tasks, tmp_path, monkeypatch):
     """It tries all ways to spread the characters of an answer over 1,600 places; what was decoded is kept."""
     monkeypatch.setattr(benchmark, "_FILTER_SECONDS", 0.5)

@@ -17,6 +17,7 @@ import lm_eval.api.model
 import lm_eval.api.task
 import lm_eval.utils
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
 
 from refusion_jax.data.templates import TemplateError, Templates
@@ -98,6 +99,9 @@ def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
             f"{plan.flags}include_path={plan.include_path}: cannot be searched for tasks: {_reason(error)}"
         ) from error
     tasks = [task for name in plan.tasks for task in _load(manager, name, plan)]
+    if plan.task_data and not any(_local_file(task.config.task, plan) for task in tasks):
+        needed = ", ".join(f"{task.config.task}.jsonl" for task in tasks[:3])
+        raise UserError(f"{plan.flags}task_data={plan.task_data}: no task here reads a file of it; they read {needed}")
     for task in tasks:
         _check(task, plan)
         task.apply_filters = functools.partial(_filter, task.apply_filters, task, plan)
@@ -110,20 +114,34 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> list[lm_eval.api.task.
         other = f"{plan.flags}include_path=DIR names a directory of task files"
         hint = f"did you mean {' or '.join(close)}?" if close else other
         raise UserError(f"{plan.flags}tasks={name}: no such task; {hint}")
-    file, spec = plan.task_data and (plan.task_data / f"{name}.jsonl").absolute(), name
     try:
-        if file and file.exists():
-            local = {"dataset_path": "json", "dataset_name": None, "custom_dataset": None}
-            local |= {"dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
-            spec = load_yaml(manager.task_index[name].yaml_path) | local
-        return list(manager.load([spec])["tasks"].values())
+        _read_locally(manager, plan)
+        return list(manager.load([name])["tasks"].values())
     except TemplateError as error:
         raise UserError(f"{plan.flags}tasks={name}: {error}") from error
     except (Exception, SystemExit) as error:  # datasets, the hub and task files raise whatever they like
+        file = f"DIR/{name if name in manager.all_subtasks else 'TASK'}.jsonl"
         raise UserError(
             f"{plan.flags}tasks={name}: it cannot be loaded: {_reason(error)}; if its data cannot be "
-            f"downloaded here, put it into DIR/{name}.jsonl and give {plan.flags}task_data=DIR"
+            f"downloaded here, put it into {file} and give {plan.flags}task_data=DIR"
         ) from error
+
+
+def _read_locally(manager: TaskManager, plan: Plan) -> None:
+    """Has the manager load tasks with the user's data, by themselves or as members of a group."""
+    for name in (path.stem for path in plan.task_data.glob("*.jsonl")) if plan.task_data else ():
+        entry = manager.task_index.get(name)
+        if entry and entry.kind == Kind.TASK and entry.yaml_path:
+            local = {"dataset_path": "json", "dataset_name": None, "custom_dataset": None}
+            local |= {"dataset_kwargs": {"data_files": {"test": str(_local_file(name, plan))}}, "test_split": "test"}
+            config = load_yaml(entry.yaml_path) | local
+            manager.task_index[name] = dataclasses.replace(entry, yaml_path=None, cfg=config)
+
+
+def _local_file(task: str, plan: Plan) -> Path | None:
+    """The file with the data of a task, if there is one."""
+    file = plan.task_data and (plan.task_data / f"{task}.jsonl").absolute()
+    return file if file and file.exists() else None
 
 
 def _check(task: lm_eval.api.task.Task, plan: Plan) -> None:
