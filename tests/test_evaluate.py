@@ -231,6 +231,23 @@ def test_members_of_a_group_take_their_own_data(tasks, tmp_path, names):
     assert loaded == {name: [{"question": name, "answer": "#### 1"}] for name in ("sums", "others")}
 
 
+def test_the_score_of_a_group_is_in_the_results(loaded, tasks, tmp_path):
+    """Of "others" half as many problems are asked, so that it counts half as much."""
+    directory = tasks(GENERATE)
+    text = (directory / "task.yaml").read_text().replace("data.jsonl", "few.jsonl")
+    (directory / "others.yaml").write_text(text.replace("task: sums", "task: others"))
+    (directory / "group.yaml").write_text(GROUP)
+    (tmp_path / "few.jsonl").write_text("".join((tmp_path / "data.jsonl").read_text().splitlines(keepends=True)[20:]))
+    lm = EvaluatedModel(*loaded, name="tiny", method="refusion", flags={"batch_size": 8})
+    for names in (["both"], ["others", "both"]):
+        plan = benchmark.Plan(names, include_path=directory)
+        found = benchmark.run_tasks(lm, plan, benchmark.load_tasks(plan))
+        scores = {name: values["exact_match,last"] for name, values in found["results"].items()}
+        assert scores["both"] == pytest.approx((2 * scores["sums"] + scores["others"]) / 3)
+        assert found["groups"]["both"]["exact_match,last"] == scores["both"]
+        assert set(found["samples"]) == set(found["decoding"]["tasks"]) == {"sums", "others"}
+
+
 def test_data_that_no_task_reads_is_refused(tasks, tmp_path):
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "summs.jsonl").write_text("{}")

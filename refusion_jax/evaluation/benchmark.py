@@ -16,6 +16,7 @@ import lm_eval
 import lm_eval.api.model
 import lm_eval.api.task
 import lm_eval.utils
+from lm_eval.api.group import Group
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
@@ -75,7 +76,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(said)[:300]}"
 
 
-def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
+class Tasks(list[lm_eval.api.task.Task]):
+    """Tasks, each once, and the groups that combine their scores."""
+
+    def __init__(self, loaded: Sequence[tuple[list[lm_eval.api.task.Task], Group | None]]):
+        by_name, self.groups = {}, []
+        for tasks, group in sorted(loaded, key=lambda some: some[1] is None):  # groups first, with tasks of their own
+            own = {task.config.task: task for task in tasks}
+            if group and not own.keys() & by_name.keys():  # lm_eval refuses groups that share a task
+                self.groups.append(group)
+            by_name = by_name | own | by_name  # the first of two
+        super().__init__(by_name.values())
+
+
+def load_tasks(plan: Plan) -> Tasks:
     """The tasks, with their data.
 
     Raises:
@@ -98,7 +112,7 @@ def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
         raise UserError(
             f"{plan.flags}include_path={plan.include_path}: cannot be searched for tasks: {_reason(error)}"
         ) from error
-    tasks = [task for name in plan.tasks for task in _load(manager, name, plan)]
+    tasks = Tasks([_load(manager, name, plan) for name in plan.tasks])
     if plan.task_data and not any(_local_file(task.config.task, plan) for task in tasks):
         needed = ", ".join(f"{task.config.task}.jsonl" for task in tasks[:3])
         raise UserError(f"{plan.flags}task_data={plan.task_data}: no task here reads a file of it; they read {needed}")
@@ -108,7 +122,7 @@ def load_tasks(plan: Plan) -> list[lm_eval.api.task.Task]:
     return tasks
 
 
-def _load(manager: TaskManager, name: str, plan: Plan) -> list[lm_eval.api.task.Task]:
+def _load(manager: TaskManager, name: str, plan: Plan) -> tuple[list[lm_eval.api.task.Task], Group | None]:
     if name not in manager.all_tasks:
         close = difflib.get_close_matches(name, manager.all_tasks, n=3)
         other = f"{plan.flags}include_path=DIR names a directory of task files"
@@ -116,7 +130,8 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> list[lm_eval.api.task.
         raise UserError(f"{plan.flags}tasks={name}: no such task; {hint}")
     try:
         _read_locally(manager, plan)
-        return list(manager.load([name])["tasks"].values())
+        loaded = manager.load([name])
+        return list(loaded["tasks"].values()), loaded["groups"].get(name)
     except TemplateError as error:
         raise UserError(f"{plan.flags}tasks={name}: {error}") from error
     except (Exception, SystemExit) as error:  # datasets, the hub and task files raise whatever they like
@@ -250,7 +265,7 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]
     with _executing(tasks, plan):
         results = lm_eval.simple_evaluate(
             model=lm,
-            tasks=list(tasks),
+            tasks=_with_groups(tasks),
             limit=plan.limit,
             num_fewshot=plan.num_fewshot,
             apply_chat_template=lm.chat,
@@ -273,6 +288,13 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]
     packages = ("lm_eval", "datasets", "jax", "refusion-jax")
     results["packages"] = {package: importlib.metadata.version(package) for package in packages}
     return results
+
+
+def _with_groups(tasks: list[lm_eval.api.task.Task]) -> list[lm_eval.api.task.Task | Group]:
+    """What lm_eval is to run: the groups, whose scores it then combines, and the tasks that are in none."""
+    groups = getattr(tasks, "groups", [])
+    inside = {task.config.task for group in groups for task in group.get_all_tasks()}
+    return [*groups, *(task for task in tasks if task.config.task not in inside)]
 
 
 def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[str]]:
