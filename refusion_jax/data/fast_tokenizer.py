@@ -219,11 +219,14 @@ def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
-    """The first id that two tokenizers both have, and that is another text to each; None if there is none."""
+    """The first id that two tokenizers both have, and that is another text to each; None if there is none.
+
+    Mask tokens may differ: whoever adapts a model chooses one.
+    """
     if one.files == other.files:
         return None
-    ids = range(min(one.size, other.size))
-    return next((token for token in ids if one.decode([token]) != other.decode([token])), None)
+    ids = set(range(min(one.size, other.size))) - {one.mask_id, other.mask_id}
+    return next((token for token in sorted(ids) if one.decode([token]) != other.decode([token])), None)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
