@@ -308,7 +308,7 @@ def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):
         checkpoints.wait()
         full_disk(1)
         checkpoints.save(2, make_state(2), {"next_row": 16})
-        with pytest.raises(UserError, match=r"2 saves in a row have failed, .* \(from step 1\)") as stopped:
+        with pytest.raises(Failure, match=r"2 saves in a row have failed, .* \(from step 1\)") as stopped:
             checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
         full_disk(-1)
     assert "\n" not in str(stopped.value)

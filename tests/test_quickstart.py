@@ -28,12 +28,14 @@ def launch(workdir, *flags: str) -> str:
     return done.stdout
 
 
-# An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0. What
-# has learned nothing answers nothing, and does not write two tokens a forward.
+# An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0, at 1.95
+# tokens a forward, counted to the end of each answer. What has learned nothing answers nothing.
 @pytest.mark.parametrize(
-    ("steps", "least"), [(300, 0.1), pytest.param(2400, 0.9, marks=pytest.mark.slow)], ids=["eighth", "whole"]
+    ("steps", "least", "tokens"),
+    [(300, 0.1, 1.8), pytest.param(2400, 0.9, 4.0, marks=pytest.mark.slow)],
+    ids=["eighth", "whole"],
 )
-def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, least):
+def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, least, tokens):
     out = launch(workdir / str(steps), f"--config.steps={steps}")
     report = json.loads((workdir / str(steps) / "report.json").read_text())
     for method in ("refusion", "sequential"):
@@ -42,7 +44,7 @@ def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(w
     assert report["problems"] == 200
     assert report["refusion"]["accuracy"] >= least
     assert report["sequential"]["accuracy"] >= least
-    assert report["refusion"]["tokens_per_forward"] > 2
+    assert report["refusion"]["tokens_per_forward"] > tokens
     assert report["sequential"]["tokens_per_forward"] == 1
     assert report["parameters"] > 500_000
     assert 0 < report["train_seconds"] < report["seconds_total"]

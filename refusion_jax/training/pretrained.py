@@ -107,14 +107,8 @@ def load_tokenizer(path: epath.PathLike) -> Tokenizer:
 
 
 def find_own_tokenizer(path: epath.Path) -> epath.Path | None:
-    """The file of the tokenizer of a run or model, if it has one.
-
-    Raises:
-      UserError: where there is no model.
-    """
-    if not path.is_dir():
-        raise UserError(f"--config.init_from={path} is no directory")
-    return find_tokenizer_file(_tokenizer_place(path))
+    """The file of the tokenizer of a run or model, if there is one."""
+    return find_tokenizer_file(_tokenizer_place(path)) if path.is_dir() else None
 
 
 def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -123,6 +117,8 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
     Raises:
       UserError: naming the key, its value, and the value it should have.
     """
+    if not path.is_dir():
+        raise UserError(f"--config.init_from={path} is no directory")
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:
         raise UserError(
