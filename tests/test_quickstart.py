@@ -28,8 +28,8 @@ def launch(workdir, *flags: str) -> str:
     return done.stdout
 
 
-# An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0, at 1.95
-# tokens a forward, counted to the end of each answer. What has learned nothing answers nothing.
+# An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0, at
+# 1.95 tokens a forward, counted to the end of each answer. What has learned nothing answers nothing.
 @pytest.mark.parametrize(
     ("steps", "least", "tokens"),
     [(300, 0.1, 1.8), pytest.param(2400, 0.9, 4.0, marks=pytest.mark.slow)],
