@@ -76,6 +76,16 @@ def test_rows_of_a_batch_share_forwards_and_say_what_they_would_have_said():
     assert sum(one.times for one in recording.forwards) < recording.row_forwards
 
 
+def test_a_decoder_of_whole_texts_feeds_each_texts_own_length():
+    recording, answers = recorded("conv", 1)
+    check(recording, answers)
+    expected = collections.Counter()
+    for i, answer in answers.items():
+        expected[len(PROMPTS[i]) + NEW, 0] += answer.forwards
+    assert len(expected) > 1
+    assert fed(recording) == expected
+
+
 def test_a_decoder_that_feeds_whole_texts_and_then_blocks_says_which():
     recording, answers = recorded("fast_dllm", 1, threshold=1.0)
     check(recording, answers)
