@@ -6,6 +6,7 @@ import re
 import signal
 import time
 
+import numpy as np
 import pytest
 from conftest import ROOT, run, start
 from test_config import load
@@ -16,10 +17,12 @@ from refusion_jax.benchmarks.headline.plan import (
     BUDGETS,
     Plan,
     adapted_run,
+    first_rates,
     held_out,
+    next_rate,
     operating_points,
     studies,
-    trial_runs,
+    trial_run,
     whole_run,
 )
 from refusion_jax.data import families
@@ -52,10 +55,32 @@ def test_every_family_is_asked_for_and_none_of_it_is_trained_on(budget):
 
 
 def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
-    config = CONFIGS("small")
-    rates = [trial.changes["learning_rate"] for trial in trial_runs("ar", BUDGETS["small"], config, "c.py")]
+    config, budget = CONFIGS("small"), BUDGETS["small"]
+    rates = first_rates(budget, config)
     assert rates == [multiple * config.learning_rate for multiple in (0.5, 1, 2, 4)]
-    assert not trial_runs("ar", BUDGETS["tiny"], CONFIGS("tiny"), "c.py")
+    assert not first_rates(BUDGETS["tiny"], CONFIGS("tiny"))
+    run = trial_run("ar", rates[0], budget, config, "c.py")
+    assert run.changes["learning_rate"] == rates[0]
+    assert run.changes["steps"] * budget.sweep == config.steps
+
+
+@pytest.mark.parametrize(("best", "tried"), [(3e-3, []), (9e-3, [0.016]), (0.03, [0.016, 0.032, 0.064]), (1e-5, 3)])
+def test_the_best_learning_rate_is_looked_for_until_it_lies_between_worse_ones(best, tried):
+    budget, config = BUDGETS["small"], CONFIGS("small")
+    losses = {rate: abs(np.log(rate / best)) for rate in first_rates(budget, config)}
+    more = []
+    while rate := next_rate(losses, budget):
+        losses[rate] = abs(np.log(rate / best))
+        more.append(rate)
+    if tried == 3:  # it is below all of them, and the search ends
+        assert more == [0.0005, 0.00025, 0.000125]
+    else:
+        assert more == tried
+        assert min(losses) < min(losses, key=losses.get) < max(losses)
+
+
+def test_where_no_learning_rate_was_tried_none_is_looked_for():
+    assert next_rate({}, BUDGETS["tiny"]) is None
 
 
 def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(tmp_path):
@@ -76,7 +101,7 @@ def test_a_budget_is_made_smaller_by_flags():
     small = BUDGETS["small"]
     assert small.changed(seeds=None, tune=True) == small
     assert small.changed(seeds=1, tune=True).seeds == 1
-    assert not trial_runs("ar", small.changed(seeds=1, tune=False), CONFIGS("small"), "c.py")
+    assert not first_rates(small.changed(seeds=1, tune=False), CONFIGS("small"))
 
 
 def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():

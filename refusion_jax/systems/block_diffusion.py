@@ -152,7 +152,9 @@ class BlockSettings(shared.Settings):
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = {"block_size": trained["block_size"]}
-        return [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
+        whole = own | {"sub_block": trained["block_size"]}
+        points = [own | {"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
+        return points + [whole | {"threshold": threshold} for threshold in (0.9, 0.7)]
 
     def for_model(self, model: ModelConfig) -> Self:
         """With the block size of training as the default."""

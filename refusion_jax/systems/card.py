@@ -145,7 +145,8 @@ class PassSettings(shared.Settings):
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)]
+        short = [{"draft_length": 8, "threshold": threshold} for threshold in (0.9, 0.7)]
+        return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)] + short
 
 
 @jax.tree_util.register_dataclass

@@ -132,7 +132,9 @@ class WindowSettings(shared.Settings):
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"entropy_threshold": threshold} for threshold in (0.2, 0.4, 0.8, 1.6)]
+        whole = [{"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4, 0.8, 1.6)]
+        narrow = {"window": 8}  # feeds half the places
+        return whole + [narrow | {"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4)]
 
 
 @jax.tree_util.register_dataclass

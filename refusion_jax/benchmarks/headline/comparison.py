@@ -26,11 +26,13 @@ from refusion_jax.benchmarks.headline.plan import (
     Point,
     Run,
     adapted_run,
+    first_rates,
     held_out,
+    next_rate,
     operating_points,
     studies,
     text_run,
-    trial_runs,
+    trial_run,
     whole_run,
 )
 from refusion_jax.benchmarks.headline.runs import commit, train
@@ -133,18 +135,20 @@ class Comparison:
 
     def _trials(self, system: str) -> list[dict[str, Any]]:
         """The outcome of each learning rate that is tried."""
-        return [
-            self._piece("try", f"try {run.name}", lambda run=run: self._train(run))
-            for run in trial_runs(system, self._budget, self._config, self._file)
-        ]
+        found = [self._try(system, rate) for rate in first_rates(self._budget, self._config)]
+        while rate := next_rate({trial["learning_rate"]: _final_loss(trial) for trial in found}, self._budget):
+            self._left["try"] += 1
+            self._total += 1
+            found.append(self._try(system, rate))
+        return found
+
+    def _try(self, system: str, rate: float) -> dict[str, Any]:
+        run = trial_run(system, rate, self._budget, self._config, self._file)
+        return self._piece("try", f"try {run.name}", lambda: self._train(run))
 
     def _best(self, trials: list[dict[str, Any]]) -> float:
         """The learning rate with the lowest final held-out loss; the config's where none was tried."""
-
-        def loss(trial: dict[str, Any]) -> float:
-            return trial["losses"][-1].get("eval_loss", math.inf)  # it is missing where it was not finite
-
-        return min(trials, key=loss)["learning_rate"] if trials else self._config.learning_rate
+        return min(trials, key=_final_loss)["learning_rate"] if trials else self._config.learning_rate
 
     def _train(self, run: Run) -> dict[str, Any]:
         record = {"system": run.system, "seed": run.seed, "name": run.name, "command": run.command(self._directory)}
@@ -264,6 +268,11 @@ class Comparison:
             f"{'at least ' * unknown}{left / 60:.0f} min left  {key}{_outcome(record)}"
         )
         return record
+
+
+def _final_loss(trial: dict[str, Any]) -> float:
+    """The held-out loss at the end."""
+    return trial["losses"][-1].get("eval_loss", math.inf)  # it is missing where it was not finite
 
 
 def _outcome(record: dict[str, Any]) -> str:

@@ -56,8 +56,11 @@ def sweep(results: dict[str, Any]) -> list[str]:
     for trial in results["sweep"]:
         loss = trial["losses"][-1].get("eval_loss", float("nan"))
         rows.append(f"| {trial['system']} | {trial['learning_rate']:g} | {loss:.4f} |")
-    why = "Short runs, one a rate; the least held-out loss decides. Losses of different systems do not compare."
-    return ["### Learning rates", why, "\n".join(rows)]
+    why = (
+        "Short runs, one a rate; the least held-out loss decides. Where the highest or the lowest rate is best, "
+        "the search goes on. Losses of different systems do not compare."
+    )
+    return ["### Learning rates", textwrap.fill(why, WIDTH), "\n".join(rows)]
 
 
 def studies(results: dict[str, Any]) -> list[str]:

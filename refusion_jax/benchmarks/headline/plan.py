@@ -20,6 +20,7 @@ from refusion_jax.systems.api import DecodeSettings
 from refusion_jax.systems.registry import decoders_for, find_decoder, systems
 
 BATCH_SIZES = (1, 16)
+_FURTHER_RATES = 3  # that are tried at most, beyond the first ones, to find the best one between worse ones
 _NEW_PROBLEMS = 1000  # is added to the seed of an adapted run: its problems are not those of the run it goes on from
 
 
@@ -121,12 +122,32 @@ class Run:
         return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
 
 
-def trial_runs(system: str, budget: Budget, config: ml_collections.ConfigDict, file: str) -> list[Run]:
-    """Short runs, one for each learning rate to try, with the whole schedule of warmup and decay."""
+def first_rates(budget: Budget, config: ml_collections.ConfigDict) -> list[float]:
+    """The learning rates that are tried for every system."""
+    return [multiple * config.learning_rate for multiple in budget.rates]
+
+
+def next_rate(losses: Mapping[float, float], budget: Budget) -> float | None:
+    """The learning rate to try next: twice the highest or half the lowest, where that one is the best so far.
+
+    Args:
+      losses: the held-out loss of each learning rate that was tried.
+      budget: of the comparison.
+
+    Returns:
+      None where the best one lies between others, or where enough were tried.
+    """
+    if not losses or len(losses) >= len(budget.rates) + _FURTHER_RATES:
+        return None
+    best = min(losses, key=losses.get)
+    return {max(losses): 2 * best, min(losses): best / 2}.get(best)
+
+
+def trial_run(system: str, rate: float, budget: Budget, config: ml_collections.ConfigDict, file: str) -> Run:
+    """A short run that tries a learning rate, with the whole schedule of warmup and decay."""
     steps = max(1, config.steps // budget.sweep)
     shorter = {"steps": steps, "warmup_steps": min(config.warmup_steps, max(1, steps // 4)), "eval.every": steps}
-    rates = [multiple * config.learning_rate for multiple in budget.rates]
-    return [Run(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, file) for rate in rates]
+    return Run(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, file)
 
 
 def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
