@@ -44,3 +44,17 @@ def test_any_system_s_row_can_be_looked_at(objective, trained_run):
     assert ("document 2 of 2: left out by this system" in out) == (objective == "llada")  # it is padding now
     _, err = run("inspect_data", *flags, "--place=8", code=2)
     assert "--place=8: a batch holds rows 0 to 7" in err
+
+
+def test_shuffled_documents_are_shown_beside_their_own_text(trained_run):
+    """`block_diffusion` shuffles the documents of a row, and feeds each of them without masks as well, in the end."""
+    flags = [flag for flag in TINY_RUN if "steps" not in flag]
+    flags += [f"--workdir={trained_run}", "--config.objective=block_diffusion"]
+    moved = 0
+    for place in range(4):
+        lines = run("inspect_data", *flags, f"--place={place}")[0].splitlines()
+        texts, given = ([line[7:] for line in lines if line.startswith(word)] for word in ("text ", "given "))
+        assert len(texts) == len(given)
+        assert all(own.endswith(text) for text, own in zip(texts, given, strict=True)), lines
+        moved += len(texts) > 1
+    assert moved

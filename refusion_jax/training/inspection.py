@@ -47,10 +47,10 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
       labels: whether to list the labels, one a line.
     """
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
-    documents = int(rows.segment_ids.max())
+    documents, numbers = int(rows.segment_ids.max()), _numbers(rows, batch, tokenizer.mask_id)
     for document in range(1, documents + 1):
         text = np.flatnonzero(rows.segment_ids == document)
-        given = np.flatnonzero(batch.visibility.segment_ids == document)
+        given = np.flatnonzero(batch.visibility.segment_ids == numbers.get(document))
         prompt = int(np.sum(~rows.is_response[text]))
         if not len(given):
             console.print(f"document {document} of {documents}: left out by this system", style="bold", highlight=False)
@@ -76,6 +76,23 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
             console.print(_label_table(tokenizer, batch, given, kinds))
     padding = int(np.sum(rows.segment_ids == 0))
     console.print(f"padding: {padding} of {len(rows.segment_ids)} positions", highlight=False)
+
+
+def _numbers(rows: Rows, batch: Batch, mask_id: int) -> dict[int, int]:
+    """The number of each document in the batch: a system may shuffle the documents of a row and leave some out.
+
+    They are told by the tokens that are given. Behind its end a document may be padded with its last token.
+    """
+    found = {}
+    for number in np.unique(batch.visibility.segment_ids[batch.visibility.segment_ids > 0]).tolist():
+        known = np.flatnonzero((batch.visibility.segment_ids == number) & (batch.inputs != mask_id))
+        left = set(range(1, int(rows.segment_ids.max()) + 1)) - found.keys()
+        for document in sorted(left, key=lambda document: document != number):
+            text = rows.tokens[rows.segment_ids == document]
+            if np.array_equal(text[np.minimum(batch.positions[known], len(text) - 1)], batch.inputs[known]):
+                found[document] = number
+                break
+    return found
 
 
 def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, positions: np.ndarray) -> Text:
