@@ -5,5 +5,6 @@ set -euo pipefail
 source "$(dirname "$0")/install.sh" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# Two files at a time: most tests wait for a compiler that uses one core.
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Two files at a time: most tests wait for a compiler that uses one core. A worker that dies is not replaced: pytest-xdist
+# then hands out its finished files again, and waits for ever at the end.
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

@@ -4,6 +4,7 @@ import concurrent.futures
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -30,6 +31,54 @@ def test_all_that_come_go_on_and_leave_the_port_to_jax():
         pass
     for peers in found:
         peers.leave()
+
+
+def test_the_first_that_has_left_calls_nobody_lost_who_leaves_behind_it():
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = pool.submit(roll_call, f"localhost:{port}", 3, 0, 20)
+        others = [connect(port) for _ in range(2)]
+        for index, other in enumerate(others, 1):
+            other.sendall(f"here {index}\n".encode())
+        first.result().leave()
+    leaver, stayer = others
+    leaver.close()
+    stayer.shutdown(socket.SHUT_WR)
+    with stayer, stayer.makefile() as said:
+        assert said.read() == "go\nbye\n"
+
+
+def connect(port):
+    """A connection, as soon as somebody listens."""
+    for _ in range(200):
+        try:
+            return socket.create_connection(("localhost", port), timeout=20)
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise AssertionError(f"nobody listens on {port}")
+
+
+LEAVER = """
+import sys, threading
+from refusion_jax.runtime.peers import roll_call
+peers = roll_call(sys.argv[1], 3, 2, 60)
+for thread in threading.enumerate():
+    if thread.name == "peers":
+        thread.join()  # until all is heard
+peers.leave()
+"""
+
+
+def test_nothing_is_believed_of_a_first_that_has_said_good_bye():
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+        process = subprocess.Popen([sys.executable, "-c", LEAVER, address], stderr=subprocess.PIPE, text=True)
+        connection, _ = server.accept()
+    with connection:
+        connection.sendall(b"go\n")
+        connection.sendall(b"bye\nlost 1\n")
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
 
 
 def test_who_does_not_come_is_named_by_everybody():

@@ -82,6 +82,8 @@ class Peers:
         self._heard[peer] = time.monotonic()
         *lines, self._unread[peer] = (self._unread[peer] + received).split(b"\n")
         for line in lines:
+            if peer in self._gone:
+                return
             word, _, number = line.decode().partition(" ")
             if word == "bye":
                 self._gone.add(peer)
@@ -101,8 +103,10 @@ class Peers:
         self._end(code, f"process {peer} ended with an error, which it says itself", _GRACE_SECONDS)
 
     def _lose(self, peer: int) -> None:
+        self._gone.add(peer)
+        if self._leaving:  # to whom the others close their connections without a word
+            return
         if self._index == 0:
-            self._gone.add(peer)
             self._tell(f"lost {peer}")
         self._end(EXIT_CODE, f"process {peer} was lost; start the same command again")
 
