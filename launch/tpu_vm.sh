@@ -171,16 +171,14 @@ setup() {
 }
 
 watch() { # until the run is complete or fails by itself
-  local code silent=0
+  local code said silent=0
   while :; do
     on_all wait
     code=$?
     if ((code != 0 && code != 2 && code != 75 && code != 254 && code != 255)); then
-      on_all lost # the others fail, each in its way, where one machine is lost
-      case $? in
-        254) code=254 ;;
-        255) code=255 ;;
-      esac
+      on_all lost # the others fail, each in its way, where one machine is lost or one process leaves
+      said=$?
+      case $said in 75 | 254 | 255) code=$said ;; esac
     fi
     case $code in
       75) echo "$name was interrupted, and goes on from its newest checkpoint" ;;

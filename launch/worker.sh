@@ -3,7 +3,7 @@
 #   install        into .venv, with TPU support
 #   start FLAGS    `train FLAGS` in the background; one that is still running is killed first
 #   wait           until it ends: its exit code, or 254 if it is gone without one (the machine was restarted)
-#   lost           254 if it is gone without an exit code, else 0
+#   lost           75 if it is to be started again, 254 if it was killed or is gone without an exit code, else 0
 #   stop           as a preemption does: one checkpoint, then the end
 #   logs           what it prints, from its last 100 lines on
 set -uo pipefail
@@ -50,8 +50,11 @@ case ${1:-} in
     exit 254
     ;;
   lost)
-    if is_running || [ -s train.exit ]; then exit 0; fi
-    exit 254
+    if is_running; then exit 0; fi
+    case $(cat train.exit 2>/dev/null) in
+      75) exit 75 ;;
+      137 | '') exit 254 ;;
+    esac
     ;;
   stop)
     if is_running; then kill -TERM "$(cat train.pid)"; fi

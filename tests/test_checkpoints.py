@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import tiny_config
+from etils import epath
 from flax import nnx
 
 from refusion_jax import UserError
@@ -349,6 +350,39 @@ def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, ca
         (tmp_path / "away").rename(tmp_path / "checkpoints")
         checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
     assert saved_steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("broken", ["write_unlisted", "saved_steps", "remove_step"])
+def test_a_store_that_fails_behind_a_whole_save_costs_a_warning(tmp_path, caplog, monkeypatch, broken):
+    """Errors of stores are none of the system's, and no reason to end a run: the checkpoint is there."""
+
+    def fail(*_):
+        raise RuntimeError("backend error, 503")
+
+    with Checkpoints(tmp_path, 1, verify=broken == "write_unlisted") as checkpoints:
+        checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)
+        with monkeypatch.context() as patched:
+            checkpoints.save(2, make_state(2), {"next_row": 16})
+            checkpoints._checkpointer.wait_until_finished()  # whose own lists are written by then
+            patched.setattr(checksums if broken == "write_unlisted" else checkpoints_module, broken, fail)
+            checkpoints.wait()
+        assert caplog.text.count("backend error, 503") == 1
+        checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
+    assert saved_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(("error", "raised"), [(OSError("403"), Failure), (PermissionError("no"), UserError)])
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch, error, raised):
+    """A run that took it for one would begin again at step 0, and write over its log."""
+    save(tmp_path, 1)
+
+    def fail(_):
+        raise error
+
+    with Checkpoints(tmp_path, 1) as checkpoints, monkeypatch.context() as patched:
+        patched.setattr(type(epath.Path(tmp_path)), "iterdir", fail)
+        with pytest.raises(raised, match="checkpoints cannot be read: "):
+            checkpoints.restore(target(make_state(0)))
 
 
 def test_no_process_begins_a_save_where_another_cannot_write(tmp_path, caplog, monkeypatch):

@@ -47,6 +47,15 @@ def until(process: subprocess.Popen, happened, seconds: float = 400) -> None:
         time.sleep(0.02)
 
 
+def ended(process: subprocess.Popen) -> tuple[str, str]:
+    """What a run has printed, once it has ended; where it hangs, nothing of it is left beside other tests."""
+    try:
+        return process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def workers(launcher: subprocess.Popen) -> list[int]:
     """The training processes that local_hosts.sh has started, in order."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -79,9 +88,9 @@ def test_two_processes_see_the_rows_and_the_noise_of_one():
     env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2"}
     env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK_COMPILE}"}
     line = [sys.executable, "tests/rows_probe.py"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     both = [subprocess.Popen(line, cwd=ROOT, env=env | {"JAX_PROCESS_ID": str(i)}, **pipes) for i in range(2)]
-    (out, err), _ = [process.communicate() for process in both]
+    (out, err), _ = map(ended, both)
     assert both[0].returncode == 0, err
     found = json.loads(out.strip().splitlines()[-1])
     assert found["processes"] == 2
@@ -93,13 +102,13 @@ def test_two_processes_see_the_rows_and_the_noise_of_one():
 def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one(tmp_path, one_process):
     """SIGTERM on one host: both save the same step, once, and leave with 75, on which they are started again."""
     process = start_hosts(2, *FLAGS, f"--workdir={tmp_path}", RESTARTS="1")
-    until(process, lambda: len(read_metrics(tmp_path)) > 4)
+    until(process, lambda: len(read_metrics(tmp_path)) > 1)
     os.kill(workers(process)[1], signal.SIGTERM)  # not the one that writes
-    out, err = process.communicate()
+    out, err = ended(process)
     assert process.returncode == 0, out + err
     assert "starting again after exit code 75 (1 of 1)" in out
     step, last = saved_steps(tmp_path)
-    assert 4 < step < last == 20, "too late to show anything"
+    assert 1 < step < last == 20, "too late to show anything"
     assert f"interrupted: saved step {step} of 20" in out
     assert f"step {step} of 20" in out.split("starting again")[1]
     assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted", "complete"]
@@ -141,7 +150,7 @@ def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path,
     until(process, lambda: saved_steps(tmp_path))
     first = workers(process)
     os.kill(first[2], signal.SIGKILL)
-    out, err = process.communicate()
+    out, err = ended(process)
     assert process.returncode == 0, out + err
     assert "starting again after exit code 137 (1 of 1)" in out
     assert not any(Path(f"/proc/{pid}").exists() for pid in first)
@@ -156,11 +165,11 @@ def test_one_host_then_four_then_two_keep_the_rows_and_the_losses_of_one(tmp_pat
         process = start_hosts(hosts, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
         until(process, lambda steps=steps: len(read_metrics(tmp_path)) > steps, 400)
         os.kill(workers(process)[-1], signal.SIGTERM)
-        out, err = process.communicate()
+        out, err = ended(process)
         assert process.returncode == 75, out + err
         assert saved_steps(tmp_path)[-1] < 20, "too late to show anything"
     process = start_hosts(2, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
-    out, err = process.communicate()
+    out, err = ended(process)
     assert process.returncode == 0, out + err
     assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
     assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 21))
@@ -189,7 +198,7 @@ def test_two_processes_score_tasks_as_one(tmp_path, monkeypatch):
     flags += ["--config.eval.tasks_every=3", "--config.eval.decode=batch_size=8 slot_size=4"]
     run("train", *flags, f"--workdir={tmp_path}/one", devices=8)
     process = start_hosts(2, *flags, f"--workdir={tmp_path}/two")
-    out, err = process.communicate()
+    out, err = ended(process)
     assert process.returncode == 0, out + err
     one, two = (
         [{k: v for k, v in r.items() if k.startswith("eval_sums_")} for r in read_metrics(tmp_path / name)]
@@ -266,7 +275,7 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(stand_in):
 )
 def test_bad_input_is_one_line_and_never_tried_again(tmp_path, flags, said):
     process = start_hosts(2, *TINY_RUN, *flags, f"--workdir={tmp_path / 'new'}", devices=1, RESTARTS="3")
-    out, err = process.communicate()
+    out, err = ended(process)
     assert process.returncode == 2, out + err
     lines = [line for line in err.splitlines() if line.strip()]
     assert len(lines) == 1, err

@@ -244,7 +244,7 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.002)
 
-watcher, before = threading.Thread(target=watch), anonymous()
+watcher, before = threading.Thread(target=watch, daemon=True), anonymous()
 watcher.start()
 params = jax.block_until_ready(huggingface.load_params(path, target))
 running = False
@@ -259,5 +259,6 @@ def test_reading_needs_little_more_memory_than_the_arrays_themselves(tmp_path):
     """Beside them one tensor at a time: below 1.3 of the largest, here the embedding of 128 MiB."""
     path = saved(tmp_path / "theirs", vocab_size=65536, num_tokens=65536, hidden_size=512, intermediate_size=1024)
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    out = subprocess.run([sys.executable, "-c", MEASURE, path], cwd=ROOT, env=env, check=True, capture_output=True)
+    line = [sys.executable, "-c", MEASURE, path]
+    out = subprocess.run(line, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
     assert 0 < float(out.stdout) < 1.3

@@ -119,6 +119,7 @@ def test_a_preempted_tpu_is_created_again_and_the_run_resumed(gcloud):
         (75, 0, [SEEN, STARTED]),  # preempted, and the machines are still there
         (254, 0, [SEEN, STARTED]),  # one was restarted under the run
         (134, 254, [remote("lost"), SEEN, STARTED]),  # the others died of its absence
+        (1, 75, [remote("lost"), SEEN, STARTED]),  # one left since it could not save, and the others for its absence
         (255, 0, [SEEN]),  # only our connection was lost
     ],
 )
@@ -134,6 +135,15 @@ def test_an_error_of_the_run_itself_is_never_tried_again(gcloud, code):
     tpu_vm(gcloud, "run", "tpu", *ASKED, "--", *TRAIN, code=code)
     asked = [remote("lost")] if code == 1 else []
     assert calls(gcloud) == [SEEN, *SET_UP, STARTED, remote("wait"), *asked]
+
+
+@pytest.mark.parametrize(("ended", "said"), [("75", 75), ("137", 254), (None, 254), ("1", 0), ("134", 0), ("0", 0)])
+def test_a_worker_says_whether_it_is_to_be_started_again(tmp_path, ended, said):
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    if ended:
+        (tmp_path / "train.exit").write_text(f"{ended}\n")
+    line = ["bash", str(tmp_path / "launch" / "worker.sh"), "lost"]
+    assert subprocess.run(line, timeout=60).returncode == said
 
 
 def test_what_was_asked_for_is_remembered(gcloud):

@@ -37,7 +37,7 @@ def read_events(workdir) -> list[dict]:
 def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trained_run, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it: the run keeps its programs itself
     process = start("train", *FLAGS, f"--workdir={tmp_path}")
-    wait_for_steps(process, tmp_path, 10)
+    wait_for_steps(process, tmp_path, 3)
     for _ in range(3):  # an impatient scheduler
         process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
@@ -45,7 +45,7 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
     (step,) = saved_steps(tmp_path)
     compiled = {path.name for path in (tmp_path / "compilation_cache").glob("*-cache")}
     assert any(name.startswith("jit_train_step") for name in compiled)
-    assert 10 <= step < 60, "too late to show anything"
+    assert 3 <= step < 60, "too late to show anything"
     assert f"interrupted: saved step {step} of 60" in out
     assert "Traceback" not in err
     out, _ = run("train", *FLAGS, f"--workdir={tmp_path}")
@@ -157,7 +157,10 @@ def test_a_run_on_google_s_machines_leaves_on_a_notice(metadata_server, tmp_path
     process = start("train", *FLAGS, f"--workdir={tmp_path}", "--config.steps=100000", "--config.log_every=10")
     wait_for_steps(process, tmp_path, 3)
     metadata_server.answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
     assert process.returncode == 75, err
     assert len(saved_steps(tmp_path)) == 1
     assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted"]

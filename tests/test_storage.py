@@ -133,6 +133,31 @@ def test_logs_of_a_store_that_does_not_answer_are_written_later(monkeypatch, cap
     assert not logs.path.exists()
 
 
+def test_what_is_written_while_a_copy_is_under_way_is_copied_before_the_end(monkeypatch):
+    workdir, under_way, go_on = Unreachable(), threading.Event(), threading.Event()
+    workdir.failures, copy = 0, storage.LogDirectory._copy
+
+    def slow_copy(*arguments):
+        copy(*arguments)
+        under_way.set()
+        go_on.wait(60)
+
+    monkeypatch.setattr(storage.LogDirectory, "_copy", slow_copy)
+    logs = storage.LogDirectory(workdir)
+    with logs.fetch("metrics.jsonl").open("a") as file:
+        print("1", file=file, flush=True)
+        logs.sync()
+        assert under_way.wait(60)
+        print("2", file=file, flush=True)
+    closing = threading.Thread(target=logs.close)
+    closing.start()
+    while not logs._closing:
+        time.sleep(0.01)
+    go_on.set()
+    closing.join(60)
+    assert workdir.written == {"metrics.jsonl": b"1\n2\n"}
+
+
 def test_a_local_directory_is_appended_to_where_it_is(tmp_path):
     logs = storage.LogDirectory(tmp_path)
     assert logs.fetch("metrics.jsonl") == tmp_path / "metrics.jsonl"
@@ -178,13 +203,14 @@ def test_a_pipe_is_written_through(tmp_path):
 
 
 def test_a_pipe_whose_other_end_nobody_opens_is_refused_and_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_PATIENCE", 0.2)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(UserError, match="pipe: nobody reads this pipe"):
-        storage.write_file(pipe, "x")
-    with pytest.raises(UserError, match="pipe: nobody writes to this pipe"):
-        list(read_lines(pipe))
+    with monkeypatch.context() as impatient:
+        impatient.setattr(storage, "_PATIENCE", 0.2)
+        with pytest.raises(UserError, match="pipe: nobody reads this pipe"):
+            storage.write_file(pipe, "x")
+        with pytest.raises(UserError, match="pipe: nobody writes to this pipe"):
+            list(read_lines(pipe))
     writer = threading.Thread(target=lambda: pipe.write_text("a\nb\n"))
     writer.start()
     assert [line for _, line in read_lines(pipe)] == [b"a\n", b"b\n"]

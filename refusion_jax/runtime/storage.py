@@ -225,9 +225,11 @@ class LogDirectory:
             self._temporary.cleanup()
 
     def _keep_copying(self) -> None:
-        while not self._closing:
+        is_last = False
+        while not is_last:
             self._wake.wait(SYNC_SECONDS)
             self._wake.clear()
+            is_last = self._closing  # before the copies: a pass that began earlier lacks what was written last
             for file in [path for path in self.path.rglob("*") if path.is_file()]:
                 stamp = file.stat().st_size, file.stat().st_mtime_ns
                 if self._copied.get(file) != stamp:

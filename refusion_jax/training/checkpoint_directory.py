@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from refusion_jax.runtime import checksums
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import Failure, UserError, first_line
 from refusion_jax.runtime.storage import absolute, is_remote
 
 ITEMS = ("params", "optimizer", "data")
@@ -24,11 +24,20 @@ def saved_steps(workdir: epath.Path, items: tuple[str, ...] = ITEMS) -> list[int
 
 
 def finished_steps(directory: epath.Path) -> list[int]:
-    """Steps of all finished, non-empty checkpoints in this directory, ascending, whether whole or not."""
+    """Steps of all finished, non-empty checkpoints in this directory, ascending, whether whole or not.
+
+    Raises:
+      UserError: where it may not be read.
+      Failure: where it cannot be read now; taken for an empty one, it would have a run begin again at step 0.
+    """
     try:
-        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    except OSError as error:
-        raise UserError(f"{directory} cannot be read: {error.strerror}") from error
+        names = [path.name for path in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except PermissionError as error:
+        raise UserError(f"{directory} cannot be read: {first_line(error)}") from error
+    except Exception as error:  # each store has errors of its own, and none of them means that nothing is there
+        raise Failure(f"{directory} cannot be read: {first_line(error)}") from error
     steps = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
     return [step for step in steps if _is_finished(directory / str(step))]
 
@@ -114,8 +123,10 @@ def remove_unfinished(directory: epath.Path) -> None:
 def _is_finished(directory: epath.Path) -> bool:
     """Whether Orbax has finished it: on a file system its name says so, in an object store a file. Not if empty."""
     try:
-        return directory.is_dir() and ocp.utils.is_checkpoint_finalized(directory) and any(directory.iterdir())
-    except (OSError, ValueError):
+        return any(directory.iterdir()) and ocp.utils.is_checkpoint_finalized(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except Exception:  # noqa: BLE001  each store has errors of its own
         return True  # it cannot be looked into: reading it will fail, and it will be passed over
 
 

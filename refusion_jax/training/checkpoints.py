@@ -128,11 +128,17 @@ class Checkpoints:
         self._under_way, self._failed = None, 0
         self.skipped.pop(step, None)
         if jax.process_index() == 0:
-            if self._verify:
-                with contextlib.suppress(OSError):  # only Orbax's own late metadata is not listed yet
-                    checksums.write_unlisted(self._directory / str(step), "late.")
-            self._retain(step)
+            self._tidy_up(step)
         return True
+
+    def _tidy_up(self, step: int) -> None:
+        """Lists late metadata of Orbax, and removes old checkpoints. The new one is whole even where this fails."""
+        try:
+            if self._verify:
+                checksums.write_unlisted(self._directory / str(step), "late.")
+            self._retain(step)
+        except Exception as error:  # noqa: BLE001  each store has errors of its own
+            logging.warning("checkpoint %d is saved, but not what follows a save: %s", step, first_line(error))
 
     @contextlib.contextmanager
     def _failing(self, step: int) -> Iterator[None]:
@@ -182,7 +188,7 @@ class Checkpoints:
             try:
                 remove_step(self._directory / str(step))
                 self.skipped.pop(step, None)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  each store has errors of its own
                 logging.warning("checkpoint %d cannot be removed: %s", step, first_line(error))
 
     def wait(self) -> None:
