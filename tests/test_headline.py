@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -48,10 +49,18 @@ def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_family_is_asked_for_and_none_of_it_is_trained_on(budget):
-    config, problems = CONFIGS(budget), held_out(CONFIGS(budget), BUDGETS[budget])
+    config, (validation, test) = CONFIGS(budget), held_out(CONFIGS(budget), BUDGETS[budget])
     mixture = families.mixture(config.data.difficulty)
-    assert {problem.family for problem in problems} == set(mixture.families)
-    assert not {p.query for p in problems} & {p.query for p in mixture.problems("train", 3000, config.seed)}
+    assert {problem.family for problem in validation} == set(mixture.families)
+    trained = {p.query for p in mixture.problems("train", 3000, config.seed)}
+    assert not {p.query for p in validation + test} & trained
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_what_chooses_the_settings_does_not_score_them(budget):
+    validation, test = held_out(CONFIGS(budget), BUDGETS[budget])
+    assert not {p.query for p in validation} & {p.query for p in test}
+    assert Counter(p.family for p in validation) == Counter(p.family for p in test)
 
 
 def test_learning_rates_are_tried_by_short_runs_of_the_same_config():

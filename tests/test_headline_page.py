@@ -54,9 +54,9 @@ def test_what_was_adapted_is_compared_with_what_was_adapted():
         point("llada", "", 0.4, 10.0),
         point("llada", "", 0.6, 5.0, start="ar"),
     ]
-    names = [curve.name for curve in curves({"points": points})]
+    names = [curve.name for curve in curves({"points": points, "tests": []})]
     assert names == ["refusion", "refusion from ar", "llada", "llada from ar"]
-    told = report.claims(curves({"points": points}), Turns.of({"turns": in_turns(points)}))
+    told = report.claims(curves({"points": points, "tests": []}), Turns.of({"turns": in_turns(points)}))
     assert "| refusion | llada | 1.34x | 1.25x | 18.00x | 10.00x | no |" in told
     assert "| refusion from ar | llada from ar | 1.34x | 1.33x | 18.00x | 20.00x | no |" in told
 
@@ -75,7 +75,7 @@ RESULTS = {
         point("refusion", "", 0.88, 600.0, start="ar"),
     ]
 }
-RESULTS["turns"] = in_turns(RESULTS["points"])
+RESULTS["turns"], RESULTS["tests"] = in_turns(RESULTS["points"]), []
 
 
 def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
@@ -83,6 +83,18 @@ def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
     shown = own.fastest("1")
     assert shown.settings == "fast"
     assert (shown.accuracy.least, shown.accuracy.most) == (0.81, 0.82)
+
+
+def test_a_setting_is_chosen_by_some_problems_and_scored_on_others():
+    tests = [point("refusion", "fast", accuracy, 1.0, seed) for seed, accuracy in enumerate((0.5, 0.6))]
+    own, *_ = curves(RESULTS | {"tests": tests})
+    chosen = own.fastest("1")
+    assert chosen.settings == "fast"
+    assert chosen.accuracy.values == (0.5, 0.6)
+    assert chosen.families["sum"].values == (0.5, 0.6)
+    assert chosen.speed["1"].values == (300.0, 300.0)  # the time is that of the problems that chose it
+    told = report.claims(curves(RESULTS | {"tests": tests}), Turns.of(RESULTS))
+    assert "| refusion | llada | 1.34x | 1.10x |" in told
 
 
 @pytest.mark.parametrize(
@@ -103,12 +115,13 @@ def test_a_claim_holds_if_both_of_its_parts_do(claim, holds):
 
 def test_what_both_have_at_the_ceiling_needs_no_multiple():
     points = [point("refusion", "", 1.0, 200.0), point("llada", "", 0.995, 10.0)]
-    own, rival = curves({"points": points})
+    own, rival = curves({"points": points, "tests": []})
     assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
 
 
 def test_where_nobody_is_ever_right_no_claim_holds():
-    own, rival = curves({"points": [point("refusion", "", 0.0, 200.0), point("llada", "", 0.0, 10.0)]})
+    points = [point("refusion", "", 0.0, 200.0), point("llada", "", 0.0, 10.0)]
+    own, rival = curves({"points": points, "tests": []})
     assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
 
 
@@ -126,9 +139,9 @@ def test_a_machine_that_slows_down_changes_no_ratio_of_what_is_timed_in_turns():
 def test_what_the_page_shows_is_timed_in_turns_once():
     some = [point("ar", "", 0.8, 400.0), point("card", "wide", 0.8, 300.0), point("card", "deep", 0.8, 200.0)]
     some[2]["tokens_per_second"]["16"] = 900.0
-    entries = shown(curves({"points": some}), ("1", "16"))
+    entries = shown(curves({"points": some, "tests": []}), ("1", "16"))
     assert [(curve.system, p.settings) for curve, p in entries] == [("ar", ""), ("card", "wide"), ("card", "deep")]
-    assert len(shown(curves({"points": some}), ("1",))) == 2
+    assert len(shown(curves({"points": some, "tests": []}), ("1",))) == 2
 
 
 def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():

@@ -38,6 +38,7 @@ from refusion_jax.benchmarks.headline.plan import (
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.data.families import mixture
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.problems import Problem
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import cli
 from refusion_jax.runtime.compiled_code import keep_compiled
@@ -65,7 +66,8 @@ class Comparison:
         self._studies = {
             system: studies(system, self._budget, self._config) if plan.with_studies else {} for system in plan.systems
         }
-        self._mixture, self._problems = mixture(self._config.data.difficulty), held_out(self._config, self._budget)
+        self._mixture = mixture(self._config.data.difficulty)
+        self._validation, self._test = held_out(self._config, self._budget)
         self._began, self._took, self._left = time.monotonic(), collections.defaultdict(list), self._count()
         self._total = self._left.total()
 
@@ -115,12 +117,14 @@ class Comparison:
         keep_compiled(self._directory / "compilation_cache", "own")
         found = results.about(self._plan)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained, "texts": texts}
-        found |= {"points": [], "turns": [], "studies": [], "prices": []}
+        found |= {"points": [], "tests": [], "turns": [], "studies": [], "prices": []}
         for run in runs:
             found["points"] += self._measured(run)
             found["studies"] += [] if run.start else self._studied(run)
             self._write(found)
-        found["turns"] = self._in_turns(found, runs)
+        chosen = self._shown(found)  # by the validation problems alone
+        found["tests"] = self._tested(chosen, runs)
+        found["turns"] = self._in_turns(chosen, runs)
         recorded = self._recorded(found, runs)
         found["prices"] = [estimate for own in recorded for estimate in prices.prices(own)]
         self._write(found, [record for own in recorded for record in own])
@@ -128,7 +132,7 @@ class Comparison:
 
     def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
         """Writes the results so far, with the commits of the code that made them."""
-        kinds = "sweep", "runs", "texts", "points", "turns", "studies"
+        kinds = "sweep", "runs", "texts", "points", "tests", "turns", "studies"
         made = [piece for kind in kinds for piece in found[kind]]
         found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
         write_file(self._directory / "results.json", results.as_json(found))
@@ -167,20 +171,41 @@ class Comparison:
             found.append(piece | {"start": run.start})
         return found
 
-    def _in_turns(self, found: dict[str, Any], runs: list[Run]) -> list[dict[str, Any]]:
-        """The speeds of what the page shows, on the models of the first seed."""
-        entries = shown(curves(found), [*map(str, BATCH_SIZES)])
-        points = [
-            (self._first(curve, runs), point)
-            for curve, chosen in entries
+    def _shown(self, found: dict[str, Any]) -> list[tuple[Curve, Point]]:
+        """The points that the page shows."""
+        return [
+            (curve, point)
+            for curve, chosen in shown(curves(found), [*map(str, BATCH_SIZES)])
             for point in self._points[curve.system]
             if (point.decoder, point.label) == (curve.decoder, chosen.settings)
         ]
 
+    def _tested(self, chosen: list[tuple[Curve, Point]], runs: list[Run]) -> list[dict[str, Any]]:
+        """Scores the points that the page shows on the test problems, on the models of all seeds."""
+        entries = [
+            (run, point)
+            for run in runs
+            for curve, point in chosen
+            if (run.system, run.start) == (curve.system, curve.start)
+        ]
+        self._left["test"], found = len(entries), []
+        self._total += len(entries)
+        for run, point in entries:
+            load = functools.partial(self._load, self._directory / "runs" / run.name)
+            key = f"test {run.name}: {point.decoder} {point.label}"
+            piece = self._piece("test", key, functools.partial(self._at, self._score_test, run, point, load))
+            found.append(piece | {"start": run.start})
+            jax.clear_caches()
+        return found
+
+    def _in_turns(self, chosen: list[tuple[Curve, Point]], runs: list[Run]) -> list[dict[str, Any]]:
+        """The speeds of what the page shows, on the models of the first seed."""
+        points = [(self._first(curve, runs), point) for curve, point in chosen]
+
         def time_them() -> dict[str, Any]:
             jax.clear_caches()
             models = [(point, *self._load(self._directory / "runs" / run.name)) for run, point in points]
-            timed = in_turns(models, self._problems[: self._budget.timed], self._budget)
+            timed = in_turns(models, self._validation[: self._budget.timed], self._budget)
             about = [
                 {"system": run.system, "start": run.start, "decoder": point.decoder, "settings": point.label}
                 for run, point in points
@@ -218,7 +243,7 @@ class Comparison:
     def _feeds(self, run: Run, point: Point) -> dict[str, Any]:
         model, tokenizer = self._load(self._directory / "runs" / run.name)
         own = {"system": run.system, "seed": run.seed, "decoder": point.decoder, "settings": point.label}
-        return own | prices.record(self._problems, point, self._budget, model, tokenizer)
+        return own | prices.record(self._validation, point, self._budget, model, tokenizer)
 
     def _studied(self, run: Run) -> list[dict[str, Any]]:
         """Measures the checkpoints of a run at the points of its system's studies."""
@@ -241,15 +266,21 @@ class Comparison:
         return own | what(point, *load())
 
     def _measure(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
-        return measure(self._mixture, self._problems, point, self._budget, model, tokenizer)
+        return measure(self._mixture, self._validation, point, self._budget, model, tokenizer)
 
     def _accuracy(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
+        return self._score(self._validation, point, model, tokenizer)
+
+    def _score_test(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
+        return self._score(self._test, point, model, tokenizer)
+
+    def _score(self, problems: list[Problem], point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
         once = dataclasses.replace(self._budget, repeats=1)  # nothing is timed
-        return score(self._mixture, self._problems, point, once, model, tokenizer)[0]
+        return score(self._mixture, problems, point, once, model, tokenizer)[0]
 
     def _load(self, path: Path) -> tuple:
         model, tokenizer = load_model(path, self._config.dtype), load_tokenizer(path)
-        check_fit(self._problems, tokenizer, self._budget)
+        check_fit(self._validation + self._test, tokenizer, self._budget)
         return model, tokenizer
 
     def _piece(self, kind: str, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

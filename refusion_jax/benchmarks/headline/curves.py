@@ -49,8 +49,9 @@ class Curve:
 
     system: str
     decoder: str
-    points: tuple[Point, ...]
+    points: tuple[Point, ...]  # scored on the validation problems
     start: str = ""  # the system whose weights the training started from; random ones if empty
+    tested: Mapping[str, Point] = dataclasses.field(default_factory=dict)  # by settings, scored on the test problems
 
     @property
     def name(self) -> str:
@@ -59,12 +60,13 @@ class Curve:
 
     @property
     def best(self) -> float:
-        """The highest accuracy."""
+        """The highest accuracy on the validation problems."""
         return max(point.accuracy.mean for point in self.points)
 
     def fastest(self, batch_size: str) -> Point:
-        """The fastest point within WITHIN of the best accuracy."""
-        return max(self.near_best, key=lambda point: point.speed[batch_size].mean)
+        """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one."""
+        chosen = max(self.near_best, key=lambda point: point.speed[batch_size].mean)
+        return self.tested.get(chosen.settings, chosen)
 
     @property
     def near_best(self) -> list[Point]:
@@ -116,23 +118,40 @@ def model_name(run: dict[str, Any]) -> str:
 
 def curves(results: dict[str, Any]) -> list[Curve]:
     """All curves, in the order of measurement."""
-    by_curve = collections.defaultdict(lambda: collections.defaultdict(list))
-    for record in results["points"]:
-        by_curve[record["system"], record["decoder"], record["start"]][record["settings"]].append(record)
-    return [
-        Curve(system, decoder, tuple(_point(settings, records) for settings, records in points.items()), start)
-        for (system, decoder, start), points in by_curve.items()
-    ]
+    points, tests = (_by_curve(results[kind]) for kind in ("points", "tests"))
+    found = []
+    for key, own in points.items():
+        measured = {settings: _point(settings, records) for settings, records in own.items()}
+        tested = {
+            settings: dataclasses.replace(measured[settings], **_scores(records))
+            for settings, records in tests[key].items()
+        }
+        system, decoder, start = key
+        found.append(Curve(system, decoder, tuple(measured.values()), start, tested))
+    return found
+
+
+def _by_curve(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
+    """Records by (system, decoder, start), then by settings."""
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for record in records:
+        found[record["system"], record["decoder"], record["start"]][record["settings"]].append(record)
+    return found
 
 
 def _point(settings: str, records: list[dict[str, Any]]) -> Point:
-    return Point(
-        settings,
-        _figure(record["accuracy"] for record in records),
-        _figure(record["tokens_per_forward"] for record in records),
-        {size: _figure(r["tokens_per_second"][size] for r in records) for size in records[0]["tokens_per_second"]},
-        {family: _figure(r["families"][family] for r in records) for family in records[0]["families"]},
-    )
+    sizes = records[0]["tokens_per_second"]
+    speed = {size: _figure(record["tokens_per_second"][size] for record in records) for size in sizes}
+    return Point(settings, speed=speed, **_scores(records))
+
+
+def _scores(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a point has of the answers, and not of the time."""
+    return {
+        "accuracy": _figure(record["accuracy"] for record in records),
+        "tokens_per_forward": _figure(record["tokens_per_forward"] for record in records),
+        "families": {family: _figure(r["families"][family] for r in records) for family in records[0]["families"]},
+    }
 
 
 def _figure(values: Iterable[float]) -> Figure:

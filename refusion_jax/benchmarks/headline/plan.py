@@ -3,6 +3,7 @@
 A point is a decoder with settings. All of this is known before anything is trained.
 """
 
+import collections
 import dataclasses
 import json
 import shlex
@@ -21,6 +22,7 @@ from refusion_jax.systems.registry import decoders_for, find_decoder, systems
 
 BATCH_SIZES = (1, 16)
 _FURTHER_RATES = 3  # that are tried at most, beyond the first ones, to find the best one between worse ones
+_DRAWS = 20  # of test problems, as a multiple of their number: some families have few, and repeat them
 _NEW_PROBLEMS = 1000  # is added to the seed of an adapted run: its problems are not those of the run it goes on from
 
 
@@ -29,7 +31,7 @@ class Budget:
     """The size of a comparison, beyond the config of each run."""
 
     seeds: int  # of each system that is not given its own number
-    problems: int  # held-out problems that are decoded 16 at a time and scored
+    problems: int  # validation problems that are decoded 16 at a time and scored; and as many test problems
     timed: int  # how many of these are also decoded one at a time
     new_tokens: int  # of an answer, at most
     repeats: int  # of every timing; the median counts
@@ -217,9 +219,22 @@ def studies(system: str, budget: Budget, config: ml_collections.ConfigDict) -> d
     return {"over training": operating_points(system, budget, config)[:1]} | found
 
 
-def held_out(config: ml_collections.ConfigDict, budget: Budget) -> list[Problem]:
-    """The problems that are decoded; the same for every run."""
-    return list(mixture(config.data.difficulty).problems("test", budget.problems, seed=0))
+def held_out(config: ml_collections.ConfigDict, budget: Budget) -> tuple[list[Problem], list[Problem]]:
+    """The problems that are decoded, the same for every run, and none of which is trained on.
+
+    Returns:
+      (validation problems, which choose the settings; test problems, which score the chosen ones: others, and as many
+      of each family).
+    """
+    all_of_them = mixture(config.data.difficulty)
+    validation = list(all_of_them.problems("test", budget.problems, seed=0))
+    known, left = {problem.query for problem in validation}, collections.Counter(p.family for p in validation)
+    test = []
+    for problem in all_of_them.problems("test", _DRAWS * budget.problems, seed=1):
+        if problem.query not in known and left[problem.family]:
+            left[problem.family] -= 1
+            test.append(problem)
+    return validation, test
 
 
 def _trained(system: str, config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -75,10 +75,11 @@ def _conditions(results: dict[str, Any]) -> str:
         f"{c['model']['num_hidden_layers']} layers; then decodes {results['problems']} held-out problems of difficulty "
         f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its "
         f"decoders.",
-        f"Each decoder is shown at its fastest setting within {MARGIN} of its best accuracy, one prompt at a time: "
-        f"accuracy and tokens a forward as the mean of its seeds, and in brackets the least and the most. Tokens a "
-        f"second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: the "
-        f"mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
+        f"These choose the settings: each decoder is shown at its fastest within {MARGIN} of its best accuracy, one "
+        f"prompt at a time. Accuracy and tokens a forward are then measured on as many other problems, the same number "
+        f"of each family: the mean of its seeds, and in brackets the least and the most. Tokens a second are of the "
+        f"first seed's models, which decode {results['timed']} problems in {TURNS} turns: the mean, the least and the "
+        f"most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
         f"{points:.1f} at most while they decoded, {turns:.1f} after the turns), jax {results['versions']['jax']}, at "
         f"commit {', '.join(filter(None, results['commits'])) or 'unknown'}.",
@@ -250,7 +251,8 @@ def _estimates(results: dict[str, Any]) -> list[str]:
         f"time, at every setting within {MARGIN} of its best accuracy, priced by arithmetic for "
         f"a model of {results['prices'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share; a "
         "batch feeds so many such rows side by side (refusion_jax/planning/feeds.py). At each batch size the fastest "
-        "setting counts. In brackets: times what one token a forward takes for the same answers."
+        "setting counts. In brackets: times what one token a forward takes for the same answers. Where rows of a batch "
+        "wait for each other, one row tells nothing about more, and there is no estimate."
     )
     parts = [
         "### The same feeds on TPUs",
@@ -259,19 +261,18 @@ def _estimates(results: dict[str, Any]) -> list[str]:
     for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
         own = [record for record in results["prices"] if record["topology"] == topology]
         own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
-        shown = [b["batch_size"] for b in own[0]["batches"] if b["batch_size"] in _SHOWN]
         rows = [
             f"| {topology}, estimate | settings | tokens/forward at 1 | "
-            f"{' | '.join(f'tokens/s at {size}' for size in shown)} | faster up to a batch of |",
-            "| --- " * (4 + len(shown)) + "|",
+            f"{' | '.join(f'tokens/s at {size}' for size in _SHOWN)} | faster up to a batch of |",
+            "| --- " * (4 + len(_SHOWN)) + "|",
         ]
         for r in own:
-            speeds = " | ".join(
-                f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"] if b["batch_size"] in shown
-            )
+            speeds = {b["batch_size"]: f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"]}
+            ahead = ahead_up_to(r["batches"]) or "none"
             rows.append(
                 f"| {name_of(r['system'], r['decoder'], r['start'])} | {_settings(r['batches'])} | "
-                f"{r['batches'][0]['tokens_per_forward']:.2f} | {speeds} | {ahead_up_to(r['batches']) or 'none'} |"
+                f"{r['batches'][0]['tokens_per_forward']:.2f} | "
+                f"{' | '.join(speeds.get(size, '–') for size in _SHOWN)} | {ahead if len(speeds) > 1 else '–'} |"
             )
         parts.append("\n".join(rows))
     return parts
