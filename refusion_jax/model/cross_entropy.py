@@ -162,7 +162,8 @@ def _local_forward(x, head, labels, is_labelled):
     total, picked = sharding.all_sum((total * jnp.exp(high - highest), picked), "vocab")
     log_normalizer = _restore(highest + jnp.log(total), order, labels.shape)
     cross_entropy = log_normalizer - _restore(picked, order, labels.shape)
-    return jnp.where(is_labelled, cross_entropy, 0), jnp.where(is_labelled, log_normalizer, 0)
+    # In the backward pass exp(logits - inf) is 0 for tokens without a label; without a normalizer it could overflow.
+    return jnp.where(is_labelled, cross_entropy, 0), jnp.where(is_labelled, log_normalizer, jnp.inf)
 
 
 def _local_backward(x, head, labels, is_labelled, log_normalizer, cotangent):
