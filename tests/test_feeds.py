@@ -102,6 +102,15 @@ def test_every_decoder_can_be_recorded(method):
     check(*recorded(method, 2))
 
 
+@pytest.mark.parametrize("method", [name for name in decoders() if not find_decoder(name).settings.companions])
+def test_rows_of_a_batch_run_side_by_side_or_the_recording_says_that_they_wait(method):
+    """All prompts at once: as many forwards as the longest answer takes, unless rows wait for each other."""
+    changes = {"refusion": {"speculate": "0"}, "fast_dllm": {"block_length": 4, "threshold": 0.5}}.get(method, {})
+    recording, answers = recorded(method, len(PROMPTS), **changes)
+    together, longest = sum(one.times for one in recording.forwards), max(a.forwards for a in answers.values())
+    assert (together > longest) == recording.rows_wait
+
+
 def test_a_decoder_of_two_models_is_refused():
     with pytest.raises(UserError, match="'apd' cannot be recorded: a forward of it feeds 2 models"):
         Recorder(settings("apd"))
@@ -239,6 +248,12 @@ def test_copies_split_the_rows_and_gathered_weights_cost_their_way():
     assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second)
     assert gathered.forward_seconds > four.forward_seconds
     assert gathered.bound == "network"
+
+
+def test_of_rows_that_wait_for_each_other_only_one_is_priced():
+    for rows_wait, sizes in ((False, BATCH_SIZES), (True, BATCH_SIZES[:1])):
+        priced = price_all(dataclasses.replace(RECORDING, rows_wait=rows_wait), target())
+        assert tuple(record["batch_size"] for record in priced) == sizes
 
 
 def test_what_does_not_fit_is_said():

@@ -16,6 +16,7 @@ def test_the_longest_matching_device_kind_gives_the_peak():
     assert peak_flops("TPU v5 lite") == 197e12
     assert peak_flops("TPU v5") == 459e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("cpu") is None
 
 

@@ -171,8 +171,8 @@ def define_flags(own: flags.FlagValues) -> None:
     number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
     number("mebibytes", 32, "MiB of text to prepare")
     number("repeats", 3, "How often to prepare it")
-    number("documents", 100_000, "Documents to pack")
-    number("steps", 100, "Batches to load, and steps to train")
+    number("documents", 100_000, "Documents to pack", lower_bound=32)  # some for each of the shards
+    number("steps", 100, "Batches to load, and steps to train", lower_bound=2)  # the first is not timed
 
 
 def main(own: flags.FlagValues) -> None:

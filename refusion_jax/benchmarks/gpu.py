@@ -177,7 +177,7 @@ def trained(size: str) -> dict:
     shape = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K}
     shape |= {"head_dim": H, "intermediate_size": F, "vocab_size": V, "tie_word_embeddings": tied}
     config.model.update(shape)
-    rows = training.make_rows(np.array([config.row_length // 4]), config.batch_size, config.row_length, pack=True)
+    rows = training.make_rows(np.array([config.row_length]), config.batch_size, config.row_length, pack=True)
     rows.tokens[:] %= V - 2
     seconds = float(np.median(training.in_turns({"step": training.ours(config, rows)}, 5)["step"]))
     tokens = config.batch_size * config.row_length

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from refusion_jax.planning import calibration
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment
+from refusion_jax.runtime import flag_values
 from refusion_jax.runtime.errors import UserError
 
 
@@ -34,6 +35,8 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a run and a generation, then a table."""
     if own.output and not own.compile:
         raise UserError(f"--output={own.output}: only --compile makes new counts to write")
+    if own.output:
+        flag_values.check_output("output", Path(own.output), is_directory=False)
     runs = calibration.read_runs()
     if own.compile:
         prepare_environment()

@@ -39,8 +39,12 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a measurement, then a table."""
-    if own.row_length < 2 or own.batch_size < 1 or own.steps < 1 or own.hidden_size % 64:
-        raise UserError("--row_length must be at least 2, --batch_size and --steps 1, --hidden_size a multiple of 64")
+    if own.row_length < 2 or own.batch_size < 1 or own.steps < 1:
+        raise UserError("--row_length must be at least 2, --batch_size and --steps 1")
+    if own.hidden_size < 64 or own.hidden_size % 64 or own.hidden_size // 64 % 2 and own.hidden_size > 64:
+        raise UserError(
+            f"--hidden_size={own.hidden_size}: must be 64 or a multiple of 128, as two heads share their keys"
+        )
     lengths = read_lengths(own.lengths)
 
     config = default_config()

@@ -2,7 +2,7 @@
 
 A recording is one JSON object of a few kilobytes, however long the run:
 
-    {"decoder": "...", "settings": "slot_size=4", "rows": 1, "shards": 1, "cache_length": 96,
+    {"decoder": "...", "settings": "slot_size=4", "rows": 1, "shards": 1, "cache_length": 96, "rows_wait": false,
      "forwards": [{"width": 16, "tile": 16, "tiles": 1, "live_rows": 1, "times": 40}],
      "feeds":    [{"tokens": 12, "cached": 37, "times": 25}],
      "prefills": [{"rows": 1, "width": 32, "forwards": 1, "tokens": 22, "times": 8}],
@@ -16,6 +16,9 @@ Each list is a histogram: `times` counts how often the other values of the entry
                middle of its bin, of 64 over `cache_length`; 0 for a decoder without a cache)
     prefills   the rows prefilled together, the number and width of the forwards, and the tokens given to all rows
     answers    the tokens given, and the tokens decoded, through the EOS
+
+`rows_wait` says whether some rows of a batch wait while others have a forward of their own, so that one row tells
+nothing about many.
 """
 
 import collections
@@ -91,6 +94,7 @@ class Recording:
     feeds: tuple[Feeds, ...]
     prefills: tuple[Prefills, ...]
     answers: tuple[Answers, ...]
+    rows_wait: bool = False
 
     @property
     def tokens(self) -> int:
@@ -141,7 +145,7 @@ def read_recording(path: epath.PathLike, flag: str) -> Recording:
 
 def _fault(recording: Recording) -> str | None:
     """The first implausible value, in words; or None."""
-    may_be_0 = {"cached", "cache_length", "live_rows", "tokens"}
+    may_be_0 = {"cached", "cache_length", "live_rows", "rows_wait", "tokens"}
     for own in (recording, *recording.forwards, *recording.feeds, *recording.prefills, *recording.answers):
         for name, value in dataclasses.asdict(own).items():
             least = 0 if name in may_be_0 else 1
@@ -173,6 +177,7 @@ class Recorder:
         """Tells the sizes of the batch that is about to be decoded, and the shapes of its forwards."""
         self._shapes = shapes
         self._about = {"rows": rows, "shards": shards, "cache_length": decoder.cache_length}
+        self._about["rows_wait"] = getattr(decoder, "rows_wait", False)
 
     def add_prefill(self, requests: Sequence[Request], rows: int, decoder: Decoder, shared: int) -> None:
         """Adds a prefill of some requests, padded to so many rows; their first `shared` tokens were copied.

@@ -49,7 +49,7 @@ def plan_feeds(
 
 
 def price_all(recording: Recording, target: Target) -> list[dict]:
-    """Estimates of a recording and of one token a forward, for every batch size.
+    """Estimates of a recording and of one token a forward, for every batch size; for one row alone, where rows wait.
 
     Args:
       recording: of one row at a time.
@@ -60,7 +60,7 @@ def price_all(recording: Recording, target: Target) -> list[dict]:
     target = dataclasses.replace(target, **in_int8)
     own, single = Workload.recorded(recording), Workload.one_token_a_forward(recording)
     records = []
-    for rows in BATCH_SIZES:
+    for rows in BATCH_SIZES[:1] if recording.rows_wait else BATCH_SIZES:
         here, there = price(own, rows, target), price(single, rows, target)
         records.append(
             {

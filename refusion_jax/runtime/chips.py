@@ -86,7 +86,10 @@ def find_chip(topology: str) -> Chip:
 _GPUS = {
     "NVIDIA A100": (312e12, 2.04e12),
     "NVIDIA H100": (989e12, 3.35e12),
+    "NVIDIA H100 NVL": (835e12, 3.94e12),
+    "NVIDIA H100 PCIe": (756e12, 2.04e12),
     "NVIDIA H200": (989e12, 4.8e12),
+    "NVIDIA H200 NVL": (835e12, 4.8e12),
 }
 
 

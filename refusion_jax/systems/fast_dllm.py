@@ -148,6 +148,11 @@ class BlockCache:
         own = {"block": zeros, "is_fresh": zeros == 0, "entries": entries}
         return State.start(layout, keys, self.ids, self.block_length, **own)
 
+    @property
+    def rows_wait(self) -> bool:
+        """Whether rows that decode their block wait while others begin one."""
+        return self.reuse != "none"
+
     def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
         """The shapes of a forward over whole texts, and of one over blocks."""
         behind = self.block_length if self.reuse == "dual" else self.new_tokens
