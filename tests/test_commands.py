@@ -151,8 +151,8 @@ BAD = {
     "too few documents to share out": (["bench", "data", "--documents=31"], "--documents=31"),
     "one step, of which nothing is timed": (["bench", "data", "--steps=1"], "--steps=1"),
     "counts that could not be written": (
-        ["bench", "plan", "--compile", "--output={dir}/none/runs.json"],
-        "--output={dir}/none/runs.json",
+        ["bench", "plan", "--compile", "--output={dir}"],
+        ": is a directory",
     ),
     "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),

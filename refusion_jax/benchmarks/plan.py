@@ -23,6 +23,7 @@ from refusion_jax.planning import calibration
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment
 from refusion_jax.runtime import flag_values
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.storage import write_file
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -36,14 +37,14 @@ def main(own: flags.FlagValues) -> None:
     if own.output and not own.compile:
         raise UserError(f"--output={own.output}: only --compile makes new counts to write")
     if own.output:
-        flag_values.check_output("output", Path(own.output), is_directory=False)
+        flag_values.check_output("output", Path(own.output))
     runs = calibration.read_runs()
     if own.compile:
         prepare_environment()
         libtpu_version()
         runs = [calibration.compiled_again(run) for run in runs]
     if own.output:
-        Path(own.output).write_text(calibration.write_runs(runs))
+        write_file(own.output, calibration.write_runs(runs))
     errors = calibration.left_out_errors(runs)
     table = Table("run", "step", "expected", "ratio", "left out", title="Published training steps and our estimates")
     for run in runs:
