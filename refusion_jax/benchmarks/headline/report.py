@@ -75,11 +75,12 @@ def _conditions(results: dict[str, Any]) -> str:
         f"{c['model']['num_hidden_layers']} layers; then decodes {results['problems']} held-out problems of difficulty "
         f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its "
         f"decoders.",
-        f"These choose the settings: each decoder is shown at its fastest within {MARGIN} of its best accuracy, one "
-        f"prompt at a time. Accuracy and tokens a forward are then measured on as many other problems, the same number "
-        f"of each family: the mean of its seeds, and in brackets the least and the most. Tokens a second are of the "
-        f"first seed's models, which decode {results['timed']} problems in {TURNS} turns: the mean, the least and the "
-        f"most. Ratios of speeds are the median of the turns. Only tokens of the answer count.",
+        f"By these problems settings are chosen: each decoder is shown at its fastest one within {MARGIN} of its best "
+        f"accuracy, one prompt at a time. The tables score it on as many other problems, the same number of each "
+        f"family: accuracy and tokens a forward as the mean of its seeds, and in brackets the least and the most. "
+        f"Tokens a second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: "
+        f"the mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer "
+        f"count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
         f"{points:.1f} at most while they decoded, {turns:.1f} after the turns), jax {results['versions']['jax']}, at "
         f"commit {', '.join(filter(None, results['commits'])) or 'unknown'}.",
