@@ -7,7 +7,8 @@ from flax import nnx
 
 from refusion_jax.decoding.cache import stored
 from refusion_jax.model.attention import attention
-from refusion_jax.model.layers import linear, rope_rotation, rotate
+from refusion_jax.model.int8 import Int8Array, widened
+from refusion_jax.model.layers import head_product, linear, rope_rotation, rotate
 from refusion_jax.model.transformer import KeyValues, Transformer, logical_axes
 
 TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
@@ -97,6 +98,15 @@ def test_linear_contracts_the_last_axes_of_x_with_the_first_of_w(inputs):
     if inputs == 1:
         w = w[0]
     np.testing.assert_allclose(linear(x, w, inputs), np.tensordot(x, w, inputs), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("tokens", [1, 2, 32, 33])  # one, few and many take different products on a CPU
+def test_the_head_is_contracted_along_its_last_axis(tokens, dtype):
+    x, head = jax.random.normal(jax.random.key(0), (1, tokens, 5)), jax.random.normal(jax.random.key(1), (7, 5))
+    stored = Int8Array.of(head, [-1]) if dtype == "int8" else head
+    expected = np.asarray(x) @ np.asarray(widened(stored, jnp.float32)).T
+    np.testing.assert_allclose(head_product(x, stored), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

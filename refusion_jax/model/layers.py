@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from refusion_jax.model.int8 import Int8Array, factors, is_int8
-from refusion_jax.runtime.sharding import constrain
+from refusion_jax.runtime.sharding import constrain, device_kind_here
 
 
 def weight(
@@ -44,6 +44,24 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
     y = x.reshape(-1, size) @ w.reshape(size, -1)
     y = y if scale is None else (y * scale.reshape(1, -1)).astype(x.dtype)
     return y.reshape(x.shape[:-inputs] + w.shape[inputs:])
+
+
+_FEW_TOKENS = 32  # up to which the operands of `head_product` are swapped on a CPU
+
+
+def head_product(x: Float[Array, "*tokens D"], head: Float[Array, "V D"] | Int8Array) -> Float[Array, "*tokens V"]:
+    """x @ head.T in x's dtype.
+
+    With 2 to 16 tokens and a head of 32 k to 152 k rows, XLA for CPUs takes 1.3 to 1.9 times as long for x @ head.T as
+    for head @ x.T (2 virtual AMD EPYC cores). The barrier keeps it from swapping them back.
+    """
+    tokens = math.prod(x.shape[:-1])
+    if device_kind_here() != "cpu" or not 1 < tokens <= _FEW_TOKENS:
+        return linear(x, jax.tree.map(jnp.transpose, head))
+    head, scale = factors(head, x.dtype)
+    y = head @ x.reshape(tokens, -1).T  # [V, tokens]
+    y = y if scale is None else (y * scale).astype(x.dtype)
+    return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
 def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, "N H D"] | Int8Array:

@@ -25,7 +25,15 @@ from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, stored_like, widened
-from refusion_jax.model.layers import linear, rms_norm, rope_rotation, rotate, scattered_along_embed, weight
+from refusion_jax.model.layers import (
+    head_product,
+    linear,
+    rms_norm,
+    rope_rotation,
+    rotate,
+    scattered_along_embed,
+    weight,
+)
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP
 from refusion_jax.runtime.sharding import constrain, shard_count_here
@@ -286,7 +294,7 @@ class Transformer(nnx.Module):
         """Logits from what `hidden` gave, or a part of its tokens."""
         if self._rounded_head:
             return shortlisted_logits(x, self.output_head, self._rounded_head, self.head_rows)
-        logits = linear(x, jax.tree.map(jnp.transpose, self.output_head))
+        logits = head_product(x, self.output_head)
         return constrain(logits.astype(jnp.float32), "batch", "length", "vocab")
 
     def with_head_rows(self, rows: int) -> "Transformer":

@@ -85,6 +85,9 @@ class System:
 
 
 def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int) -> float:
-    """FLOPs of forward and backward on one row of T tokens, counted as by `train_flops_per_token`."""
+    """FLOPs of forward and backward on one row of T tokens, counted as by `train_flops_per_token`.
+
+    Every token fed counts with the output head, as is usual, although the step computes logits only where a label is.
+    """
     length = objective.input_length(row_length)
     return length * train_flops_per_token(model, objective.pattern.keys_seen(length))
