@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
 
-from refusion_jax.batch.rows import Rows, keys_for, row_index, text_positions
+from refusion_jax.batch.rows import Rows, document_start, keys_for, row_index, text_positions
 from refusion_jax.runtime.settings import Setting
 
 # The config key of `pad_answers`, for systems whose decoders fill more masks than the answer has tokens.
@@ -36,7 +36,7 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     """
     index = row_index(rows.tokens)
     draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("shuffling", keys))
-    of_document = jnp.take_along_axis(draws, index - text_positions(rows.segment_ids), axis=1)
+    of_document = jnp.take_along_axis(draws, document_start(rows.segment_ids), axis=1)
     order = jnp.argsort(jnp.where(rows.segment_ids > 0, of_document, 2.0), axis=1, stable=True)
     rows = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=1), rows)
     is_first = (text_positions(rows.segment_ids) == 0) & (rows.segment_ids > 0)
@@ -62,7 +62,7 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
     if not share:
         return rows
     index, is_real = row_index(rows.tokens), rows.segment_ids > 0
-    start = index - text_positions(rows.segment_ids)
+    start = document_start(rows.segment_ids)
     draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("padding", keys))
     stays = is_real & ((start == 0) | (jnp.take_along_axis(draws, start, axis=1) >= share))
     source = jax.lax.cummax(jnp.where(stays, index, 0), axis=1)
@@ -83,13 +83,20 @@ def draw_masks(rows: Rows, keys: Key[Array, "B"], eps: float) -> tuple[Bool[Arra
     Returns:
       (which tokens are masked, p of each token's document).
     """
+    p, u = draw_levels(keys, rows, eps)
+    p = jnp.take_along_axis(p, document_start(rows.segment_ids), axis=1)
+    return rows.is_response & (u < p), p
+
+
+def draw_levels(keys: Key[Array, "B"], rows: Rows, eps: float) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+    """(p = (1 - eps) t + eps, u) with t, u ~ U(0, 1) for every index of the rows; a token is masked where u < p.
+
+    A document or block uses the p at its first token.
+    """
     T = rows.tokens.shape[1]
-    document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
 
     def draw(key):
         t_key, mask_key = jax.random.split(key)
         return (1 - eps) * jax.random.uniform(t_key, (T,)) + eps, jax.random.uniform(mask_key, (T,))
 
-    p, u = jax.vmap(draw)(keys)
-    p = jnp.take_along_axis(p, document, axis=1)
-    return rows.is_response & (u < p), p
+    return jax.vmap(draw)(keys)

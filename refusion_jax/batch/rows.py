@@ -26,11 +26,25 @@ def row_index(x: Shaped[ArrayLike, "B T"]) -> Int32[Array, "B T"]:
     return jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
 
+def document_start(segment_ids: Int32[ArrayLike, "B T"]) -> Int32[Array, "B T"]:
+    """The index in the row of the first token of each token's document."""
+    is_first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return jax.lax.cummax(jnp.where(is_first, row_index(segment_ids), 0), axis=1)
+
+
 def text_positions(segment_ids: Int32[ArrayLike, "B T"]) -> Int32[Array, "B T"]:
     """The position of each token in its document, from 0."""
-    index = row_index(segment_ids)
-    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    return row_index(segment_ids) - document_start(segment_ids)
+
+
+def next_in_row(x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
+    """For each token the value of the one behind it; 0 at the end of the row."""
+    return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+
+
+def precedes_response(rows: Rows) -> Bool[Array, "B T"]:
+    """Which tokens have a response token of the same document right behind them, to be labelled with it."""
+    return next_in_row(rows.is_response) & (next_in_row(rows.segment_ids) == rows.segment_ids)
 
 
 def per_document_sum(x: Shaped[Array, "B T"], segment_ids: Int32[ArrayLike, "B T"]) -> Shaped[Array, "B T"]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
-from refusion_jax.batch.rows import Rows, text_positions
+from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_positions
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.continuation import Continuation, Continuer
@@ -39,13 +39,12 @@ class NextToken:
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The unchanged rows, each token labelled with the next one of its document; uses no noise."""
         del keys
-        is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
         return Batch(
             inputs=rows.tokens,
             positions=text_positions(rows.segment_ids),
             visibility=Visibility.of(self.pattern, rows.segment_ids),
-            labels=jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1))),
-            weights={"ar": mean_over(jnp.pad(rows.is_response[:, 1:] & is_followed, ((0, 0), (0, 1))))},
+            labels=next_in_row(rows.tokens),
+            weights={"ar": mean_over(precedes_response(rows))},
         )
 
     def input_length(self, row_length: int) -> int:

@@ -48,8 +48,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
-from refusion_jax.batch.masking import shuffle_documents
-from refusion_jax.batch.rows import Rows, row_index, text_positions
+from refusion_jax.batch.masking import draw_levels, shuffle_documents
+from refusion_jax.batch.rows import Rows, next_in_row, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
@@ -100,15 +100,10 @@ class ComplementaryMasks:
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Both noisy copies and the clean text; each noisy block belongs to the document of its first token."""
         rows = shuffle_documents(rows, keys)
-        T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         first = index - index % self.block_size  # of the block
 
-        def draw(key):
-            t_key, mask_key = jax.random.split(key)
-            return (1 - self.eps) * jax.random.uniform(t_key, (T,)) + self.eps, jax.random.uniform(mask_key, (T,))
-
-        p, u = jax.vmap(draw)(keys)
+        p, u = draw_levels(keys, rows, self.eps)
         p, owner, start = (jnp.take_along_axis(x, first, axis=1) for x in (p, rows.segment_ids, positions))
         is_own = rows.segment_ids == owner
         source = jax.lax.cummax(jnp.where(is_own, index, 0), axis=1)  # behind the owner's end: its last token
@@ -122,7 +117,7 @@ class ComplementaryMasks:
             inputs=_join(*noisy, rows.tokens),
             positions=_join(*[start + index % self.block_size] * 2, positions),
             visibility=Visibility.of(self.pattern, _join(owner, owner, rows.segment_ids)),
-            labels=_join(*[jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))] * 3),
+            labels=_join(*[next_in_row(tokens)] * 3),
             weights={"mdm": mean_over(_join(*has_label, jnp.zeros_like(is_own)))},
             facts={"mask_ratio": _join(p, 1 - p, 0 * p)},
         )
@@ -228,7 +223,7 @@ class BlockByBlock(Continuer):
         is_done = ~jnp.any(open_here, axis=1)
         part = offset // s.settings.sub_block[:, None]
         here = jnp.min(jnp.where(open_here, part, K), axis=1, keepdims=True)
-        behind = jnp.pad((open_here & (part == here))[:, 1:], ((0, 0), (0, 1)))  # shifted: one place earlier
+        behind = next_in_row(open_here & (part == here))  # shifted: one place earlier
         readable = jnp.where(is_done[:, None], offset == K - 1, behind)
         keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, K)), (s.keys, s.settings))
         chosen = sample(choosable, readable, keys, at + 1, own)

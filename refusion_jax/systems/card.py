@@ -35,7 +35,15 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
-from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.rows import (
+    Rows,
+    document_start,
+    next_in_row,
+    per_document_sum,
+    precedes_response,
+    row_index,
+    text_positions,
+)
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
@@ -77,14 +85,14 @@ class SoftTail:
         positions = text_positions(rows.segment_ids)
         counts = context_masks(is_masked, positions > 0, self.decay)
         # Label n stands at n - 1. Without `own_mask`, its weight counts the masks up to n - 1 as well.
-        counts = jnp.pad(counts[:, 1:], ((0, 0), (0, 1))) if self.own_mask else counts
-        has_label = jnp.pad(rows.is_response[:, 1:] & (positions[:, 1:] > 0), ((0, 0), (0, 1)))
+        counts = next_in_row(counts) if self.own_mask else counts
+        has_label = precedes_response(rows)
         labels = jnp.maximum(jnp.sum(has_label), 1).astype(jnp.float32)
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
             positions=positions,
             visibility=Visibility.of(self.pattern, rows.segment_ids),
-            labels=jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1))),
+            labels=next_in_row(rows.tokens),
             weights={"mdm": has_label / ((self.beta + counts) * labels)},
             facts={"mask_ratio": ratio},
         )
@@ -92,8 +100,7 @@ class SoftTail:
     def _draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
         """(which tokens are masked, the masked share of each document)."""
         T = rows.tokens.shape[1]
-        index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
-        document = index - positions  # index of the document's first token
+        index, document = row_index(rows.tokens), document_start(rows.segment_ids)
 
         def draw(key):
             t_key, rank_key = jax.random.split(key)

@@ -41,7 +41,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, pad_answers
-from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.rows import Rows, document_start, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import masked_text as canvas
@@ -113,7 +113,7 @@ class BlockForcing:
     ) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
         """(which tokens are masked, p of each token's block)."""
         T = rows.tokens.shape[1]
-        document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
+        document = document_start(rows.segment_ids)
         draws = jax.vmap(lambda key: jax.random.uniform(key, (3, T)))(keys)
         first = self.least + (self.most - self.least) * jnp.take_along_axis(draws[:, 0], document, axis=1)
         # The increment of a block is the draw at its first token; the first block of a response has none.

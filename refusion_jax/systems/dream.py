@@ -37,7 +37,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
-from refusion_jax.batch.rows import Rows, text_positions
+from refusion_jax.batch.rows import Rows, next_in_row, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text as canvas
 from refusion_jax.decoding.masked_text import MaskedText
@@ -81,13 +81,12 @@ class ShiftedDiffusion:
         is_clean = (rows.segment_ids > 0) & ~is_masked
         weight = is_masked * cart_weights(is_clean, rows.segment_ids, self.cart_p)
         weight = weight / jnp.maximum(jnp.sum(is_masked), 1).astype(jnp.float32)
-        before = ((0, 0), (0, 1))
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
             positions=positions,
             visibility=Visibility.of(self.pattern, rows.segment_ids),
-            labels=jnp.pad(rows.tokens[:, 1:], before),
-            weights={"mdm": jnp.pad(weight[:, 1:], before)},
+            labels=next_in_row(rows.tokens),
+            weights={"mdm": next_in_row(weight)},
             facts={"mask_ratio": p},
         )
 

@@ -44,7 +44,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
-from refusion_jax.batch.rows import Rows, text_positions
+from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
@@ -88,16 +88,14 @@ class AllMasked:
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """[masks; rows], each place labelled with the next token of its document; uses no noise."""
         del keys
-        is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
-        has_label = jnp.pad(rows.is_response[:, 1:] & is_followed, ((0, 0), (0, 1)))
+        has_label = precedes_response(rows)
         weight, none = mean_over(has_label), jnp.zeros(has_label.shape)
-        next_token = jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))
         segment_ids = _twice(rows.segment_ids)
         return Batch(
             inputs=jnp.concatenate([jnp.full_like(rows.tokens, self.mask_id), rows.tokens], axis=1),
             positions=_twice(text_positions(rows.segment_ids)),
             visibility=Visibility.of(self.pattern, segment_ids),
-            labels=_twice(next_token),
+            labels=_twice(next_in_row(rows.tokens)),
             weights={
                 "mdm": jnp.concatenate([weight, none], axis=1),
                 "ar": jnp.concatenate([none, weight], axis=1),

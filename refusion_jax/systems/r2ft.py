@@ -127,7 +127,7 @@ class RejectRepetition:
         keys: Key[Array, "B"],
     ) -> Int32[Array, "B T"]:
         """For each masked place, the place whose token the rejected text has there."""
-        start = index - positions  # index of the document's first token
+        start = index - positions
         draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("phrases", keys))
         length = 1 + jnp.floor(jnp.take_along_axis(draws, start, axis=1) * self.longest_phrase).astype(jnp.int32)
         before = jnp.cumsum(is_masked, axis=1) - is_masked  # number of masks before each place of the row

@@ -41,7 +41,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
-from refusion_jax.batch.rows import Rows, row_index, text_positions
+from refusion_jax.batch.masking import draw_levels
+from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
@@ -77,15 +78,10 @@ class ReorderedBlocks:
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per block, and moves them behind the block's observed tokens."""
-        T = rows.tokens.shape[1]
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         start = index - jnp.minimum(positions, index % self.block_size)  # where the document's part of the block begins
 
-        def draw(key):
-            gamma_key, mask_key = jax.random.split(key)
-            return (1 - self.eps) * jax.random.uniform(gamma_key, (T,)) + self.eps, jax.random.uniform(mask_key, (T,))
-
-        gamma, u = jax.vmap(draw)(keys)
+        gamma, u = draw_levels(keys, rows, self.eps)
         gamma = jnp.take_along_axis(gamma, start, axis=1)
         is_masked = rows.is_response & (u < gamma)
         order = jnp.argsort(2 * start + is_masked, axis=1, stable=True)
@@ -93,18 +89,16 @@ class ReorderedBlocks:
         def reorder(x):
             return jnp.take_along_axis(x, order, axis=1)
 
-        is_followed = rows.segment_ids[:, 1:] == rows.segment_ids[:, :-1]
-        has_next = jnp.pad(rows.is_response[:, 1:] & is_followed, ((0, 0), (0, 1)))
         responses = jnp.maximum(jnp.sum(rows.is_response), 1).astype(jnp.float32)
         none = jnp.zeros(u.shape)
         return Batch(
             inputs=_join(reorder(jnp.where(is_masked, self.mask_id, rows.tokens)), rows.tokens),
             positions=_join(reorder(positions), positions),
             visibility=Visibility.of(self.pattern, _join(rows.segment_ids, rows.segment_ids)),
-            labels=_join(reorder(rows.tokens), jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))),
+            labels=_join(reorder(rows.tokens), next_in_row(rows.tokens)),
             weights={
                 "mdm": _join(reorder(is_masked / (gamma * responses)), none),
-                "ar": _join(none, mean_over(has_next)),
+                "ar": _join(none, mean_over(precedes_response(rows))),
             },
             facts={"mask_ratio": _join(gamma, gamma)},
         )

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
-from refusion_jax.batch.rows import Rows, per_document_sum, row_index, text_positions
+from refusion_jax.batch.rows import Rows, document_start, next_in_row, per_document_sum, row_index, text_positions
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +70,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: f
       eps: the least mask probability.
     """
     T = rows.tokens.shape[-1]
-    document = row_index(rows.tokens) - text_positions(rows.segment_ids)  # index of the document's first token
+    document = document_start(rows.segment_ids)
 
     def draw(key):
         size_key, t_key, mask_key, rank_key = jax.random.split(key, 4)
@@ -98,9 +98,9 @@ def corrupt(rows: Rows, noise: Noise, mask_id: int) -> Corrupted:
     positions = text_positions(rows.segment_ids)
     starts = slot_starts(rows, noise.slot_size)
     same_slot_next = jnp.pad(starts[:, 1:] == starts[:, :-1], ((0, 0), (0, 1)))
-    next_token = jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))
+    next_token = next_in_row(rows.tokens)
 
-    document = index - positions  # index of the document's first token
+    document = document_start(rows.segment_ids)
     kind = rows.is_response.astype(jnp.int32) + noise.is_masked  # 0 prompt or padding, 1 clean, 2 masked
     rank = jnp.where(kind == 1, noise.rank, 0)
     *_, order = jax.lax.sort((3 * document + kind, rank, index), dimension=1, num_keys=2, is_stable=True)
