@@ -40,7 +40,7 @@ from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.distributed import together
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import system_of
@@ -154,7 +154,7 @@ def _scoring() -> dict:
 def _mesh() -> jax.sharding.Mesh:
     """Of this host's devices, as the flags split them."""
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
-    return make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.local_devices()[: _DATA.value * _TENSOR.value])
+    return make_mesh(split, jax.local_devices()[: _DATA.value * _TENSOR.value])
 
 
 def evaluate(checkpoint: epath.Path, output: Path) -> dict:

@@ -31,6 +31,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -52,7 +53,7 @@ from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.compiled_code import find_danger, keep_compiled
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import declared, scope
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.runtime.storage import absolute, is_remote, open_patiently, write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
@@ -216,7 +217,7 @@ def main() -> None:
     except UserError as error:
         raise UserError(f"--record_feeds={feeds}: {error}") from error
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | split, jax.devices()[: _DATA.value * _TENSOR.value])
+    mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
 
     # 1. What is asked for, checked as a whole.
     tokenizer = find_tokenizer(checkpoint)

@@ -288,24 +288,15 @@ class Twice:
         return x + 0.0 * other
 
 
-def copy_bandwidth(size: int = 2**28) -> float:
+def copy_bandwidth() -> float:
     """Memory bandwidth in bytes a second, reading and writing, by changing an array larger than any cache in place.
 
     A new array for every result would take the system ten times as long, to map its pages.
     """
-    x, seconds = jnp.zeros((size // 4,), jnp.float32), []
+    x, seconds = jnp.zeros((2**26,), jnp.float32), []
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     for _ in range(6):  # the first time it compiles
         began = time.perf_counter()
         x = jax.block_until_ready(add(x))
         seconds.append(time.perf_counter() - began)
-    return 2 * size / float(np.median(seconds[1:]))
-
-
-def _median_seconds(run, repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds))
+    return 2 * x.nbytes / float(np.median(seconds[1:]))

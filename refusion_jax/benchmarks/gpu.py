@@ -38,7 +38,7 @@ from refusion_jax.model.triton import triton_attention
 from refusion_jax.runtime import flag_values
 from refusion_jax.runtime.chips import peak_flops
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.systems.registry import default_system
@@ -154,12 +154,11 @@ def packed(rehearse: bool) -> list[dict]:
 
 def answers(checkpoint: str, count: int) -> list[dict]:
     """Greedy answers to random prompts in float32, on this device and on the CPU, by the default system's decoders."""
-    one = dict.fromkeys(MESH_AXES, 1)
     records = []
     for method in default_system().decoders:
         settings, found = DecodeSettings(method, max_new_tokens=32), []
         for device in (jax.devices()[0], jax.devices("cpu")[0]):
-            model = load_model(checkpoint, mesh=make_mesh(one, [device]))
+            model = load_model(checkpoint, mesh=make_mesh({}, [device]))
             prompts = np.random.default_rng(0).integers(5, model.config.num_tokens, (count, 12)).tolist()
             with jax.default_device(device), jax.default_matmul_precision("highest"):
                 found.append(decode(model, prompts, settings).tokens)

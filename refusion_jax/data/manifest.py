@@ -1,6 +1,7 @@
 """manifest.json, the description of a prepared directory. It is written last, so that it marks finished ones."""
 
 import dataclasses
+import hashlib
 import json
 from pathlib import PurePosixPath
 
@@ -50,6 +51,12 @@ class Manifest:
     shards: tuple[Shard, ...]
     times: str = ""  # hash of the modification times of the input files
     format: str = FORMAT
+
+
+def file_checksum(path: epath.PathLike) -> str:
+    """The checksum of a file of rows, as a `Shard` has it."""
+    with epath.Path(path).open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def write_manifest(directory: epath.Path, manifest: Manifest) -> None:

@@ -114,12 +114,6 @@ def _check_file(path: epath.Path, shard: Shard) -> None:
         raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
 
 
-def file_checksum(path: epath.Path) -> str:
-    """The checksum of a file, as in the manifest."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 class MixedRows:
     """The concatenation of several sets of rows."""
 

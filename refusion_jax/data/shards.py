@@ -18,7 +18,7 @@ from etils import epath
 
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.manifest import Shard
+from refusion_jax.data.manifest import Shard, file_checksum
 from refusion_jax.data.packing import encode_prompts, fit
 from refusion_jax.data.pieces import Piece, read
 from refusion_jax.data.rows import encode_row, token_type
@@ -245,9 +245,7 @@ def _write(name: epath.Path, documents: _Documents, settings: Settings, dtype: n
             own = np.concatenate([tokens[s : s + n] for s, n in zip(starts, lengths, strict=True)])
             writer.write(encode_row(own.astype(dtype, copy=False), lengths, prompts))
         writer.close()
-        with open(temporary, "rb") as file:
-            checksum = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-        size = temporary.stat().st_size
+        checksum, size = file_checksum(temporary), temporary.stat().st_size
     segments = sum(map(len, rows))
     return Shard(name.name, len(rows), documents.starts, segments, len(tokens), size, checksum)
 

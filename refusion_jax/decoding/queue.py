@@ -28,7 +28,7 @@ from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Given, Known, Request, shared_prefix
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.model.transformer import KeyValues, Transformer
-from refusion_jax.runtime.sharding import MESH_AXES, constrain, make_mesh, shard_count
+from refusion_jax.runtime.sharding import constrain, make_mesh, shard_count
 
 LOOK = 16  # forwards between two checks of whether the caller stops answers
 _NEVER = np.iinfo(np.int32).max
@@ -175,7 +175,7 @@ def mesh_of(model: Transformer) -> Mesh:
     place = jax.tree.leaves(nnx.state(model))[0].sharding
     if isinstance(place, NamedSharding):
         return place.mesh
-    return make_mesh(dict.fromkeys(MESH_AXES, 1), list(place.device_set))
+    return make_mesh({}, list(place.device_set))
 
 
 def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:

@@ -255,7 +255,7 @@ def _executing(tasks: list[lm_eval.api.task.Task], plan: Plan) -> contextlib.Abs
     return sandbox.allow(plan.unsafe) if executes else contextlib.nullcontext()
 
 
-def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]) -> dict[str, Any]:
+def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Tasks) -> dict[str, Any]:
     """The results of lm_eval, with `samples`, and with the cost of decoding as `decoding`.
 
     Raises:
@@ -274,7 +274,7 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]
             bootstrap_iters=1000,
             fewshot_random_seed=_SEED,
         )
-    asked = {name: _asked(lm, task) for name, task in ((task.config.task, task) for task in tasks)}
+    asked = {task.config.task: _asked(lm, task) for task in tasks}
     for name, samples in results["samples"].items():
         for sample in samples:
             sample["decoding"] = [
@@ -284,17 +284,16 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.Task]
     keys = {name: [key for some in of_doc.values() for key in some] for name, of_doc in asked.items()}
     results["decoding"] = summarize(sum(keys.values(), []), lm)
     results["decoding"]["tasks"] = {name: summarize(some, lm) for name, some in keys.items() if some}
-    results["settings"] = {name: _settings_of(lm, task) for name, task in ((t.config.task, t) for t in tasks)}
+    results["settings"] = {task.config.task: _settings_of(lm, task) for task in tasks}
     packages = ("lm_eval", "datasets", "jax", "refusion-jax")
     results["packages"] = {package: importlib.metadata.version(package) for package in packages}
     return results
 
 
-def _with_groups(tasks: list[lm_eval.api.task.Task]) -> list[lm_eval.api.task.Task | Group]:
+def _with_groups(tasks: Tasks) -> list[lm_eval.api.task.Task | Group]:
     """What lm_eval is to run: the groups, whose scores it then combines, and the tasks that are in none."""
-    groups = getattr(tasks, "groups", [])
-    inside = {task.config.task for group in groups for task in group.get_all_tasks()}
-    return [*groups, *(task for task in tasks if task.config.task not in inside)]
+    inside = {task.config.task for group in tasks.groups for task in group.get_all_tasks()}
+    return [*tasks.groups, *(task for task in tasks if task.config.task not in inside)]
 
 
 def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[str]]:

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -342,7 +342,7 @@ def _mixed(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _shown(items, total: int, what: str) -> Callable:
+def _shown(items: Iterable[Any], total: int, what: str) -> Iterable[Any]:
     """The items, with a progress bar on a terminal."""
     console = Console(stderr=True)
     return track(items, what, total, console=console, disable=not total or not sys.stderr.isatty())

@@ -39,7 +39,7 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
     """Arranges the devices in a mesh: neighbours on the network inside a slice, copies across slices.
 
     Args:
-      shape: size of each of MESH_AXES; at most one is -1 and takes what the others leave.
+      shape: sizes of MESH_AXES, 1 where not given; at most one is -1 and takes what the others leave.
       devices: all of jax.devices() by default.
 
     Raises:
@@ -47,7 +47,8 @@ def make_mesh(shape: Mapping[str, int], devices: list[jax.Device] | None = None)
         do not each hold whole copies.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {axis: shape[axis] for axis in MESH_AXES}
+    shape = dict.fromkeys(MESH_AXES, 1) | dict(shape)
+    sizes = dict(shape)
     known = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         sizes = {axis: len(devices) // known if size == -1 else size for axis, size in sizes.items()}

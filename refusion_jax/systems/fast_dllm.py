@@ -155,16 +155,15 @@ class BlockCache:
 
     def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
         """The shapes of a forward over whole texts, and of one over blocks."""
-        behind = self.block_length if self.reuse == "dual" else self.new_tokens
         tiles = rows // shard_count_here("batch")
-        return tuple(Shape(width, width, tiles) for width in (self.width, behind))
+        return tuple(Shape(width, width, tiles) for width in (self.width, self.fed_width))
 
     def fed(self, model: Transformer, s: State) -> Fed:
         """What the next forward of a state feeds."""
-        behind = self._window(s)[3]
+        _, _, fed = self._window(s)
         is_whole = jnp.any(s.active & s.is_fresh)
-        tokens = jnp.where(is_whole, s.length * s.is_fresh, behind * ~s.is_fresh) * s.active
-        return Fed(1 - is_whole.astype(jnp.int32), tokens, jnp.where(is_whole, 0, s.length - behind))
+        tokens = jnp.where(is_whole, s.length * s.is_fresh, fed * ~s.is_fresh) * s.active
+        return Fed(1 - is_whole.astype(jnp.int32), tokens, jnp.where(is_whole, 0, s.length - fed))
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward: over the whole text for rows that begin a block, if there are any, else over blocks."""
@@ -175,7 +174,7 @@ class BlockCache:
 
     def _whole(self, model: Transformer, s: State) -> State:
         """A forward over whole texts, whose keys and values are kept."""
-        w, _, start, fed = self._window(s)
+        w, start, fed = self._window(s)
         C = self.width
         index = jnp.broadcast_to(jnp.arange(C)[None], s.text.shape)
         is_text = index < s.length[:, None]
@@ -199,7 +198,7 @@ class BlockCache:
 
     def _block(self, model: Transformer, s: State) -> State:
         """A forward over the block, on top of the kept keys and values."""
-        w, F, start, fed = self._window(s)
+        (w, start, fed), F = self._window(s), self.fed_width
         offset = jnp.arange(F)[None]
         index = start[:, None] + offset
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, self.width - 1), axis=1)
@@ -209,16 +208,20 @@ class BlockCache:
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
         return self._commit(s, w, model.logits(x[:, at]), s.active & ~s.is_fresh, jnp.zeros_like(w.masked))
 
-    def _window(self, s: State) -> tuple[Window, int, Int32[Array, "B"], Int32[Array, "B"]]:
-        """The window of the block, F, and the start and length of what is fed on top of the cache."""
+    @property
+    def fed_width(self) -> int:
+        """F: with `dual` the block, else all from the block on."""
+        return self.block_length if self.reuse == "dual" else self.new_tokens
+
+    def _window(self, s: State) -> tuple[Window, Int32[Array, "B"], Int32[Array, "B"]]:
+        """The window of the block, and the start and length of what is fed on top of the cache."""
         count, own = s.layout.places.count, s.layout.settings.block_length
         length = jnp.where(own > 0, own, count)
         first = s.block * length
         start = s.layout.given.length + first
         w = canvas.window(s, self.ids, self.block_length, first, length)
-        if self.reuse == "dual":
-            return w, self.block_length, start, jnp.clip(count - first, 0, length)
-        return w, self.new_tokens, start, jnp.maximum(count - first, 0)
+        left = jnp.maximum(count - first, 0)
+        return w, start, jnp.minimum(left, length) if self.reuse == "dual" else left
 
     def _commit(
         self,

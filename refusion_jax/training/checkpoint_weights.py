@@ -14,13 +14,12 @@ from refusion_jax.training.checkpoint_directory import check_whole, find_step, i
 from refusion_jax.training.checkpoint_writer import Items, make_checkpointer
 
 
-def restore_params(path: epath.Path, target: Any, verify: bool = True) -> Any:
+def restore_params(path: epath.Path, target: Any) -> Any:
     """Weights of the newest whole step, or of the step that is named.
 
     Args:
       path: as for `find_step`.
       target: shapes, dtypes and shardings to restore into.
-      verify: whether to compare checksums.
 
     Raises:
       UserError: where there are none, or none can be read.
@@ -33,7 +32,7 @@ def restore_params(path: epath.Path, target: Any, verify: bool = True) -> Any:
     failed_saves.say_once()
     for directory in steps:
         try:
-            check_whole(directory, ("params",), verify)
+            check_whole(directory, ("params",), verify=True)
             if misfit := _find_misfit(ocp.StandardCheckpointHandler().metadata(directory / "params"), target):
                 break
             with ocp.StandardCheckpointer() as checkpointer:

@@ -195,20 +195,17 @@ class Checkpoints:
         """Waits until the last save is whole on disk."""
         self._settle()
 
-    def restore(
-        self, target: TrainState, start_over: bool = False, up_to: int | None = None
-    ) -> tuple[TrainState, dict[str, Any]] | None:
+    def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
         """The newest whole checkpoint, or None where there is none at all. `skipped` says why newer ones were not read.
 
         Args:
           target: shapes, dtypes and shardings to restore into; any number of devices will do.
           start_over: return None, too, where there are checkpoints but none can be read.
-          up_to: the last step to consider.
 
         Raises:
           UserError: where there are checkpoints, but none can be read (starting over silently would lose the run).
         """
-        steps = [step for step in finished_steps(self._directory) if up_to is None or step <= up_to]
+        steps = finished_steps(self._directory)
         for step in reversed(steps):
             restored, why, directory = None, None, self._directory / str(step)
             try:

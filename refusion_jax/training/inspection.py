@@ -15,7 +15,8 @@ from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.loader import host_batches
-from refusion_jax.data.prepared import PreparedRows, file_checksum
+from refusion_jax.data.manifest import file_checksum
+from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.runtime.errors import UserError
 
 _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}

@@ -15,7 +15,7 @@ from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import SettingError, UserError
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.systems.registry import decoders_for, default_system
 from refusion_jax.training import workdir
 from refusion_jax.training.checkpoint_directory import find_step
@@ -42,7 +42,7 @@ def load_model(
     """
     path = epath.Path(path)
     config = read_model_config(path)
-    mesh = mesh or make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+    mesh = mesh or make_mesh({}, jax.devices()[:1])
     graphdef, target = abstract_transformer(config, dtype, mesh, weights=weights)
     if weights == "same":
         return nnx.merge(graphdef, load_params(path, target))
@@ -51,7 +51,7 @@ def load_model(
     except RuntimeError as error:
         why = "weights are rounded in the host's memory, for JAX a device of its own: JAX_PLATFORMS must name cpu, too"
         raise SettingError("decode", "weights", weights, why) from error
-    unrounded, on_host = abstract_transformer(config, dtype, make_mesh(dict.fromkeys(MESH_AXES, 1), memory))
+    unrounded, on_host = abstract_transformer(config, dtype, make_mesh({}, memory))
     rounded = nnx.state(nnx.merge(unrounded, load_params(path, on_host)).rounded(weights))
     places = jax.tree.map(lambda x: x.sharding, target)
     return nnx.merge(graphdef, jax.device_put(jax.device_get(nnx.to_pure_dict(rounded)), places))

@@ -104,13 +104,7 @@ class Comparison:
             for system, count in self._plan.adapted.items()
             if run.seed < count
         ]
-        trained, texts, continued = (
-            [
-                self._piece("train", f"train {run.name}", lambda run=run: self._train(run)) | {"start": run.start}
-                for run in some
-            ]
-            for some in (runs, texts, adapted)
-        )
+        trained, texts, continued = map(self._trained, (runs, texts, adapted))
         begun = {(record["system"], record["seed"]): record for record in trained}
         trained += [results.continued(begun[run["start"], run["seed"]], run) for run in continued]
         runs += adapted
@@ -154,6 +148,13 @@ class Comparison:
         """The learning rate with the lowest final held-out loss; the config's where none was tried."""
         return min(trials, key=_final_loss)["learning_rate"] if trials else self._config.learning_rate
 
+    def _trained(self, runs: list[Run]) -> list[dict[str, Any]]:
+        """The records of some runs, each trained to its end."""
+        return [
+            self._piece("train", f"train {run.name}", functools.partial(self._train, run)) | {"start": run.start}
+            for run in runs
+        ]
+
     def _train(self, run: Run) -> dict[str, Any]:
         record = {"system": run.system, "seed": run.seed, "name": run.name, "command": run.command(self._directory)}
         return record | {"learning_rate": run.changes["learning_rate"]} | train(run, self._directory, cli.say)
@@ -167,7 +168,7 @@ class Comparison:
                 jax.clear_caches()  # compiled programs use memory mappings, and a process can have only 65,530
             decoder = point.decoder
             key = f"measure {run.name}: {decoder} {point.label}"
-            piece = self._piece("measure", key, functools.partial(self._at, self._measure, run, point, load))
+            piece = self._piece_at("measure", key, self._measure, run, point, load)
             found.append(piece | {"start": run.start})
         return found
 
@@ -193,7 +194,7 @@ class Comparison:
         for run, point in entries:
             load = functools.partial(self._load, self._directory / "runs" / run.name)
             key = f"test {run.name}: {point.decoder} {point.label}"
-            piece = self._piece("test", key, functools.partial(self._at, self._score_test, run, point, load))
+            piece = self._piece_at("test", key, functools.partial(self._score, self._test), run, point, load)
             found.append(piece | {"start": run.start})
             jax.clear_caches()
         return found
@@ -237,13 +238,9 @@ class Comparison:
 
     def _record(self, run: Run, point: Point) -> dict[str, Any]:
         jax.clear_caches()
+        load = functools.partial(self._load, self._directory / "runs" / run.name)
         key = f"record {run.name}: {point.decoder} {point.label}"
-        return self._piece("record", key, functools.partial(self._feeds, run, point)) | {"start": run.start}
-
-    def _feeds(self, run: Run, point: Point) -> dict[str, Any]:
-        model, tokenizer = self._load(self._directory / "runs" / run.name)
-        own = {"system": run.system, "seed": run.seed, "decoder": point.decoder, "settings": point.label}
-        return own | prices.record(self._validation, point, self._budget, model, tokenizer)
+        return self._piece_at("record", key, self._feeds, run, point, load) | {"start": run.start}
 
     def _studied(self, run: Run) -> list[dict[str, Any]]:
         """Measures the checkpoints of a run at the points of its system's studies."""
@@ -255,24 +252,24 @@ class Comparison:
             for title, points in self._studies[run.system].items():
                 for point in points:
                     key = f"study {run.name} at step {step}, {title}: {point.decoder} {point.label}"
-                    made = self._piece("study", key, functools.partial(self._at, self._accuracy, run, point, load))
+                    score = functools.partial(self._score, self._validation)
+                    made = self._piece_at("study", key, score, run, point, load)
                     found.append(made | {"study": title, "step": step})
             jax.clear_caches()
         return found
 
-    def _at(self, what: Callable, run: Run, point: Point, load: Callable[[], tuple]) -> dict[str, Any]:
-        """The record of one measurement, `what`, of a run's model at a point."""
+    def _piece_at(
+        self, kind: str, key: str, what: Callable, run: Run, point: Point, load: Callable[[], tuple]
+    ) -> dict[str, Any]:
+        """The piece of one measurement, `what`, of a run's model at a point; loaded only where it is still to do."""
         own = {"system": run.system, "seed": run.seed, "decoder": point.decoder, "settings": point.label}
-        return own | what(point, *load())
+        return self._piece(kind, key, lambda: own | what(point, *load()))
 
     def _measure(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
         return measure(self._mixture, self._validation, point, self._budget, model, tokenizer)
 
-    def _accuracy(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
-        return self._score(self._validation, point, model, tokenizer)
-
-    def _score_test(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
-        return self._score(self._test, point, model, tokenizer)
+    def _feeds(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
+        return prices.record(self._validation, point, self._budget, model, tokenizer)
 
     def _score(self, problems: list[Problem], point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
         once = dataclasses.replace(self._budget, repeats=1)  # nothing is timed
