@@ -27,7 +27,7 @@ import numpy as np
 from absl import flags
 
 from refusion_jax.batch.visibility import CAUSAL, Visibility
-from refusion_jax.benchmarks import authors
+from refusion_jax.benchmarks import authors, markdown
 from refusion_jax.benchmarks import decode as decoding
 from refusion_jax.benchmarks import train as training
 from refusion_jax.config import default_config
@@ -273,6 +273,5 @@ def section(head: dict, records: list[dict]) -> str:
 
 
 def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """The lines of a Markdown table and an empty one; none for a table without rows."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)]
-    return [*lines, ""] if rows else []
+    """A table and an empty line; nothing for one without rows."""
+    return [markdown.table(names, rows), ""] if rows else []

@@ -2,12 +2,10 @@
 
 import collections
 import statistics
-import textwrap
 from typing import Any
 
 from refusion_jax.benchmarks.headline.curves import MARGIN, WITHIN, model_name
-
-WIDTH = 120  # columns of prose
+from refusion_jax.benchmarks.markdown import prose, table
 
 
 def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
@@ -30,11 +28,11 @@ def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
         return []
     means = {system: {step: statistics.mean(own[step]) for step in sorted(own)} for system, own in found.items()}
     shown = {step: f"{statistics.mean(tokens[step]) / 1e6:.2f} M tokens" for step in sorted(tokens)}
-    rows = [f"| system | {' | '.join(shown.values())} |", "| --- " * (1 + len(shown)) + "|"]
-    for system, own in means.items():
-        cells = ["≤ " * (system in bounded) + f"{own[step]:.3f}" if step in own else "" for step in shown]
-        rows.append(f"| {system} | {' | '.join(cells)} |")
-    prose = (
+    rows = [
+        [system, *("≤ " * (system in bounded) + f"{own[step]:.3f}" if step in own else "" for step in shown)]
+        for system, own in means.items()
+    ]
+    about = (
         f"{what}, by tokens of training; the mean of the seeds. Exact where a system writes token by token or slot by "
         f"slot, in reading order; ≤ marks a bound, by one draw a text."
     )
@@ -45,22 +43,23 @@ def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
         sooner = next(step for step, value in means[best].items() if value <= end)
         if system != best:
             told.append(f"* {best} has reached the final {end:.3f} of {system} after {shown[sooner]}, or before.")
-    return [title, textwrap.fill(prose, WIDTH), "\n".join(rows), *(["\n".join(told)] if told else [])]
+    figures = table(["system", *shown.values()], rows)
+    return [title, prose(about), figures, *(["\n".join(told)] if told else [])]
 
 
 def sweep(results: dict[str, Any]) -> list[str]:
     """The learning rates that were tried."""
     if not results["sweep"]:
         return []
-    rows = ["| system | learning rate | held-out loss |", "| --- | --- | --- |"]
-    for trial in results["sweep"]:
-        loss = trial["losses"][-1].get("eval_loss", float("nan"))
-        rows.append(f"| {trial['system']} | {trial['learning_rate']:g} | {loss:.4f} |")
+    rows = [
+        (t["system"], f"{t['learning_rate']:g}", f"{t['losses'][-1].get('eval_loss', float('nan')):.4f}")
+        for t in results["sweep"]
+    ]
     why = (
         "Short runs, one a rate; the least held-out loss decides. Where the highest or the lowest rate is best, "
         "the search goes on. Losses of different systems do not compare."
     )
-    return ["### Learning rates", textwrap.fill(why, WIDTH), "\n".join(rows)]
+    return ["### Learning rates", prose(why), table(("system", "learning rate", "held-out loss"), rows)]
 
 
 def studies(results: dict[str, Any]) -> list[str]:
@@ -78,18 +77,15 @@ def studies(results: dict[str, Any]) -> list[str]:
             for way, by_step in ways.items()
         }
         rows = [
-            f"| system | setting | {' | '.join(f'step {step}' for step in steps)} |",
-            "| --- " * (2 + len(steps)) + "|",
+            [*way, *(f"{figures[s][0]:.1%} ({figures[s][1]:.2f})" if s in figures else "" for s in steps)]
+            for way, figures in means.items()
         ]
-        for (system, settings), figures in means.items():
-            cells = [f"{figures[s][0]:.1%} ({figures[s][1]:.2f})" if s in figures else "" for s in steps]
-            rows.append(f"| {system} | {settings} | {' | '.join(cells)} |")
         told = [_best_of(system, means, steps[-1]) for system in dict.fromkeys(system for system, _ in means)]
         text = "\n".join(filter(None, told))
         parts += [
             f"### Study: {title}",
             "Right, and in brackets tokens a forward.",
-            "\n".join(rows),
+            table(("system", "setting", *(f"step {step}" for step in steps)), rows),
             *([text] if text else []),
         ]
     return parts
@@ -107,7 +103,7 @@ def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, fl
         line += f", and none within {MARGIN} of it writes more tokens a forward."
     else:
         line += f". Within {MARGIN} of it, the most tokens a forward are those of {wide}: {_told(own[wide])}."
-    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return prose(line, indent="  ")
 
 
 def _told(figures: tuple[float, float]) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from refusion_jax.benchmarks.headline.curves import MARGIN, Curve, Figure, Turns
 from refusion_jax.benchmarks.headline.measure import TURNS
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
+from refusion_jax.benchmarks.markdown import prose, table
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
@@ -104,28 +104,20 @@ def _conditions(results: dict[str, Any]) -> str:
             "**This budget is a smoke test: runs too short to have learnt the problems. It shows that the comparison "
             "runs, and nothing about the systems.**"
         )
-    return "\n\n".join(
-        textwrap.fill(line, over_training.WIDTH, break_long_words=False, break_on_hyphens=False) for line in lines
-    )
+    return "\n\n".join(map(prose, lines))
 
 
 def _table(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
     runs = {(run["system"], run["start"]): run for run in results["runs"]}
-    rows = [
-        "| system | seeds | exact match | tokens/forward | tokens/s at 1 | tokens/s at 16 | setting | learning rate | "
-        "training, s |",
-        "| --- " * 9 + "|",
-    ]
+    rows = []
     for curve in found:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
-        rows.append(
-            f"| {curve.name} | {len(point.accuracy.values)} | {_percent(point.accuracy)} | "
-            f"{_number(point.tokens_per_forward, 2)} | "
-            f"{' | '.join(_number(turns.speed(curve, point, size)) for size in (_ONE, _MANY))} | "
-            f"{point.settings or 'its own'} | "
-            f"{run['learning_rate']:g} | {run['seconds']:.0f} |"
-        )
-    return "\n".join(rows)
+        row = curve.name, str(len(point.accuracy.values)), _percent(point.accuracy)
+        row += _number(point.tokens_per_forward, 2), *(_number(turns.speed(curve, point, s)) for s in (_ONE, _MANY))
+        rows.append((*row, point.settings or "its own", f"{run['learning_rate']:g}", f"{run['seconds']:.0f}"))
+    speeds = [f"tokens/s at {size}" for size in (_ONE, _MANY)]
+    names = ["system", "seeds", "exact match", "tokens/forward", *speeds, "setting", "learning rate", "training, s"]
+    return table(names, rows)
 
 
 def _percent(figure: Figure) -> str:
@@ -164,10 +156,7 @@ def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> s
         f"* The answers were the same one prompt at a time and {_MANY} at a time in "
         f"{sum(agreeing) / len(agreeing):.1%} of all cases."
     )
-    return "\n".join(
-        textwrap.fill(line, over_training.WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        for line in lines
-    )
+    return "\n".join(prose(line, indent="  ") for line in lines)
 
 
 def _ahead_of(own: Curve, found: list[Curve], turns: Turns, size: str) -> list[str]:
@@ -213,10 +202,7 @@ def verdict(claim: Claim, own: Curve, rival: Curve, speed: float) -> Verdict:
 
 def claims(found: list[Curve], turns: Turns) -> str:
     """A table of the papers' claims; a model that was adapted is compared with a rival that was, if there is one."""
-    rows = [
-        "| system | beside | accuracy, claimed | measured | tokens/s at 1, claimed | measured | holds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     of = {(curve.system, curve.start): curve for curve in found if curve.decoder == _first(curve.system)}
     pairs = [
         (claim, own, of.get((claim.rival, own.start)) or of.get((claim.rival, "")))
@@ -227,27 +213,24 @@ def claims(found: list[Curve], turns: Turns) -> str:
     for claim, own, rival in pairs:
         if rival:
             v = verdict(claim, own, rival, turns.ratio(own, rival, _ONE))
-            rows.append(
-                f"| {own.name} | {rival.name} | {claim.accuracy:.2f}x | {v.accuracy:.2f}x"
-                f"{' (ceiling)' * v.at_ceiling} | {claim.speed:.2f}x | {v.speed:.2f}x | {'yes' if v.holds else 'no'} |"
-            )
-    return "\n".join(rows) if len(rows) > 2 else "None of the systems here has claims about another one of them."
+            accuracy = f"{claim.accuracy:.2f}x", f"{v.accuracy:.2f}x{' (ceiling)' * v.at_ceiling}"
+            speed = f"{claim.speed:.2f}x", f"{v.speed:.2f}x"
+            rows.append((own.name, rival.name, *accuracy, *speed, "yes" if v.holds else "no"))
+    names = "system", "beside", "accuracy, claimed", "measured", "tokens/s at 1, claimed", "measured", "holds"
+    return table(names, rows) if rows else "None of the systems here has claims about another one of them."
 
 
 def _families(found: list[Curve]) -> str:
     names = list(found[0].points[0].families)
-    rows = [f"| system | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
-    for curve in found:
-        families = curve.fastest(_ONE).families
-        rows.append(f"| {curve.name} | {' | '.join(f'{families[name].mean:.0%}' for name in names)} |")
-    return "\n".join(rows)
+    rows = [[c.name, *(f"{c.fastest(_ONE).families[name].mean:.0%}" for name in names)] for c in found]
+    return table(["system", *names], rows)
 
 
 def _estimates(results: dict[str, Any]) -> list[str]:
     """Estimates for the recorded feeds on TPUs, with a table for each topology."""
     if not results["prices"]:
         return []
-    prose = (
+    about = (
         "**Estimate, not calibrated; nothing here ran on a TPU.** What each decoder fed for these problems, one at a "
         f"time, at every setting within {MARGIN} of its best accuracy, priced by arithmetic for "
         f"a model of {results['prices'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share; a "
@@ -255,27 +238,20 @@ def _estimates(results: dict[str, Any]) -> list[str]:
         "setting counts. In brackets: times what one token a forward takes for the same answers. Where rows of a batch "
         "wait for each other, one row tells nothing about more, and there is no estimate."
     )
-    parts = [
-        "### The same feeds on TPUs",
-        textwrap.fill(prose, over_training.WIDTH, break_long_words=False, break_on_hyphens=False),
-    ]
+    parts = ["### The same feeds on TPUs", prose(about)]
     for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
         own = [record for record in results["prices"] if record["topology"] == topology]
         own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
-        rows = [
-            f"| {topology}, estimate | settings | tokens/forward at 1 | "
-            f"{' | '.join(f'tokens/s at {size}' for size in _SHOWN)} | faster up to a batch of |",
-            "| --- " * (4 + len(_SHOWN)) + "|",
-        ]
+        rows = []
         for r in own:
             speeds = {b["batch_size"]: f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"]}
             ahead = ahead_up_to(r["batches"]) or "none"
-            rows.append(
-                f"| {name_of(r['system'], r['decoder'], r['start'])} | {_settings(r['batches'])} | "
-                f"{r['batches'][0]['tokens_per_forward']:.2f} | "
-                f"{' | '.join(speeds.get(size, '–') for size in _SHOWN)} | {ahead if len(speeds) > 1 else '–'} |"
-            )
-        parts.append("\n".join(rows))
+            row = name_of(r["system"], r["decoder"], r["start"]), _settings(r["batches"])
+            row += f"{r['batches'][0]['tokens_per_forward']:.2f}", *(speeds.get(size, "–") for size in _SHOWN)
+            rows.append((*row, str(ahead) if len(speeds) > 1 else "–"))
+        sizes = (f"tokens/s at {size}" for size in _SHOWN)
+        names = f"{topology}, estimate", "settings", "tokens/forward at 1", *sizes, "faster up to a batch of"
+        parts.append(table(names, rows))
     return parts
 
 
