@@ -132,6 +132,26 @@ def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[st
     return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
 
 
+def check_places(checkpoint: epath.Path, output: epath.Path | None, feeds: epath.Path | None) -> None:
+    """Refuses to write where nothing can be written, or over what is read or written otherwise.
+
+    Args:
+      checkpoint: of the model.
+      output: for the answers, if they go to a file.
+      feeds: for what the forwards feed, if it is recorded.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    for flag, path, beginning in (("output", output, b'{"id": '), ("record_feeds", feeds, b'{"decoder": ')):
+        if path:
+            flag_values.check_output(flag, path)
+            flag_values.check_apart(path, [_INPUT.value] if _INPUT.value else [], flag)
+            check_spares_model(flag, path, checkpoint, beginning)
+    if feeds and output and absolute(feeds) == absolute(output):
+        raise UserError(f"--record_feeds={feeds}: --output={output} is the same file")
+
+
 def check_spares_model(flag: str, path: epath.Path, checkpoint: epath.Path, beginning: bytes) -> None:
     """Refuses to write over a file of the model, or between its weights.
 
@@ -191,20 +211,8 @@ def main() -> None:
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = epath.Path(_CHECKPOINT.value)
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
-    inputs = [_INPUT.value] if _INPUT.value else []
-    if output:
-        flag_values.check_output("output", output)
-        flag_values.check_apart(output, inputs)
     feeds = epath.Path(_RECORD.value) if _RECORD.value else None
-    if feeds:
-        flag_values.check_output("record_feeds", feeds)
-        flag_values.check_apart(feeds, inputs, "record_feeds")
-        if output and absolute(feeds) == absolute(output):
-            raise UserError(f"--record_feeds={feeds}: --output={output} is the same file")
-    if output:
-        check_spares_model("output", output, checkpoint, b'{"id": ')
-    if feeds:
-        check_spares_model("record_feeds", feeds, checkpoint, b'{"decoder": ')
+    check_places(checkpoint, output, feeds)
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")

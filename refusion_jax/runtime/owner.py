@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from etils import epath
 from refusion_jax.runtime.distributed import all_agree
 from refusion_jax.runtime.errors import UserError, first_line
 from refusion_jax.runtime.json_input import JsonError, parse_json
+from refusion_jax.runtime.processes import boot_id, started
 from refusion_jax.runtime.storage import absolute, check_file, is_remote
 
 FILE = "owner.json"
@@ -190,7 +190,7 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "started": started(os.getpid()),  # its id may be given again
     }
 
 
@@ -199,21 +199,13 @@ def _is_alive(lease: dict[str, Any]) -> bool | None:
     machine = _machine()
     if machine is None or lease.get("machine") != machine or not isinstance(lease.get("pid"), int):
         return None
-    return _started(lease["pid"]) == lease.get("started")
+    return started(lease["pid"]) == lease.get("started")
 
 
 def _machine() -> str | None:
     """What processes share that see each other's ids: a boot of a machine, and a namespace on it."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        boot = boot_id()
+        return boot and boot + os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, in ticks since the boot: its id may be given again. None where it runs no more."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

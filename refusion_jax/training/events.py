@@ -32,6 +32,7 @@ import jax
 from etils import epath
 
 from refusion_jax.runtime.json_input import parse_log
+from refusion_jax.runtime.processes import boot_id, started
 from refusion_jax.runtime.storage import Appender, read_file
 
 FILE = "events.jsonl"
@@ -56,7 +57,7 @@ class EventLog:
 
     def start(self, step: int, ago: float) -> None:
         """Adds the start of a session."""
-        self.write("start", ago, step=step, boot=_boot())
+        self.write("start", ago, step=step, boot=boot_id())
 
     @contextlib.contextmanager
     def timed(self, event: str, **values: Any) -> Iterator[None]:
@@ -130,23 +131,13 @@ def when_ready(outputs: Any) -> float:
 
 def process_age() -> float:
     """Seconds since this process was started, imports included; 0 where the system does not tell."""
-    try:
-        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return 0.0
+    ticks = started(os.getpid())
+    return _clock() - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def _clock() -> float:
     """Seconds since boot, including sleep, so that processes of one boot can be compared."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
-
-
-def _boot() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
 
 
 def read_log(path: epath.Path) -> str:
