@@ -38,7 +38,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Key
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
@@ -69,7 +69,7 @@ class CheckedSettings(shared.Settings):
         0.6, "Weight of the drafting model's logits in the target; the verifier has the rest", at_least=0, at_most=1
     )
     lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
-    shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+    shift: str = setting(*masked_text.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ class DraftAndCheck:
             new_tokens=N,
             lookahead=min(s.lookahead, N),
             chunk=prefill_chunk(requests),
-            shifted=canvas.is_shifted(s.shift, model),
+            shifted=masked_text.is_shifted(s.shift, model),
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -143,9 +143,11 @@ class DraftAndCheck:
     def step(self, model: Transformer, s: State) -> State:
         """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
         given, done, K = s.layout.given.length, s.record.count, self.lookahead
-        w = canvas.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
+        w = masked_text.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
         ahead = dataclasses.replace(s, length=given + done + w.size)
-        drafter, choosable = mask_logits(canvas.denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids)
+        drafter, choosable = mask_logits(
+            masked_text.denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids
+        )
         own, noise = jax.tree.map(
             lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
             (s.layout.settings, jax.vmap(jax.random.fold_in)(s.keys, s.forwards)),
@@ -166,14 +168,14 @@ class DraftAndCheck:
         offset = jnp.arange(K)[None]
         is_eos = w.masked & (drafts == self.ids.eos_id)
         behind_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0
-        after = canvas.commit(s, w, drafts, (offset < prefix) & ~behind_eos, self.ids)
+        after = masked_text.commit(s, w, drafts, (offset < prefix) & ~behind_eos, self.ids)
         return dataclasses.replace(after, cache=kv.commit(cache, after.record.count - done))
 
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, check, s = Plain(model, request, keeps_cache=False), Plain(model.verifier, request), request.settings
-    shift, commits = canvas.is_shifted(s.shift, model.config), []
+    shift, commits = masked_text.is_shifted(s.shift, model.config), []
     text, places = list(plain.given.values()), list(plain.places)
     while places:
         ahead = places[: s.lookahead]

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
-from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
@@ -48,7 +48,7 @@ class ConvSettings(shared.Settings):
         512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )
     conv_scale: float = setting(1.0, "c: how fast confidence saturates with known tokens nearby", above=0, at_most=1e4)
-    shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+    shift: str = setting(*masked_text.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -85,9 +85,9 @@ class Convolve:
         Raises:
           UserError: where a request begins with a gap, and the model cannot write a first token.
         """
-        shifted = canvas.is_shifted(requests[0].settings.shift, model)
+        shifted = masked_text.is_shifted(requests[0].settings.shift, model)
         if shifted:
-            canvas.check_first(requests)
+            masked_text.check_first(requests)
         ids = shared.TokenIds.of(requests[0].settings, model)
         return cls(ids, text_capacity(requests), most_new_tokens(requests), shifted)
 
@@ -102,14 +102,14 @@ class Convolve:
     def step(self, model: Transformer, s: MaskedText) -> MaskedText:
         """One forward over the whole text, which commits the most confident masks."""
         own, size = s.layout.settings, s.layout.places.count
-        w = canvas.window(s, self.ids, self.new_tokens, jnp.zeros_like(size), size)
-        logits = canvas.denoise(model, s, w.position, self.shifted)
-        chosen, real, _ = canvas.propose(logits, s, w, self.ids)
+        w = masked_text.window(s, self.ids, self.new_tokens, jnp.zeros_like(size), size)
+        logits = masked_text.denoise(model, s, w.position, self.shifted)
+        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
         known = known_nearby(s.text != self.ids.mask_id, w.position, own.conv_window // 2)
         confidence = probability(real, chosen) * jnp.tanh(own.conv_scale[:, None] * known)
         steps = jnp.clip(jnp.where(own.steps > 0, own.steps, size), 1, jnp.maximum(size, 1))
-        share = canvas.even_share(size, steps, s.forwards)
-        return canvas.commit(s, w, chosen, canvas.ranks(confidence, w) < share[:, None], self.ids)
+        share = masked_text.even_share(size, steps, s.forwards)
+        return masked_text.commit(s, w, chosen, masked_text.ranks(confidence, w) < share[:, None], self.ids)
 
 
 def known_nearby(
@@ -126,7 +126,7 @@ def known_nearby(
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
     plain, s, commits = Plain(model, request, keeps_cache=False), request.settings, []
-    shift, n = canvas.is_shifted(s.shift, model.config), len(plain.places)
+    shift, n = masked_text.is_shifted(s.shift, model.config), len(plain.places)
     text, steps = dict(plain.given), min(s.steps or n, n)
     for step in range(steps):
         tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]

@@ -44,7 +44,7 @@ from refusion_jax.batch.masking import PADDING, pad_answers
 from refusion_jax.batch.rows import Rows, document_start, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
@@ -243,7 +243,7 @@ class Pipeline:
         cached = (s.cache.length - s.layout.given.length) // K  # [B] blocks
         before = self._left(s, cached)  # [B, W] masks of the blocks in flight
         opened = self._open(s, cached, before)
-        w = canvas.window(s, self.ids, F, cached * K, (opened - cached) * K)
+        w = masked_text.window(s, self.ids, F, cached * K, (opened - cached) * K)
 
         index = s.cache.length[:, None] + jnp.arange(F)[None]
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)
@@ -251,14 +251,14 @@ class Pipeline:
         visible = jnp.broadcast_to(block[:, None] >= block, (len(index), F, F))
         logits, cache = kv.extend(model, s.cache, tokens, index, visible)
 
-        chosen, real, _ = canvas.propose(logits, s, w, self.ids)
+        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
         by_block = (len(index), F // K, K)
         p = jnp.where(w.masked, probability(real, chosen), -1.0).reshape(by_block)
         sure = p > own.threshold[:, None, None]
         is_best = jnp.argmax(p, axis=2)[:, :, None] == jnp.arange(K)[None, None]
         share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed share of the block before each one
         is_forced = (share >= own.force_at[:, None]) & ~jnp.any(sure, axis=2)
-        after = canvas.commit(
+        after = masked_text.commit(
             s, w, chosen, (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape), self.ids
         )
 
@@ -271,7 +271,7 @@ class Pipeline:
     def _left(self, s: State, cached: Int32[Array, "B"]) -> Int32[Array, "B W"]:
         """Number of masks in each block behind the cached ones, whether open or not."""
         K, F = self.block_length, self.width
-        w = canvas.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
+        w = masked_text.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
         return jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)
 
     def _open(self, s: State, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
@@ -280,7 +280,7 @@ class Pipeline:
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
         has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.layout.places.count)
-        is_due = has_room & (share >= s.layout.settings.open_at) & ~canvas.has_ended(s.record, self.ids)
+        is_due = has_room & (share >= s.layout.settings.open_at) & ~masked_text.has_ended(s.record, self.ids)
         return s.opened + is_due
 
 

@@ -39,7 +39,7 @@ from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, next_in_row, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
-from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import masked_text
 from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
@@ -175,7 +175,7 @@ class Denoise:
         Raises:
           UserError: where a request begins with a gap.
         """
-        canvas.check_first(requests)
+        masked_text.check_first(requests)
         return cls(
             ids=TokenIds.of(requests[0].settings, model),
             width=text_capacity(requests),
@@ -199,12 +199,12 @@ class Denoise:
     def step(self, model: Transformer, s: State) -> State:
         """One forward over the whole text, which commits the most confident masks by each row's schedule."""
         zeros = jnp.zeros_like(s.forwards)
-        w = canvas.window(s, self.ids, self.new_tokens, zeros, s.layout.places.count)
-        logits = canvas.denoise(model, s, w.position, shifted=True)
-        chosen, real, choosable = canvas.propose(logits, s, w, self.ids)
+        w = masked_text.window(s, self.ids, self.new_tokens, zeros, s.layout.places.count)
+        logits = masked_text.denoise(model, s, w.position, shifted=True)
+        chosen, real, choosable = masked_text.propose(logits, s, w, self.ids)
         at = jnp.minimum(s.forwards, self.steps - 1)[:, None]
-        rank = canvas.ranks(self._confidence(real, choosable, chosen), w)
-        return canvas.commit(s, w, chosen, rank < jnp.take_along_axis(s.counts, at, axis=1), self.ids)
+        rank = masked_text.ranks(self._confidence(real, choosable, chosen), w)
+        return masked_text.commit(s, w, chosen, rank < jnp.take_along_axis(s.counts, at, axis=1), self.ids)
 
     def _confidence(
         self, real: Float32[Array, "B N V"], choosable: Float32[Array, "B N V"], chosen: Int32[Array, "B N"]

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
-from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.feeds import Fed, Shape
@@ -74,7 +74,7 @@ class FastSettings(shared.Settings):
     factor: float = setting(
         1.0, "With rule=factor: the n-th token is committed if p >= 1 - factor / (n + 1)", above=0, at_most=1e4
     )
-    shift: str = setting(*canvas.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+    shift: str = setting(*masked_text.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ class BlockCache:
             block_length=min(N, max(r.settings.block_length or N for r in requests)),
             reuse=own.reuse,
             rule=own.rule,
-            shifted=canvas.is_shifted(own.shift, model),
+            shifted=masked_text.is_shifted(own.shift, model),
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -219,7 +219,7 @@ class BlockCache:
         length = jnp.where(own > 0, own, count)
         first = s.block * length
         start = s.layout.given.length + first
-        w = canvas.window(s, self.ids, self.block_length, first, length)
+        w = masked_text.window(s, self.ids, self.block_length, first, length)
         left = jnp.maximum(count - first, 0)
         return w, start, jnp.minimum(left, length) if self.reuse == "dual" else left
 
@@ -232,10 +232,10 @@ class BlockCache:
         always: Bool[Array, "#B K"],
     ) -> State:
         """Commits masks of the block by the rule, and those in `always`."""
-        chosen, real, _ = canvas.propose(logits, s, w, self.ids)
+        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
         committed = w.masked & (surest(probability(real, chosen), w, self.rule, s.layout.settings) | always)
         is_over = ~jnp.any(w.masked & ~committed, axis=1)
-        after = canvas.commit(s, w, chosen, committed, self.ids, took_part)
+        after = masked_text.commit(s, w, chosen, committed, self.ids, took_part)
         return dataclasses.replace(
             after,
             block=s.block + (took_part & is_over),
@@ -245,7 +245,7 @@ class BlockCache:
 
 def surest(p: Float32[Array, "B K"], w: Window, rule: str, own: RowSettings) -> Bool[Array, "B K"]:
     """The masks of a window that a rule commits, at least the most probable one."""
-    rank = canvas.ranks(p, w)
+    rank = masked_text.ranks(p, w)
     needed = own.threshold[:, None] if rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
     return w.masked & ((p >= needed) | (rank == 0))
 
@@ -253,7 +253,7 @@ def surest(p: Float32[Array, "B K"], w: Window, rule: str, own: RowSettings) -> 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy. Kept keys and values are recomputed from the older text."""
     plain, s, commits = Plain(model, request), request.settings, []
-    shift, n = canvas.is_shifted(s.shift, model.config), len(plain.places)
+    shift, n = masked_text.is_shifted(s.shift, model.config), len(plain.places)
     text, whole = dict(plain.given), [*range(request.length)]
 
     def tokens(places):

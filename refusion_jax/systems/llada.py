@@ -33,7 +33,7 @@ from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
-from refusion_jax.decoding import masked_text as canvas
+from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.merging import fed_places, merged_logits
 from refusion_jax.decoding.plain import Plain
@@ -118,7 +118,7 @@ class RowSettings(shared.RowSettings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State(canvas.MaskedText):
+class State(masked_text.MaskedText):
     """The state of the decoding loop."""
 
     block: Int32[Array, "B"]
@@ -164,17 +164,19 @@ class Denoise:
         own, count = s.layout.settings, s.layout.places.count
         length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
         blocks = jnp.maximum(-(-count // length), 1)
-        w = canvas.window(s, self.ids, self.block_length, s.block * length, length)
+        w = masked_text.window(s, self.ids, self.block_length, s.block * length, length)
         if self.merge > 1:
             logits = merged_logits(model, s, w.position, fed_places(s, (s.block + 1) * length, self.merge))
         else:
-            logits = canvas.denoise(model, s, w.position, shifted=False)
-        chosen, real, _ = canvas.propose(logits, s, w, self.ids)
+            logits = masked_text.denoise(model, s, w.position, shifted=False)
+        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
         steps = jnp.clip(jnp.where(own.steps > 0, own.steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
-        rank = canvas.ranks(probability(real, chosen), w)
-        after = canvas.commit(s, w, chosen, rank < canvas.even_share(w.size, steps, s.block_step)[:, None], self.ids)
+        rank = masked_text.ranks(probability(real, chosen), w)
+        after = masked_text.commit(
+            s, w, chosen, rank < masked_text.even_share(w.size, steps, s.block_step)[:, None], self.ids
+        )
         is_over = s.block_step + 1 >= steps  # of the block
-        is_last = canvas.has_ended(after.record, self.ids) | (s.block + 1 >= blocks)
+        is_last = masked_text.has_ended(after.record, self.ids) | (s.block + 1 >= blocks)
         return dataclasses.replace(
             after,
             block=s.block + (s.active & is_over),
