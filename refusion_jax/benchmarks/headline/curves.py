@@ -33,8 +33,8 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """A decoder at one setting."""
+class Measured:
+    """What was measured of a decoder at one setting, over the seeds."""
 
     settings: str
     accuracy: Figure
@@ -49,9 +49,9 @@ class Curve:
 
     system: str
     decoder: str
-    points: tuple[Point, ...]  # scored on the validation problems
+    points: tuple[Measured, ...]  # scored on the validation problems
     start: str = ""  # the system whose weights the training started from; random ones if empty
-    tested: Mapping[str, Point] = dataclasses.field(default_factory=dict)  # by settings, scored on the test problems
+    tested: Mapping[str, Measured] = dataclasses.field(default_factory=dict)  # by settings, scored on the test problems
 
     @property
     def name(self) -> str:
@@ -63,18 +63,18 @@ class Curve:
         """The highest accuracy on the validation problems."""
         return max(point.accuracy.mean for point in self.points)
 
-    def fastest(self, batch_size: str) -> Point:
+    def fastest(self, batch_size: str) -> Measured:
         """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one."""
         chosen = max(self.near_best, key=lambda point: point.speed[batch_size].mean)
         return self.tested.get(chosen.settings, chosen)
 
     @property
-    def near_best(self) -> list[Point]:
+    def near_best(self) -> list[Measured]:
         """The points within WITHIN of the best accuracy."""
         return [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
 
 
-def shown(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[tuple[Curve, Point]]:
+def shown(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[tuple[Curve, Measured]]:
     """The fastest points within WITHIN of the best accuracy, which are timed in turns."""
     fastest = [(curve, curve.fastest(size)) for curve in found for size in batch_sizes]
     return list({(curve.name, point.settings): (curve, point) for curve, point in fastest}.values())
@@ -96,7 +96,7 @@ class Turns:
             }
         )
 
-    def speed(self, curve: Curve, point: Point, batch_size: str) -> Figure:
+    def speed(self, curve: Curve, point: Measured, batch_size: str) -> Figure:
         """Tokens a second at a point."""
         return Figure(tuple(self.speeds[curve.name, point.settings][batch_size]))
 
@@ -139,10 +139,10 @@ def _by_curve(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], d
     return found
 
 
-def _point(settings: str, records: list[dict[str, Any]]) -> Point:
+def _point(settings: str, records: list[dict[str, Any]]) -> Measured:
     sizes = records[0]["tokens_per_second"]
     speed = {size: _figure(record["tokens_per_second"][size] for record in records) for size in sizes}
-    return Point(settings, speed=speed, **_scores(records))
+    return Measured(settings, speed=speed, **_scores(records))
 
 
 def _scores(records: list[dict[str, Any]]) -> dict[str, Any]:
