@@ -20,10 +20,10 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.runtime.chips import free_tokens
 from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.systems.refusion import decoder as slot_decoder
-from refusion_jax.systems.refusion.canvas import ORDERS
 from refusion_jax.systems.refusion.decoder import PlanAndInfill
 from refusion_jax.systems.refusion.phases import CHECK, DONE, PLAN, PROPOSE, RECOMPUTE, VERIFY
 from refusion_jax.systems.refusion.reference import plan_and_infill
+from refusion_jax.systems.refusion.settings import ORDERS
 
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "600"))
 

@@ -1,170 +1,19 @@
-"""The slots of a request, and the settings of ReFusion's decoders.
+"""The slots of a request: where they are in its text, and when the turn of each is.
 
-Axes: R requests, B rows, N slots a row.
+Axes: R requests, N slots a row.
 """
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jaxtyping import ArrayLike, Bool, Float32, Int32
+from jaxtyping import ArrayLike, Bool, Int32
 
-from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.requests import Request
-from refusion_jax.runtime.settings import setting
+from refusion_jax.systems.refusion.settings import LEFT_TO_RIGHT, RANDOM
 
-AUTO = "auto"
-INFILLS = "threshold", "exact", AUTO
-THRESHOLD, EXACT = range(2)
-ORDERS = CONFIDENCE, LEFT_TO_RIGHT, RANDOM = "confidence", "left_to_right", "random"
-BEST_INFILL = {"infill": "exact", "infill_blend": 0.5}  # right most often (BENCHMARKS.md)
 BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slots(shared.Settings):
-    """Settings of whatever writes slots."""
-
-    slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
-
-    @property
-    def unit(self) -> int:
-        return self.slot_size
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotSettings(_Slots):
-    """How to decode a slot-diffusion model (ReFusion, arXiv 2512.13586, section 3.3).
-
-    Raises:
-      SettingError: for an impossible value, naming it, the reason, and what would be possible.
-    """
-
-    serial_blocks: int = setting(
-        1, "The answer is cut into this many equal blocks of slots, decoded one after the other", at_least=1,
-        at_most=2**20,
-    )  # fmt: skip
-    slot_threshold: float = setting(
-        0.9, "Slots with a first token more probable than this are chosen", at_least=0, at_most=1
-    )
-    order: str = setting(
-        CONFIDENCE, "Which slots are chosen, as many as slot_threshold says, one at least: 'confidence', those with "
-        "the most probable first tokens; 'left_to_right', the next in the text; 'random', the next in an order that is "
-        "drawn for each prompt, by seed",
-        choices=ORDERS,
-    )  # fmt: skip
-    token_threshold: float = setting(
-        -1.0, "With infill=threshold: drafted tokens more probable than this are accepted; -1: 0.9. "
-        "If it is given, infill=auto is threshold", at_least=-1, at_most=1,
-    )  # fmt: skip
-    infill: str = setting(
-        AUTO, "How drafts become text: 'threshold', the authors' algorithm, accepts those above token_threshold and "
-        "drafts the others again; 'exact' takes the model's own next token wherever a draft differs from it; 'auto': "
-        "exact, unless token_threshold is given",
-        choices=INFILLS,
-    )  # fmt: skip
-    infill_blend: float = setting(
-        0.5, "With infill=exact and no temperature: weight of the plan's probabilities in the choice between its draft "
-        "and the next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
-    )  # fmt: skip
-    recompute: bool = setting(
-        False, "With infill=threshold: recompute keys and values of slots that were infilled without attending to each "
-        "other, in text order, which the authors do not",
-    )  # fmt: skip
-    speculate: str = setting(
-        AUTO, "Tokens up to which a forward speculates, in each shard of the rows: the same text in fewer forwards. "
-        "'auto': as many as save time on this device; 0: no speculation",
-        choices=(AUTO,), or_number=True,
-    )  # fmt: skip
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        least, largest = min(trained["sizes"]), max(trained["sizes"])
-        narrow = [
-            {"serial_blocks": blocks} | BEST_INFILL | {"slot_threshold": sure}
-            for blocks, thresholds in ((1, (0.9, 0.6, 0.3)), (2, (0.9, 0.6)), (4, (0.9, 0.6)))
-            if not new_tokens % (least * blocks)
-            for sure in thresholds
-        ]
-        theirs = [{"slot_threshold": sure, "token_threshold": sure} for sure in (0.9, 0.6, 0.3)]
-        wide = [
-            {"serial_blocks": blocks} | BEST_INFILL | {"slot_threshold": 0.6, "order": order}
-            for blocks in (2, 4)
-            if largest > least and not new_tokens % (largest * blocks)
-            for order in (CONFIDENCE, LEFT_TO_RIGHT)[: 1 + (largest * blocks < new_tokens)]  # one slot has one order
-        ]
-        points = [{"slot_size": least} | point for point in narrow + theirs]
-        return points + [{"slot_size": largest} | point for point in wide]
-
-    def check(self) -> None:
-        if -1 < self.token_threshold < 0:
-            self.refuse("token_threshold", "must be at least 0, or -1 for 0.9")
-        if self.new_tokens % self.multiple:
-            self.refuse(
-                "max_new_tokens",
-                f"does not divide into serial_blocks={self.serial_blocks} runs of whole slots of "
-                f"slot_size={self.slot_size}; {-(-self.new_tokens // self.multiple) * self.multiple} would",
-            )
-
-    @functools.cached_property
-    def resolved(self) -> Self:
-        """These settings with `infill` and `token_threshold` resolved.
-
-        The default is exact infilling, which writes better text in fewer forwards (BENCHMARKS.md), unless
-        `token_threshold` is given, which only the authors' infilling uses.
-        """
-        is_theirs = self.infill == "threshold" or (self.infill == AUTO and self.token_threshold >= 0)
-        return dataclasses.replace(
-            self,
-            infill=INFILLS[THRESHOLD if is_theirs else EXACT],
-            token_threshold=self.token_threshold if self.token_threshold >= 0 else 0.9,
-        )
-
-    def looking_ahead(self, tokens: int) -> Self:
-        """With `speculate` set."""
-        return dataclasses.replace(self, speculate=str(tokens))
-
-    @property
-    def budget(self) -> int:
-        """`speculate` as a number; -1 for "auto"."""
-        return -1 if self.speculate == AUTO else int(self.speculate)
-
-    @property
-    def multiple(self) -> int:
-        return self.slot_size * self.serial_blocks
-
-
-@dataclasses.dataclass(frozen=True)
-class SequentialSettings(_Slots):
-    """How to decode such a model one token a forward."""
-
-    serial_blocks: ClassVar[int] = 1
-    order: ClassVar[str] = LEFT_TO_RIGHT
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"slot_size": min(trained["sizes"])}]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    slot_threshold: Float32[ArrayLike, "*B"]
-    token_threshold: Float32[ArrayLike, "*B"]
-    infill: Int32[ArrayLike, "*B"]  # THRESHOLD or EXACT
-    infill_blend: Float32[ArrayLike, "*B"]
-    recompute: Bool[ArrayLike, "*B"]
-    budget: Int32[ArrayLike, "*B"]  # -1: as many tokens as are free on the device
-
-    @classmethod
-    def of(cls, rows: Sequence[SlotSettings]) -> Self:
-        """These settings of each row, as numpy arrays."""
-        return super().of([row.resolved for row in rows])
 
 
 @jax.tree_util.register_dataclass

@@ -37,15 +37,7 @@ from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime.chips import free_tokens
 from refusion_jax.runtime.sharding import device_kind_here, shard_count_here
 from refusion_jax.systems.refusion.budget import MOST_ODDS, choose, shapes_of, worthwhile
-from refusion_jax.systems.refusion.canvas import (
-    EXACT,
-    Canvas,
-    RowSettings,
-    SlotSettings,
-    slots_a_block,
-    slots_of,
-    tokens_a_forward,
-)
+from refusion_jax.systems.refusion.canvas import Canvas, slots_a_block, slots_of, tokens_a_forward
 from refusion_jax.systems.refusion.feeding import Block, FeedPlan, PackedFeed, block_of, pack_feed
 from refusion_jax.systems.refusion.phases import (
     CHECK,
@@ -62,6 +54,7 @@ from refusion_jax.systems.refusion.phases import (
     select,
 )
 from refusion_jax.systems.refusion.reading import Draws, Hidden, Tokens, read_tokens
+from refusion_jax.systems.refusion.settings import EXACT, RowSettings, SlotSettings
 
 _LEAST_PORTION = 16  # places whose logits are computed at once, at least; fewer cost as much on CPU
 

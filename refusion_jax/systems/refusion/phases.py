@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, EXACT, RowSettings
+from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE
 from refusion_jax.systems.refusion.feeding import Block, FeedPlan
+from refusion_jax.systems.refusion.settings import EXACT, RowSettings
 
 DONE, PLAN, VERIFY, PROPOSE, CHECK, RECOMPUTE = range(6)
 

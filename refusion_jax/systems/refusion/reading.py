@@ -18,8 +18,8 @@ from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.ragged import take
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.refusion.canvas import EXACT, RowSettings
 from refusion_jax.systems.refusion.feeding import PackedFeed
+from refusion_jax.systems.refusion.settings import EXACT, RowSettings
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,8 @@ import numpy as np
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.refusion.canvas import CONFIDENCE, ranks
+from refusion_jax.systems.refusion.canvas import ranks
+from refusion_jax.systems.refusion.settings import CONFIDENCE
 
 Fed = list[tuple[int, int]]  # (token, place in the text)
 

@@ -20,8 +20,9 @@ from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import RowSettings, TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.refusion.canvas import Canvas, SequentialSettings, slots_of
+from refusion_jax.systems.refusion.canvas import Canvas, slots_of
 from refusion_jax.systems.refusion.decoder import Layout
+from refusion_jax.systems.refusion.settings import SequentialSettings
 
 
 @jax.tree_util.register_dataclass

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refusion_jax.systems.interface import Claim
-from refusion_jax.systems.refusion.canvas import BEST_INFILL, ORDERS
+from refusion_jax.systems.refusion.settings import BEST_INFILL, ORDERS
 
 # arXiv 2512.13586, abstract: 34 % better and 18 times as fast as earlier masked diffusion models, and 2.33 times as
 # fast as strong autoregressive models, with about their quality.
