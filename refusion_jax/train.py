@@ -232,7 +232,6 @@ def session(run: Run, start_over: bool) -> str:
             metrics.paused(time.monotonic() - began)
             watchdog.alive(step)
 
-        pending = None
         for step in range(first_step + 1, config.steps + 1):
             profile.before(step)
             fetch_began = time.monotonic()
@@ -242,9 +241,7 @@ def session(run: Run, start_over: bool) -> str:
             clock.dispatched(fetch_began, fetch_ended, step_metrics)
             watchdog.alive(step)
             profile.after(step, step_metrics)
-            if pending:
-                metrics.write(*pending)
-                pending = None
+            metrics.flush()
             rows_used = left_out.batch_of(step) * config.batch_size
             evaluated = {}
             if run.held_out and (run.held_out.is_due(step) or step == config.steps):
@@ -256,7 +253,7 @@ def session(run: Run, start_over: bool) -> str:
                     evaluated |= scores
                     metrics.show(step, texts)
             if step % config.log_every == 0 or step == config.steps or evaluated:
-                pending = step, step_metrics | epochs(rows, rows_used) | evaluated
+                metrics.later(step, step_metrics | epochs(rows, rows_used) | evaluated)
             is_last = run.preemption.reached(step) or step == config.steps
             trouble = health.saw(step, step_metrics)
             if step % config.checkpoint.every == 0 or is_last:
@@ -264,16 +261,15 @@ def session(run: Run, start_over: bool) -> str:
                 trouble = trouble or health.settle(step, state)
                 if not trouble and (is_last or not health.is_in_doubt):
                     run.still_ours()
-                    if is_last and pending:  # or its record would be lost with the process, and contain the save
-                        metrics.write(*pending)
-                        pending = None
+                    if is_last:  # or its record would be lost with the process, and contain the save
+                        metrics.flush()
                     with log.timed("save", step=step), watchdog.paused():
                         checkpoints.save(step, state, data_position | {"next_row": rows_used}, is_last)
                     logs.sync()
             if is_last or trouble:
                 break
-        if pending and not trouble:
-            metrics.write(*pending)
+        if not trouble:
+            metrics.flush()
         outcome = "rolled back" if trouble else "complete" if step == config.steps else "preempted"
         with log.timed("end", step=step, reason=outcome):
             clock.flush()

@@ -65,6 +65,7 @@ class MetricsWriter:
         seconds = [record["seconds"] for record in kept if isinstance(record.get("seconds"), int | float)]
         self._began = time.monotonic() - max(seconds, default=0.0)
         self._last = first_step, tokens, time.monotonic()
+        self._kept: tuple[int, dict[str, jax.Array]] | None = None
         self._is_writer = jax.process_index() == 0
         if not self._is_writer:
             return
@@ -77,6 +78,16 @@ class MetricsWriter:
             self._bar = Progress(*columns, TextColumn("{task.fields[note]}"))
             self._task = self._bar.add_task("training", total=last_step, completed=first_step, note="compiling")
             self._bar.start()
+
+    def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Keeps the metrics of a step for `flush`, so that nobody waits for them yet."""
+        self._kept = step, metrics
+
+    def flush(self) -> None:
+        """Writes what `later` has kept, if there is anything."""
+        if self._kept:
+            self.write(*self._kept)
+            self._kept = None
 
     def write(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Waits for the metrics of a step and writes its record, with null for numbers that are not finite."""
