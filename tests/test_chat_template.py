@@ -43,7 +43,7 @@ def test_a_template_may_use_what_transformers_offers_but_the_date():
         ("{{ nobody.knows }}", "fails: 'nobody' is undefined"),
     ],
 )
-def test_what_it_may_not_do(source, said, monkeypatch):
+def test_a_template_that_loops_grows_or_reaches_out_is_refused(source, said, monkeypatch):
     monkeypatch.setattr(templates, "SECONDS", 1.0)
     with pytest.raises(UserError, match=said):
         ChatTemplate(source, "here").render(messages=TURNS)

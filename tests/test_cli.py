@@ -39,7 +39,7 @@ def ended(error, capsys) -> tuple[int, str]:
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
 )
-def test_one_line_and_a_code(error, code, said, capsys):
+def test_whatever_goes_wrong_is_one_line_and_the_code_of_whose_fault_it_is(error, code, said, capsys):
     assert ended(error, capsys) == (code, said)
 
 
@@ -57,7 +57,7 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(capsys
 
 
 @pytest.mark.parametrize("path", ["", "x" * 256, "a/" * 2048, "\udcff" * 300])
-def test_what_can_be_no_path(path):
+def test_what_can_be_no_path_is_refused_by_its_flag(path):
     values = cli.flags.FlagValues()
     cli.flags.DEFINE_string("workdir", None, "", flag_values=values)
     values(["program", f"--workdir={path}"])

@@ -30,7 +30,7 @@ def batches():
     return [corrupt(ROWS, jax.random.split(jax.random.key(seed), 1)) for seed in range(30)]
 
 
-def test_the_matrix_of_the_docstring(batches):
+def test_the_matrix_of_the_docstring_is_the_mask(batches):
     """The first document is that of the docstring, and the third, without a prompt, begins with a block."""
     mask = np.asarray(batches[0].visibility.mask()[0])
     assert mask[:6, :6].tolist() == drawn_matrix()

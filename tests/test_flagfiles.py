@@ -45,7 +45,7 @@ def test_lines_stand_where_their_file_is_named(here):
         (b"#" * (1 << 20) + b"\n", "f cannot be read: it is larger than 1 MiB"),
     ],
 )
-def test_what_is_no_file_of_flags(content, said, here):
+def test_a_flagfile_that_cannot_be_used_is_refused_by_its_name(content, said, here):
     (here / "f").write_bytes(content)
     (here / "g").write_bytes(b"--flagfile=f\n")
     for n in range(7):  # each leads to the next twice

@@ -25,12 +25,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("raw", REFUSED, ids=lambda raw: raw[:12].hex())
-def test_what_is_refused(raw):
+def test_what_json_allows_and_we_do_not_is_refused_by_its_reason(raw):
     with pytest.raises(JsonError, match=REFUSED[raw]):
         parse_json(raw)
 
 
-def test_what_is_legal():
+def test_odd_but_legal_json_is_read_as_it_is():
     assert parse_json(b'\xef\xbb\xbf{"a": "[[[["}\r\n') == {"a": "[" * 4}
     assert parse_json(b"[" * 64 + b"]" * 64)
     assert parse_text('"\\ud83d\\ude00 \u2028 \u2029 \x85"'.encode()) == "\U0001f600 \u2028 \u2029 \x85"
@@ -61,7 +61,7 @@ class Outer:
     parts: tuple[Inner, ...]
 
 
-def test_a_declared_shape():
+def test_a_dataclass_is_built_from_its_declared_types_or_the_field_is_named():
     good = {"share": 1, "flag": True, "counts": {"a": 2}, "parts": [{"name": "x"}]}
     assert build(Outer, good) == Outer(1.0, True, {"a": 2}, (Inner("x"),))
     for change, said in (
@@ -83,7 +83,7 @@ def test_a_declared_shape():
             build(Outer, good | change)
 
 
-def test_files_are_named(tmp_path):
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     path = tmp_path / "x.json"
     os.mkfifo(tmp_path / "pipe")
     for content, said in ((b"[]", "must hold an object, not a list"), (b'{"a": "\\udc00"}', "surrogate"), (b"", "not")):

@@ -228,7 +228,7 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
     [("gs://b/x", True), ("hf://x", True), ("a/b", True), ("file:///x", False), ("http://x", False), ("/a://b", False)]
     + [("a/b, gs://b/x", True), ("gs://b/x,http://x", False)],  # as --config.data.path names several
 )
-def test_a_store_that_nobody_knows(path, is_known):
+def test_a_store_is_known_by_its_prefix_in_every_part_of_a_list(path, is_known):
     assert (storage.names_no_store(path) == "") == is_known
 
 
