@@ -12,7 +12,7 @@ from flax import nnx
 from refusion_jax import decode
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.transformer import logical_axes
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding
+from refusion_jax.runtime.sharding import make_mesh, sharding
 
 V, D = 64, 16
 
@@ -42,7 +42,7 @@ def test_eight_rows_of_64_never_miss_the_best():
 @pytest.mark.parametrize("shape", [{"data": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}], ids=["tensor", "fsdp"])
 def test_the_shards_of_a_vocabulary_find_what_one_chip_finds(shape):
     head, x = head_and_tokens()
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | shape)
+    mesh = make_mesh(shape)
     x4 = jnp.tile(x, (2, 1, 1))[:4]
     expected = shortlisted_logits(x4, head, rounded_head(head), rows=8)
     with jax.set_mesh(mesh):
@@ -56,7 +56,7 @@ def test_greedy_answers_are_those_of_the_exact_head_on_one_device_and_on_a_mesh(
     model, s = sharp_model(), settings("ar")
     exact, few = decode(model, PROMPTS, s), dataclasses.replace(s, head_rows=8)
     assert decode(model, PROMPTS, few).tokens == exact.tokens
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 2, "tensor": 2}, jax.devices()[:4])
+    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
     graphdef, params = nnx.split(model)
     places = jax.tree.map(
         lambda axes: sharding(mesh, *axes), logical_axes(model), is_leaf=lambda x: isinstance(x, tuple)

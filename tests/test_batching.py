@@ -18,7 +18,7 @@ from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.generation import check_fits, settle, shorten
 from refusion_jax.model.transformer import KeyValues, logical_axes
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh, sharding
+from refusion_jax.runtime.sharding import make_mesh, sharding
 from refusion_jax.systems.api import decoder_for, stream
 
 
@@ -204,7 +204,7 @@ def test_help_states_the_bytes_of_a_token_as_they_are():
 def test_a_mesh_changes_no_answer():
     """Rows over `data`, heads and weights over `tensor`; the cache with them."""
     model = sharp_model()
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 2, "tensor": 2}, jax.devices()[:4])
+    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
     graphdef, params = nnx.split(model)
     place = lambda x, names: jax.device_put(x, sharding(mesh, *names))  # noqa: E731
     split = nnx.merge(graphdef, jax.tree.map(place, nnx.to_pure_dict(params), logical_axes(model)))

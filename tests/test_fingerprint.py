@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from refusion_jax.decoding.companions import with_companions
 from refusion_jax.evaluation.harness import EvaluatedModel, fingerprint
 from refusion_jax.runtime import sharding
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 
 
 def altered(model, change):
@@ -61,7 +61,7 @@ def test_every_weight_counts_to_its_last_bit_and_place(form, change):
 
 def test_it_is_the_same_on_any_devices():
     model = tiny_model()
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 2, "tensor": 2}, jax.devices()[:4])
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
     for some in (model, model.rounded("int8")):
         graphdef, state = nnx.split(some)
 

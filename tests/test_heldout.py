@@ -16,7 +16,7 @@ from refusion_jax.data.packing import PackedRows
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import sharding
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.training.bits import bits_per_byte
 from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, pick, place
 from refusion_jax.training.metrics import read_metrics
@@ -37,7 +37,7 @@ def some_rows(count: int, seed: int = 0) -> PackedRows:
 
 def evaluate(sets, devices: int = 1, **changes) -> dict[str, float]:
     config = config_with(**SIZES | changes)
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}, jax.devices()[:devices])
+    mesh = make_mesh({"fsdp": devices}, jax.devices()[:devices])
     model = Transformer(tiny_config(), nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     params = nnx.to_pure_dict(params)
@@ -133,7 +133,7 @@ def test_bits_per_byte_are_those_of_the_likelihood_on_any_devices(objective):
     graphdef, params = nnx.split(model)
     for devices in (1, 4):
         config = config_with(**SIZES, objective=objective)
-        mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"fsdp": devices}, jax.devices()[:devices])
+        mesh = make_mesh({"fsdp": devices}, jax.devices()[:devices])
         with jax.set_mesh(mesh):
             placed = jax.device_put(nnx.to_pure_dict(params), sharding.sharding(mesh))
             found = bits_per_byte(config, (rows[i] for i in range(21)), Letters(), graphdef, mesh)(placed)
@@ -146,7 +146,7 @@ def test_bits_per_byte_are_those_of_the_likelihood_on_any_devices(objective):
 @pytest.mark.parametrize("changes", [{"batch_size": 32}, {"batch_size": 4096, "accumulation": 64}])
 def test_a_trained_model_is_evaluated_in_batches_for_the_devices_here(data, changes):
     """Those of its run are for other devices: 32 rows cannot be split over three."""
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": data}, jax.devices()[:data])
+    mesh = make_mesh({"data": data}, jax.devices()[:data])
     graphdef, params = nnx.split(tiny_model())
     model = nnx.merge(graphdef, jax.device_put(params, sharding.sharding(mesh)))
     config = config_with(**SIZES | changes)

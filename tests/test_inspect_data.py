@@ -10,7 +10,7 @@ from flax import nnx
 from refusion_jax.batch.batch import loss_terms
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.program import train_program
 from refusion_jax.training.workdir import read_config
@@ -20,7 +20,7 @@ def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):
     """The first step's: its weights are those of the seed."""
     config = read_config(trained_run)
     tokenizer, _, batch = training_batch(config, trained_run, 0)
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+    mesh = make_mesh({}, jax.devices()[:1])
     shape = model_config(config, tokenizer)
     program = train_program(config, shape, mesh)
     model = nnx.merge(program.graphdef, jax.jit(program.fresh_state)().params)

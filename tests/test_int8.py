@@ -15,7 +15,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.int8 import Int8Array, widened
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.systems import registry
 
 QUICK = ("ar",)  # the others compile for minutes together
@@ -49,7 +49,7 @@ def test_weights_and_cache_of_an_8b_model_are_half_of_bfloat16s():
         vocab_size=151_936, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
         head_dim=128, intermediate_size=12_288,
     )  # fmt: skip
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"tensor": 8})
+    mesh = make_mesh({"tensor": 8})
     wide, narrow = (abstract_transformer(c, "bfloat16", mesh, weights=kept)[1] for kept in ("same", "int8"))
     assert nbytes(narrow) < 0.501 * nbytes(wide)
     scale = narrow["layers"]["down_proj"].scale  # of the whole hidden size on every chip: its axis is not split
@@ -106,7 +106,7 @@ def test_a_decoder_in_int8_is_its_plain_reference_in_int8(name):
 def test_a_model_is_rounded_as_it_is_read_and_split_over_a_mesh():
     model, own = load_model(SHIPPED / "model"), settings("ar", new=8, **BOTH)
     expected = decode(model, PROMPTS[:3], own)
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": 2, "tensor": 2}, jax.devices()[:4])
+    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
     read = load_model(SHIPPED / "model", mesh=mesh, weights="int8")
     assert nbytes(nnx.state(read)) < 0.35 * nbytes(nnx.state(model))  # of float32
     assert decode(read, PROMPTS[:3], dataclasses.replace(own, weights="same")) == expected

@@ -12,7 +12,7 @@ from local_task import GENERATE, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.config import check
-from refusion_jax.runtime.sharding import MESH_AXES, make_mesh
+from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.program import train_program
 from refusion_jax.training.task_scores import TaskScores
@@ -61,7 +61,7 @@ def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, task
 def test_tasks_that_cannot_be_scored_while_training_are_refused_before_it(trained_run, tasks, tmp_path):
     directory = tasks(GENERATE)
     tokenizer = load_tokenizer(trained_run)
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1), jax.devices()[:1])
+    mesh = make_mesh({}, jax.devices()[:1])
 
     def begin(config):
         check(config)
