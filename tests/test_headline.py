@@ -151,7 +151,7 @@ def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
     [
         (["--budget=huge"], "--budget=huge: unknown; known: tiny, small, gpu"),
         ([], "--output=: name a directory"),
-        (["--output={dir}", "--systems=gan"], "objective=gan: unknown; known: "),
+        (["--output={dir}", "--systems=gan"], "--systems=gan: unknown; known: ar, "),
         (
             ["--output={dir}", "--systems=ar:0"],
             "--systems=ar:0: behind the colon, give a number of seeds from 1 to 100",
@@ -170,6 +170,18 @@ def test_bad_input_is_named_and_changes_nothing(given, said, tmp_path):
     _, err = run("bench", "headline", *(flag.format(dir=tmp_path / "there") for flag in given), code=2)
     assert re.search(said, err), err
     assert not (tmp_path / "there").exists()
+
+
+def test_a_config_file_may_bring_a_system(tmp_path):
+    config = tmp_path / "mine.py"
+    config.write_text(
+        "import dataclasses\n"
+        "from refusion_jax.systems import registry\n"
+        "registry.register(dataclasses.replace(registry.find_system('ar'), name='mine', decoders={}))\n"
+        + FEW_STEPS.replace("STEPS", "8").replace("KEYS", "{}")
+    )
+    flags = [f"--output={tmp_path / 'there'}", f"--config={config}", "--systems=mine", "--adapt_from=ar"]
+    assert "--adapt_from=ar: is not among --systems=mine" in run("bench", "headline", *flags, code=2)[1]
 
 
 FEW_STEPS = f"""

@@ -95,8 +95,9 @@ def _plan(own: flags.FlagValues) -> Plan:
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
     budget = BUDGETS[own.budget].changed(own.seeds, own.tune, own.text)
-    systems, file = _seeds_of(own.systems, budget.seeds), own.config or f"configs/headline.py:{own.budget}"
+    file = own.config or f"configs/headline.py:{own.budget}"
     config = read_config("config", file)
+    systems = _seeds_of(own.systems, budget.seeds)  # now that the config file may have registered some
     if config.data.path != _PROBLEMS:
         raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
     text = read_config("text", budget.text) if budget.text else None
@@ -125,7 +126,8 @@ def _seeds_of(entries: list[str], seeds: int) -> dict[str, int]:
     every, found = [name for name in trainable() if find_system(name).decoders], {}
     for entry in entries or every:
         name, colon, number = entry.partition(":")
-        find_system(name)
+        if name not in trainable():
+            raise UserError(f"--systems={entry}: unknown; known: {', '.join(every)}")
         if colon and number not in map(str, range(1, _MOST_SEEDS + 1)):
             raise UserError(f"--systems={entry}: behind the colon, give a number of seeds from 1 to {_MOST_SEEDS}")
         found[name] = int(number) if colon else seeds
