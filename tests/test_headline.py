@@ -127,6 +127,18 @@ def test_a_system_may_have_its_own_number_of_seeds_and_adapts_no_more_models_tha
     assert not dataclasses.replace(plan, start="").adapted
 
 
+def test_adapting_needs_a_checkpoint_and_a_record_in_the_middle():
+    config = CONFIGS("small")
+    plan = Plan("small", BUDGETS["small"], config, None, "c.py", {"ar": 1, "card": 1}, "ar", False, "the command")
+    plan.check()
+    config.log_every = config.steps // 2 - 1
+    with pytest.raises(UserError, match=f"step {config.steps // 2}, in the middle, is not logged"):
+        plan.check()
+    config.log_every, config.checkpoint.every = 1, config.steps // 2 - 1
+    with pytest.raises(UserError, match=f"needs the checkpoint of step {config.steps // 2}"):
+        plan.check()
+
+
 def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
     pieces = Pieces(tmp_path / "all", {"budget": "tiny"})
     pieces.add("one", {"x": 1})

@@ -17,8 +17,10 @@ from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import logical_axes
 from refusion_jax.runtime import sharding
+from refusion_jax.runtime.settings import setting
 from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.training.train_step import init_state, make_train_step, state_shardings
@@ -295,6 +297,12 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
         assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
         with pytest.raises(UserError, match="has this name"):
             registry.register(dataclasses.replace(toy, section="other"))
+        odd = dataclasses.make_dataclass(
+            "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
+        )
+        other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
+        with pytest.raises(UserError, match="block_length: of type int in the decoder '.*' and float in 'other'"):
+            registry.register(dataclasses.replace(toy, name="other", section="other", decoders=other))
     finally:
         registry.unregister("toy")
     with pytest.raises(UserError, match="method=toy: unknown; known: "):

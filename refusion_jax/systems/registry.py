@@ -8,10 +8,12 @@ import functools
 import importlib
 import importlib.metadata
 import pkgutil
+from collections.abc import Sequence
 
 from refusion_jax import systems as folder
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.runtime.settings import declared
 from refusion_jax.systems.interface import System
 
 ENTRY_POINTS = "refusion_jax.systems"
@@ -23,7 +25,8 @@ def register(system: System) -> System:
     """Registers a system by its name.
 
     Raises:
-      UserError: where another system has its name, the name of one of its decoders, or its section of the config.
+      UserError: where another system has its name, the name of one of its decoders, or its section of the config, or a
+        decode setting of the same name and another type.
     """
     for other in systems().values():
         if other is system:
@@ -32,6 +35,7 @@ def register(system: System) -> System:
             raise UserError(f"system {system.name!r}: {other.name!r} has this name or one of its decoders' already")
         if system.section and other.section == system.section:
             raise UserError(f"system {system.name!r}: {other.name!r} has the config section {system.section!r} already")
+    _check_settings([*systems().values(), system])
     _registered[system.name] = system
     return system
 
@@ -51,7 +55,23 @@ def _found() -> dict[str, System]:
     modules = [f"{folder.__name__}.{info.name}" for info in pkgutil.iter_modules(folder.__path__)]
     here = [getattr(importlib.import_module(name), "SYSTEM", None) for name in modules]
     elsewhere = [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
-    return {system.name: system for system in [*here, *elsewhere] if system}
+    found = [system for system in [*here, *elsewhere] if system]
+    _check_settings(found)
+    return {system.name: system for system in found}
+
+
+def _check_settings(some: Sequence[System]) -> None:
+    """Refuses decoders with settings of one name, which are one flag, and of different types."""
+    kinds = {}
+    for method, decoder in ((method, decoder) for system in some for method, decoder in system.decoders.items()):
+        for name, own in declared(decoder.settings).items():
+            kind = type(own.default).__name__
+            first, known = kinds.setdefault(name, (method, kind))
+            if kind != known:
+                raise UserError(
+                    f"--decode.{name}: of type {known} in the decoder {first!r} and {kind} in {method!r}; decoders can "
+                    f"share a setting only if it has one type"
+                )
 
 
 def default_system() -> System:

@@ -83,7 +83,7 @@ class Plan:
         return {name: min(count, most) for name, count in self.systems.items() if most and name != self.start}
 
     def check(self) -> None:
-        """Refuses to adapt models of a system that is not trained, or has no checkpoint in the middle.
+        """Refuses to adapt models of a system that is not trained, or has no checkpoint or record in the middle.
 
         Raises:
           UserError: naming the flag.
@@ -97,6 +97,8 @@ class Plan:
                 f"{flag}: needs the checkpoint of step {c.steps / 2:g}, of which none is left with "
                 f"checkpoint.every={every} and checkpoint.keep={c.checkpoint.keep}"
             )
+        if self.start and half % c.log_every:
+            raise UserError(f"{flag}: step {half}, in the middle, is not logged with log_every={c.log_every}")
 
 
 @dataclasses.dataclass(frozen=True)
