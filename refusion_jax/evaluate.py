@@ -78,6 +78,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weig
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
 _SETTINGS = cli.define_settings(all_settings(), "decode", defaults={"max_new_tokens": "the task's, or 256"})
+_OF_TASKS = (_INCLUDE, _TASK_DATA, _FEWSHOT, _CHAT, _THINKING, _EXECUTE, _UNSAFE)
 _OF_SCORING = ("method", "weights", "slot_size", "seed")  # settings of decoding that the likelihood has, too
 
 
@@ -130,14 +131,15 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
 
 
 def check_scoring_alone() -> None:
-    """Refuses settings of decoding that scoring a text has no use for.
+    """Refuses flags of tasks and of decoding that scoring a text has no use for.
 
     Raises:
       UserError: naming the first.
     """
-    for name in cli.given(_SETTINGS):
-        if name not in _OF_SCORING:
-            raise UserError(f"--decode.{name}: is of no use with --data, whose text is scored, not decoded")
+    useless = [flag.name for flag in _OF_TASKS if flag.present]
+    useless += [f"decode.{name}" for name in cli.given(_SETTINGS) if name not in _OF_SCORING]
+    if useless:
+        raise UserError(f"--{useless[0]}: is of no use with --data, whose text is scored, not decoded")
 
 
 def _method(checkpoint: epath.Path) -> str:

@@ -44,7 +44,7 @@ def test_the_loss_is_measured_where_the_likelihood_is_not_known_on_any_number_of
 
 def test_settings_that_scoring_has_no_use_for_are_refused(trained_run, prepared, tmp_path):
     flags = [f"--checkpoint={trained_run}", f"--data={prepared}", f"--output={tmp_path}/out"]
-    for setting in ("--decode.temperature=0.5", "--decode.max_new_tokens=9"):
+    for setting in ("--decode.temperature=0.5", "--decode.max_new_tokens=9", "--num_fewshot=3", "--chat"):
         _, err = run("evaluate", *flags, setting, code=2)
         assert (
             err.strip()

@@ -14,6 +14,7 @@ from flax import nnx
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.batch import is_labelled
+from refusion_jax.batch.masking import PADDING
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.decoding.requests import Request, prepare
@@ -27,7 +28,8 @@ from refusion_jax.training.train_step import init_state, make_train_step, state_
 
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
-PADDED = ("llada", "dream", "d2f", "block_diffusion")  # documents are followed by repeats of their last token
+# Documents are followed by repeats of their last token.
+PADDED = ["block_diffusion", *(name for name in TRAINABLE if PADDING in registry.systems()[name].keys.values())]
 T = 24
 
 # What a decoder is tried with beside the settings of conftest: its own ways to go on and to end.
