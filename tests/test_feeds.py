@@ -105,7 +105,7 @@ def test_every_decoder_can_be_recorded(method):
 @pytest.mark.parametrize("method", [name for name in decoders() if not find_decoder(name).settings.companions])
 def test_rows_of_a_batch_run_side_by_side_or_the_recording_says_that_they_wait(method):
     """All prompts at once: as many forwards as the longest answer takes, unless rows wait for each other."""
-    changes = {"refusion": {"speculate": "0"}, "fast_dllm": {"block_length": 4, "threshold": 0.5}}.get(method, {})
+    changes = {"refusion": {"speculate": "0"}, "fast_dllm": {"block_length": 4, "threshold": 0.3}}.get(method, {})
     recording, answers = recorded(method, len(PROMPTS), **changes)
     together, longest = sum(one.times for one in recording.forwards), max(a.forwards for a in answers.values())
     assert (together > longest) == recording.rows_wait

@@ -146,16 +146,21 @@ def most_new_tokens(requests: Sequence[Request]) -> int:
     return max(sum(length for _, length, _ in request.gaps) for request in requests)
 
 
+def rounded_up(length: int) -> int:
+    """To the next multiple of ROUNDING."""
+    return -(-length // ROUNDING) * ROUNDING
+
+
 def text_capacity(requests: Sequence[Request]) -> int:
     """Length of the longest text, rounded up so that few sizes are compiled; at least the setting `cache_length`."""
     text = max(request.length for request in requests)
-    return max(requests[0].settings.cache_length, -(-text // ROUNDING) * ROUNDING)
+    return max(requests[0].settings.cache_length, rounded_up(text))
 
 
 def prefill_chunk(requests: Sequence[Request]) -> int:
     """Given tokens a forward of the prefill. A long shared prefix is at least one chunk, so that it can be copied."""
     given = max(len(request.given[0]) for request in requests)
-    chunk, shared = min(_CHUNK, -(-given // ROUNDING) * ROUNDING), shared_prefix(requests) // ROUNDING * ROUNDING
+    chunk, shared = min(_CHUNK, rounded_up(given)), shared_prefix(requests) // ROUNDING * ROUNDING
     return min(chunk, shared) if 2 * shared >= given else chunk
 
 

@@ -27,7 +27,8 @@ a model without a teacher has to learn; increments are scaled by each document's
 largest of the batch; at most `blocks_in_flight` blocks are fed, so that shapes are static; mask and padding are never
 chosen.
 
-Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed.
+Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed,
+P given tokens.
 """
 
 import dataclasses
@@ -48,7 +49,14 @@ from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Request, check_no_templates, most_new_tokens, text_capacity
+from refusion_jax.decoding.requests import (
+    Layout,
+    Request,
+    check_no_templates,
+    most_new_tokens,
+    rounded_up,
+    text_capacity,
+)
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import SettingError
@@ -194,7 +202,8 @@ class Pipeline:
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
 
     ids: shared.TokenIds
-    width: int  # F; the prefill, of all given tokens at once, may be wider
+    width: int  # F
+    prompt: int  # P, given tokens of a row at most, which the prefill takes at once
     cache_length: int  # C + F
     new_tokens: int  # N, at most, in a row
     block_length: int  # K
@@ -212,6 +221,7 @@ class Pipeline:
         return cls(
             ids=shared.TokenIds.of(own, model),
             width=width,
+            prompt=rounded_up(max(len(request.given[0]) for request in requests)),
             cache_length=text_capacity(requests) + width,
             new_tokens=N,
             block_length=own.block_length,
@@ -220,7 +230,7 @@ class Pipeline:
     @property
     def chunk(self) -> int:
         """Given tokens a forward of the prefill: all of them."""
-        return self.cache_length
+        return self.prompt
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode and settings of some requests."""
@@ -228,13 +238,13 @@ class Pipeline:
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
-        given = layout.given
+        given, P = layout.given, self.prompt
         B, C = given.tokens.shape
         zeros = jnp.zeros((B,), jnp.int32)
-        seen = jnp.broadcast_to((jnp.arange(C)[None] < given.length[:, None])[:, None], (B, C, C))
+        seen = jnp.broadcast_to((jnp.arange(P)[None] < given.length[:, None])[:, None], (B, P, P))
         nothing = kv.Cache.empty(model, B, 0).entries
-        _, entries = model.extend_hidden(given.tokens, given.positions, nothing, zeros, seen)
-        cache = kv.Cache(kv.split(kv.stored(entries)), given.length)
+        _, new = model.extend_hidden(given.tokens[:, :P], given.positions[:, :P], nothing, zeros, seen)
+        cache = kv.commit(kv.write(kv.Cache.empty(model, B, C), new), given.length)
         return State.start(layout, keys, self.ids, self.width, cache=cache, opened=zeros)
 
     def step(self, model: Transformer, s: State) -> State:

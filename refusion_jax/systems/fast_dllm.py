@@ -150,7 +150,7 @@ class BlockCache:
 
     @property
     def rows_wait(self) -> bool:
-        """Whether rows that decode their block wait while others begin one."""
+        """Whether rows that have decoded their block wait until the others have theirs."""
         return self.reuse != "none"
 
     def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
@@ -161,16 +161,19 @@ class BlockCache:
     def fed(self, model: Transformer, s: State) -> Fed:
         """What the next forward of a state feeds."""
         _, _, fed = self._window(s)
-        is_whole = jnp.any(s.active & s.is_fresh)
+        is_whole = self._is_whole(s)
         tokens = jnp.where(is_whole, s.length * s.is_fresh, fed * ~s.is_fresh) * s.active
         return Fed(1 - is_whole.astype(jnp.int32), tokens, jnp.where(is_whole, 0, s.length - fed))
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward: over the whole text for rows that begin a block, if there are any, else over blocks."""
+        """One forward: over blocks while a row is within one, else over the whole text for all rows."""
         if self.reuse == "none":
             return self._whole(model, s)
-        is_any_fresh = jnp.any(s.active & s.is_fresh)
-        return jax.lax.cond(is_any_fresh, lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
+        return jax.lax.cond(self._is_whole(s), lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
+
+    def _is_whole(self, s: State) -> Bool[Array, ""]:
+        """Whether all rows begin a block: they do so together, as a forward over whole texts costs many over blocks."""
+        return ~jnp.any(s.active & ~s.is_fresh)
 
     def _whole(self, model: Transformer, s: State) -> State:
         """A forward over whole texts, whose keys and values are kept."""

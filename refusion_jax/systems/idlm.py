@@ -41,7 +41,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_positions
@@ -180,6 +180,7 @@ class DraftAndCheck(Continuer):
             model, s.cache, fed, places - 1, jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (B, W, W))
         )
         _, choosable = mask_logits(logits, jnp.ones((B, W), bool), self.ids)
+        is_warm = s.settings.temperature > 0  # [B]
         likely = distribution(choosable, jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, W)), s.settings))
 
         # p[i] verifies draft i; the p behind the last draft gives one more token if all are accepted.
@@ -189,7 +190,7 @@ class DraftAndCheck(Continuer):
         accepted = jnp.sum(jnp.cumprod(accepts & (offset[:, : N - 1] < s.drafted[:, None]), axis=1), axis=1)  # [B]
         is_refused = (offset[:, :N] < s.drafted[:, None])[:, :, None]
         left = jnp.where(is_refused, jnp.maximum(p_next - jnp.pad(s.q, ((0, 0), (0, 1), (0, 0))), 0), p_next)
-        token = _pick(_draw(left, s.keys, places[:, :N], _REPAIR), accepted)
+        token = _pick(_draw(left, is_warm, s.keys, places[:, :N], _REPAIR), accepted)
 
         tokens = jnp.where(offset[:, :N] < accepted[:, None], jnp.pad(s.drafts, ((0, 0), (0, 1))), token[:, None])
         room = s.places.count - s.record.count
@@ -202,7 +203,7 @@ class DraftAndCheck(Continuer):
         # If nothing was rejected, the masks behind the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
-        drafts = _draw(q, s.keys, jnp.take_along_axis(places, from_mask, axis=1), _DRAFT)
+        drafts = _draw(q, is_warm, s.keys, jnp.take_along_axis(places, from_mask, axis=1), _DRAFT)
         row = s.active[:, None]
         return dataclasses.replace(
             s,
@@ -235,11 +236,22 @@ def distribution(logits: Float32[Array, "B T V"], settings: shared.RowSettings) 
 
 
 def _draw(
-    p: Float32[Array, "B T V"], keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int
+    p: Float32[Array, "B T V"],
+    is_warm: Bool[Array, "B"],
+    keys: Key[Array, "B"],
+    places: Int32[Array, "B T"],
+    purpose: int,
 ) -> Int32[Array, "B T"]:
-    """Samples from p, which need not sum to 1; the noise depends on row, place and purpose."""
-    noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
-    return jnp.argmax(jnp.log(p) + noise, axis=-1).astype(jnp.int32)
+    """Samples from p, which need not sum to 1; the noise depends on row, place and purpose.
+
+    If all of `is_warm` [B] are false, p is one-hot everywhere, and no noise is computed.
+    """
+
+    def noisy():
+        noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
+        return jnp.log(p) + noise
+
+    return jnp.argmax(jax.lax.cond(jnp.any(is_warm), noisy, lambda: p), axis=-1).astype(jnp.int32)
 
 
 def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
