@@ -49,6 +49,8 @@ def main() -> None:
         check(config)
         if _PLACE.value >= config.batch_size:
             raise UserError(f"--place={_PLACE.value}: a batch holds rows 0 to {config.batch_size - 1}")
+        if _WORKDIR.value and not (epath.Path(_WORKDIR.value) / "config.json").exists():
+            raise UserError(f"--workdir={_WORKDIR.value}: holds no run, whose tokenizer is asked for")
         tokenizer, rows, batch = training_batch(config, epath.Path(_WORKDIR.value or "."), _STEP.value - 1)
         title = f"row {_PLACE.value} of the batch of step {_STEP.value}, objective {config.objective}"
         console.print(title, style="bold", highlight=False)

@@ -218,6 +218,18 @@ BAD = {
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
     "way to decode without a name": (["bench", "decode", "--way="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
+    "inspecting by no run": (
+        ["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"],
+        "holds no run, whose tokenizer is asked for",
+    ),
+    "decoding by a decoder of other models": (
+        ["bench", "decode", "--checkpoint={run}", "--way=ar"],
+        "was trained with objective=refusion, which decodes with ",
+    ),
+    "infilling by a decoder of other models": (
+        ["bench", "infill", "--checkpoint={run}", "--way=ar"],
+        "was trained with objective=refusion, which decodes with ",
+    ),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
 }
 

@@ -3,13 +3,14 @@ its own rows; what it decodes is its plain reference, whatever stands beside it.
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import BOS, MASK, PROMPTS, config_with, equipped, settings, sharp_model, sharp_models, tiny_model
+from conftest import BOS, MASK, PROMPTS, ROOT, config_with, equipped, settings, sharp_model, sharp_models, tiny_model
 from flax import nnx
 
 from refusion_jax import UserError, decode
@@ -281,6 +282,20 @@ def test_neither_the_batch_nor_the_capacity_changes_an_answer(name):
         assert apart == together
 
 
+def test_a_copy_of_a_system_in_the_folder_does_not_take_its_place(tmp_path, monkeypatch):
+    copy = (ROOT / "refusion_jax" / "systems" / "llada.py").read_text().replace('name="llada"', 'name="copied"')
+    (tmp_path / "copied.py").write_text(copy)
+    monkeypatch.setattr(registry.folder, "__path__", [*registry.folder.__path__, str(tmp_path)])
+    registry._found.cache_clear()
+    try:
+        with pytest.raises(UserError, match="'copied': 'llada' has this name or one of its decoders' already"):
+            registry.systems()
+    finally:
+        monkeypatch.undo()
+        registry._found.cache_clear()
+        sys.modules.pop("refusion_jax.systems.copied", None)
+
+
 def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
     """Registered from outside: no file of the package knows it."""
     llada = registry.systems()["llada"]
@@ -303,7 +318,7 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
             "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
         )
         other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
-        with pytest.raises(UserError, match="block_length: of type int in the decoder '.*' and float in 'other'"):
+        with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
             registry.register(dataclasses.replace(toy, name="other", section="other", decoders=other))
     finally:
         registry.unregister("toy")

@@ -42,11 +42,11 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.runtime.sharding import shard_count
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import find_tokenizer, load_model
+from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_model
 
 # hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
 SIZES = {
@@ -119,7 +119,7 @@ def main(own: flags.FlagValues) -> None:
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
     """Measures all ways to decode, in turns, at one batch size."""
     shared = read_shared(own) | {"batch_size": batch_size}
-    ways = {way: read_way(way, shared) for way in own.way or default_system().decoders}
+    ways = {way: read_way(way, shared, own.checkpoint) for way in own.way or default_system().decoders}
     models = {way: model.rounded(settings.weights, settings.cache) for way, settings in ways.items()}
     c = model.config
     if own.prompts:
@@ -182,15 +182,25 @@ def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]
     return [*map(Request, drawn.tolist())]
 
 
-def read_way(way: str, shared: dict[str, Any]) -> Settings:
+def read_way(way: str, shared: dict[str, Any], checkpoint: str | None = None) -> Settings:
     """The settings of one --way, its own overriding the shared ones.
 
+    Args:
+      way: a decoder followed by NAME=VALUE pairs.
+      shared: settings of all ways.
+      checkpoint: of the model, if it has been trained.
+
     Raises:
-      UserError: where it is not a decoder followed by NAME=VALUE pairs.
+      UserError: where it is no such thing, or the model was not trained for the decoder.
     """
     if not way.split():
         raise UserError("--way=: unknown; name a decoder, and behind it settings of its own")
     method, *pairs = way.split()
+    if checkpoint:
+        try:
+            choose_method(epath.Path(checkpoint), method)
+        except SettingError as error:
+            raise UserError(f"--way={way!r}: {error}") from error
     changes = read_settings(pairs, f"--way={way!r}")
     return DecodeSettings(**shared | {"method": method} | changes)
 

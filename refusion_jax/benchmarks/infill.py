@@ -74,7 +74,7 @@ def measure(checkpoint: str, ways: list[str], slot_size: int, count: int, batch_
     problems = list(tasks.problems("test", count, seed=0))
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
     shared = {"max_new_tokens": _MAX_NEW_TOKENS, "slot_size": slot_size, "batch_size": batch_size}
-    settings = {way: read_way(way, shared) for way in ways}
+    settings = {way: read_way(way, shared, checkpoint) for way in ways}
     right, tokens, forwards = (collections.Counter() for _ in range(3))
     compiled = {
         way: tuple(getattr(own, n) for n in sorted(scope(type(own), "compiled"))) for way, own in settings.items()

@@ -8,7 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from refusion_jax import systems as folder
 from refusion_jax.decoding.decoder import Decoder
@@ -25,18 +25,11 @@ def register(system: System) -> System:
     """Registers a system by its name.
 
     Raises:
-      UserError: where another system has its name, the name of one of its decoders, or its section of the config, or a
-        decode setting of the same name and another type.
+      UserError: where it cannot stand beside those there are, see `_check_beside`.
     """
-    for other in systems().values():
-        if other is system:
-            return system
-        if other.name == system.name or (set(other.decoders) & set(system.decoders)):
-            raise UserError(f"system {system.name!r}: {other.name!r} has this name or one of its decoders' already")
-        if system.section and other.section == system.section:
-            raise UserError(f"system {system.name!r}: {other.name!r} has the config section {system.section!r} already")
-    _check_settings([*systems().values(), system])
-    _registered[system.name] = system
+    if system not in systems().values():
+        _check_beside(system, systems().values())
+        _registered[system.name] = system
     return system
 
 
@@ -55,23 +48,37 @@ def _found() -> dict[str, System]:
     modules = [f"{folder.__name__}.{info.name}" for info in pkgutil.iter_modules(folder.__path__)]
     here = [getattr(importlib.import_module(name), "SYSTEM", None) for name in modules]
     elsewhere = [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
-    found = [system for system in [*here, *elsewhere] if system]
-    _check_settings(found)
-    return {system.name: system for system in found}
+    found = {}
+    for system in filter(None, [*here, *elsewhere]):
+        _check_beside(system, found.values())
+        found[system.name] = system
+    return found
 
 
-def _check_settings(some: Sequence[System]) -> None:
-    """Refuses decoders with settings of one name, which are one flag, and of different types."""
-    kinds = {}
-    for method, decoder in ((method, decoder) for system in some for method, decoder in system.decoders.items()):
-        for name, own in declared(decoder.settings).items():
-            kind = type(own.default).__name__
-            first, known = kinds.setdefault(name, (method, kind))
-            if kind != known:
+def _check_beside(system: System, others: Iterable[System]) -> None:
+    """Checks that a system takes nothing from others.
+
+    Raises:
+      UserError: where one of them has its name, the name of one of its decoders, or its section of the config, or a
+        decode setting of the same name, which is the same flag, and of another type.
+    """
+    for other in others:
+        if other.name == system.name or (set(other.decoders) & set(system.decoders)):
+            raise UserError(f"system {system.name!r}: {other.name!r} has this name or one of its decoders' already")
+        if system.section and other.section == system.section:
+            raise UserError(f"system {system.name!r}: {other.name!r} has the config section {system.section!r} already")
+        for name, kind in _kinds(system).items():
+            if (known := _kinds(other).get(name, kind)) is not kind:
                 raise UserError(
-                    f"--decode.{name}: of type {known} in the decoder {first!r} and {kind} in {method!r}; decoders can "
-                    f"share a setting only if it has one type"
+                    f"system {system.name!r}: its --decode.{name} is of type {kind.__name__}, and that of "
+                    f"{other.name!r} of type {known.__name__}; both are one flag"
                 )
+
+
+def _kinds(system: System) -> dict[str, type]:
+    """The types of the settings of a system's decoders."""
+    settings = [declared(decoder.settings) for decoder in system.decoders.values()]
+    return {name: type(own.default) for some in settings for name, own in some.items()}
 
 
 def default_system() -> System:
