@@ -86,6 +86,18 @@ def test_a_decoder_of_whole_texts_feeds_each_texts_own_length():
     assert fed(recording) == expected
 
 
+def test_where_masks_are_merged_one_of_each_group_is_fed_in_the_least_width():
+    recording, answers = recorded("llada", 1, block_length=4, steps=NEW, merge=4)
+    check(recording, answers)
+    expected = collections.Counter()
+    for i, answer in answers.items():
+        for forward in range(answer.forwards):  # one a mask
+            block_end = 4 * (forward // 4 + 1)
+            expected[len(PROMPTS[i]) + block_end + -(-(NEW - block_end) // 4), 0] += 1
+    assert fed(recording) == expected
+    assert len({one.width for one in recording.forwards}) > 1
+
+
 def test_a_decoder_that_feeds_whole_texts_and_then_blocks_says_which():
     recording, answers = recorded("fast_dllm", 1, threshold=1.0)
     check(recording, answers)

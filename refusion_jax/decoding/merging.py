@@ -44,6 +44,16 @@ def fed_places(s: MaskedText, behind: Int32[Array, "B"], merge: int) -> Bool[Arr
     return kept & (text < s.length[:, None]) & s.active[:, None]
 
 
+def widths(capacity: int) -> list[int]:
+    """The widths that are compiled for texts of C tokens, in ascending order."""
+    return sorted({-(-capacity * i // _WIDTHS) for i in range(1, _WIDTHS + 1)})
+
+
+def smallest_width(count: Int32[Array, "B"], capacity: int) -> Int32[Array, ""]:
+    """The index of the smallest width that holds the fed tokens of every row, of which there are `count`."""
+    return jnp.argmax(jnp.array([jnp.max(count) <= width for width in widths(capacity)])).astype(jnp.int32)
+
+
 def merged_logits(
     model: Transformer, s: MaskedText, position: Int32[Array, "B K"], is_fed: Bool[Array, "B C"]
 ) -> Float32[Array, "B K V"]:
@@ -70,6 +80,4 @@ def merged_logits(
 
         return run
 
-    widths = sorted({-(-C * i // _WIDTHS) for i in range(1, _WIDTHS + 1)})
-    holds = jnp.array([jnp.max(count) <= width for width in widths])
-    return model.logits(jax.lax.switch(jnp.argmax(holds), [in_width(width) for width in widths]))
+    return model.logits(jax.lax.switch(smallest_width(count, C), [in_width(width) for width in widths(C)]))

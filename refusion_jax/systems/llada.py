@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Int32, Key
+from jaxtyping import Array, ArrayLike, Bool, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
@@ -35,12 +35,14 @@ from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.merging import fed_places, merged_logits
+from refusion_jax.decoding.feeds import Fed, Shape
+from refusion_jax.decoding.merging import fed_places, merged_logits, smallest_width, widths
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
+from refusion_jax.runtime.sharding import shard_count_here
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 
@@ -159,14 +161,34 @@ class Denoise:
         zeros = jnp.zeros(keys.shape, jnp.int32)
         return State.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
 
+    def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
+        """The forwards over whole texts, of several widths where masks are merged."""
+        tiles = rows // shard_count_here("batch")
+        return tuple(Shape(width, width, tiles) for width in (widths(self.width) if self.merge > 1 else [self.width]))
+
+    def fed(self, model: Transformer, s: State) -> Fed:
+        """What the next forward of a state feeds."""
+        if self.merge == 1:
+            return Fed(jnp.int32(0), jnp.where(s.active, s.length, 0), jnp.zeros_like(s.length))
+        count = jnp.sum(self._fed_places(s), axis=1)
+        return Fed(smallest_width(count, self.width), count, jnp.zeros_like(count))
+
+    def _block_length(self, s: State) -> Int32[Array, "B"]:
+        """Of each row."""
+        own = s.layout.settings.block_length
+        return jnp.maximum(jnp.where(own > 0, own, s.layout.places.count), 1)
+
+    def _fed_places(self, s: State) -> Bool[Array, "B C"]:
+        """Which places are fed where masks behind the block are merged."""
+        return fed_places(s, (s.block + 1) * self._block_length(s), self.merge)
+
     def step(self, model: Transformer, s: State) -> State:
         """One forward over the whole text, which commits the most confident masks of each row's block."""
-        own, count = s.layout.settings, s.layout.places.count
-        length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
+        own, count, length = s.layout.settings, s.layout.places.count, self._block_length(s)
         blocks = jnp.maximum(-(-count // length), 1)
         w = masked_text.window(s, self.ids, self.block_length, s.block * length, length)
         if self.merge > 1:
-            logits = merged_logits(model, s, w.position, fed_places(s, (s.block + 1) * length, self.merge))
+            logits = merged_logits(model, s, w.position, self._fed_places(s))
         else:
             logits = masked_text.denoise(model, s, w.position, shifted=False)
         chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
