@@ -51,7 +51,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import drawn_from, mask_logits
+from refusion_jax.decoding.sampling import best, drawn_from, mask_logits
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
@@ -225,14 +225,14 @@ def distribution(logits: Float32[Array, "B T V"], settings: shared.RowSettings) 
       logits: of the tokens that may be chosen.
       settings: temperature, top_k, top_p [B, T] of each token's row.
     """
-    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    greedy = jax.nn.one_hot(best(logits), logits.shape[-1])
     is_warm = settings.temperature > 0
 
     def warm(logits):
         own = dataclasses.replace(settings, temperature=jnp.where(is_warm, settings.temperature, 1.0))
-        return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, own), axis=-1), best)
+        return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, own), axis=-1), greedy)
 
-    return jax.lax.cond(jnp.any(is_warm), warm, lambda _: best, logits)
+    return jax.lax.cond(jnp.any(is_warm), warm, lambda _: greedy, logits)
 
 
 def _draw(
@@ -251,7 +251,7 @@ def _draw(
         noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
         return jnp.log(p) + noise
 
-    return jnp.argmax(jax.lax.cond(jnp.any(is_warm), noisy, lambda: p), axis=-1).astype(jnp.int32)
+    return best(jax.lax.cond(jnp.any(is_warm), noisy, lambda: p))
 
 
 def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
