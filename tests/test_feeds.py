@@ -7,7 +7,7 @@ import itertools
 import json
 
 import pytest
-from conftest import PROMPTS, run, settings, sharp_model, tiny_config
+from conftest import BOS, PROMPTS, run, settings, sharp_model, tiny_config
 
 from refusion_jax import UserError
 from refusion_jax.decoding.recording import Answers, Feeds, Forwards, Prefills, Recorder, Recording, read_recording
@@ -84,6 +84,20 @@ def test_a_decoder_of_whole_texts_feeds_each_texts_own_length():
         expected[len(PROMPTS[i]) + NEW, 0] += answer.forwards
     assert len(expected) > 1
     assert fed(recording) == expected
+
+
+@pytest.mark.parametrize("method", ["conv", "llada", "dream", "fast_dllm"])
+def test_a_short_text_takes_a_narrow_forward_whatever_waits_in_the_queue(method):
+    long, model, s = [BOS, *[5, 6, 7] * 18], sharp_model(), settings(method, new=NEW, batch_size=1)
+    recorder = Recorder(s)
+    answers = dict(stream(model, prepare([*PROMPTS, long], s, model.config), recorder=recorder))
+    recording = recorder.recording()
+    alone = dict(stream(model, prepare(PROMPTS, s, model.config)))
+    assert {i: answers[i] for i in alone} == alone
+    capacity = 96  # of 55 and NEW tokens, in multiples of 32
+    for one in recording.forwards:
+        assert one.width in {NEW, capacity // 4, capacity // 2, 3 * capacity // 4}
+    assert {capacity // 4, 3 * capacity // 4} <= {one.width for one in recording.forwards}
 
 
 def test_where_masks_are_merged_one_of_each_group_is_fed_in_the_least_width():

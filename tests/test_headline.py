@@ -116,6 +116,7 @@ def test_a_budget_is_made_smaller_by_flags():
 def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():
     small = BUDGETS["small"]
     assert small.changed(seeds=1, tune=True).of_each_run() == small.of_each_run()
+    assert small.changed(seeds=None, tune=True, replay="").of_each_run() == small.of_each_run()
     assert small.changed(seeds=1, tune=False).of_each_run() != small.of_each_run()
 
 
@@ -174,6 +175,7 @@ def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
         (["--output={dir}", "--config=configs/headline.py:vast"], "unknown variant 'vast'"),
         (["--output={dir}", "--adapt_from=gan"], "--adapt_from=gan: is not among --systems=ar,"),
         (["--output={dir}", "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
+        (["--output={dir}", "--replay=600x2"], "--replay=600x2: must be a multiple of 128, x and a number of layers"),
         (["--output={dir}", "--text=none.py"], "--text=none.py: no such file"),
         (["--output={dir}", "--text=configs/quickstart.py"], "--text=configs/quickstart.py: its eval.path names no"),
     ],
@@ -230,6 +232,7 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
             "--systems=ar:2,card:1",
             "--studies",
             "--adapt_from=ar",
+            "--replay=128x1",
         ]
 
     out, _ = run("bench", *asked("straight"), f"--page={tmp_path / 'PAGE.md'}")

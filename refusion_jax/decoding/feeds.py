@@ -60,9 +60,7 @@ def fed(decoder: Decoder, model: Transformer, state: Any) -> Fed:
     """What the next forward of a state feeds."""
     if hasattr(decoder, "fed"):
         return decoder.fed(model, state)
-    # Without a cache every forward runs over the whole text, of which a state has the length.
-    is_whole_text = decoder.cache_length == 0 and hasattr(state, "length")
-    tokens = jnp.where(state.active, state.length if is_whole_text else decoder.width, 0)
+    tokens = jnp.where(state.active, decoder.width, 0)
     return Fed(jnp.int32(0), tokens, state.cache.length if hasattr(state, "cache") else jnp.zeros_like(tokens))
 
 

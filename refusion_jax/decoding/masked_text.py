@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
-from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime.errors import UserError
 
 # Default and help of the setting `shift`, which decoders have that serve models of several systems; see `is_shifted`.
@@ -94,22 +93,6 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
     at = jnp.minimum(at, places.position.shape[1] - 1)
     position, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (places.position, places.may_end))
     return Window(position, may_end, is_in, is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id))
-
-
-def denoise(model: Transformer, s: MaskedText, position: Int32[Array, "B K"], shifted: bool) -> Float32[Array, "B K V"]:
-    """One forward over the whole text: logits at some positions.
-
-    Args:
-      model: the transformer.
-      s: holds the texts.
-      position: in the text, for which logits are wanted.
-      shifted: whether the token at j is read from the logits at j - 1.
-    """
-    index = jnp.arange(s.text.shape[1])[None]
-    seen = Visibility.of(BIDIRECTIONAL, (index < s.length[:, None]).astype(jnp.int32))
-    hidden = model.hidden(s.text, jnp.broadcast_to(index, s.text.shape), seen)
-    at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
-    return model.logits(jnp.take_along_axis(hidden, at[:, :, None], axis=1))
 
 
 def propose(

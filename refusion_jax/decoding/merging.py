@@ -8,21 +8,19 @@ given tokens and merge = 3 (the last group may be smaller):
 
     text       p q r M M | M M M M M        fed        p q r M M   M     M
 
-This is an approximation: a merged group is one key in attention instead of three. Shapes are static: a few widths are
-compiled, and each forward runs in the smallest that holds the fed tokens of every row.
+This is an approximation: a merged group is one key in attention instead of three. Each forward runs in the smallest
+compiled width that holds the fed tokens of every row.
 
 Axes: B rows, C text length, K places of a window, D hidden size.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.decoding.masked_text import MaskedText, put
+from refusion_jax.decoding.whole_text import in_smallest, widths
 from refusion_jax.model.transformer import Transformer
-
-_WIDTHS = 4  # number of compiled widths, from C / 4 to C
 
 
 def fed_places(s: MaskedText, behind: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
@@ -44,16 +42,6 @@ def fed_places(s: MaskedText, behind: Int32[Array, "B"], merge: int) -> Bool[Arr
     return kept & (text < s.length[:, None]) & s.active[:, None]
 
 
-def widths(capacity: int) -> list[int]:
-    """The widths that are compiled for texts of C tokens, in ascending order."""
-    return sorted({-(-capacity * i // _WIDTHS) for i in range(1, _WIDTHS + 1)})
-
-
-def smallest_width(count: Int32[Array, "B"], capacity: int) -> Int32[Array, ""]:
-    """The index of the smallest width that holds the fed tokens of every row, of which there are `count`."""
-    return jnp.argmax(jnp.array([jnp.max(count) <= width for width in widths(capacity)])).astype(jnp.int32)
-
-
 def merged_logits(
     model: Transformer, s: MaskedText, position: Int32[Array, "B K"], is_fed: Bool[Array, "B C"]
 ) -> Float32[Array, "B K V"]:
@@ -70,14 +58,11 @@ def merged_logits(
     order = jnp.argsort(~is_fed, axis=1, stable=True)  # fed places first, in text order
     at = jnp.take_along_axis(jnp.cumsum(is_fed, axis=1) - is_fed, position, axis=1)  # [B, K], as fed
 
-    def in_width(width: int):
-        def run():
-            fed = order[:, :width]
-            tokens = jnp.take_along_axis(s.text, fed, axis=1)
-            is_token = (jnp.arange(width)[None] < count[:, None]).astype(jnp.int32)
-            hidden = model.hidden(tokens, fed, Visibility.of(BIDIRECTIONAL, is_token))
-            return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
+    def forward(width: int):
+        fed = order[:, :width]
+        tokens = jnp.take_along_axis(s.text, fed, axis=1)
+        is_token = (jnp.arange(width)[None] < count[:, None]).astype(jnp.int32)
+        hidden = model.hidden(tokens, fed, Visibility.of(BIDIRECTIONAL, is_token))
+        return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
 
-        return run
-
-    return model.logits(jax.lax.switch(smallest_width(count, C), [in_width(width) for width in widths(C)]))
+    return model.logits(in_smallest(count, widths(C), forward))

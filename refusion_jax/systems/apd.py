@@ -51,6 +51,7 @@ from refusion_jax.decoding.requests import (
     text_capacity,
 )
 from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.decoding.whole_text import denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import setting
 from refusion_jax.systems.interface import System
@@ -145,9 +146,7 @@ class DraftAndCheck:
         given, done, K = s.layout.given.length, s.record.count, self.lookahead
         w = masked_text.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
         ahead = dataclasses.replace(s, length=given + done + w.size)
-        drafter, choosable = mask_logits(
-            masked_text.denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids
-        )
+        drafter, choosable = mask_logits(denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids)
         own, noise = jax.tree.map(
             lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
             (s.layout.settings, jax.vmap(jax.random.fold_in)(s.keys, s.forwards)),

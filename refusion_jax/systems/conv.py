@@ -34,6 +34,7 @@ from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
+from refusion_jax.decoding.whole_text import WholeText, denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import setting
 from refusion_jax.systems.interface import System
@@ -67,7 +68,7 @@ class RowSettings(shared.RowSettings):
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolve:
+class Convolve(WholeText):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
@@ -103,7 +104,7 @@ class Convolve:
         """One forward over the whole text, which commits the most confident masks."""
         own, size = s.layout.settings, s.layout.places.count
         w = masked_text.window(s, self.ids, self.new_tokens, jnp.zeros_like(size), size)
-        logits = masked_text.denoise(model, s, w.position, self.shifted)
+        logits = denoise(model, s, w.position, self.shifted)
         chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
         known = known_nearby(s.text != self.ids.mask_id, w.position, own.conv_window // 2)
         confidence = probability(real, chosen) * jnp.tanh(own.conv_scale[:, None] * known)

@@ -45,6 +45,7 @@ from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.decoding.settings import Settings, TokenIds
+from refusion_jax.decoding.whole_text import WholeText, denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
@@ -156,7 +157,7 @@ class State(MaskedText):
 
 
 @dataclasses.dataclass(frozen=True)
-class Denoise:
+class Denoise(WholeText):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[Settings]] = DreamSettings
@@ -200,7 +201,7 @@ class Denoise:
         """One forward over the whole text, which commits the most confident masks by each row's schedule."""
         zeros = jnp.zeros_like(s.forwards)
         w = masked_text.window(s, self.ids, self.new_tokens, zeros, s.layout.places.count)
-        logits = masked_text.denoise(model, s, w.position, shifted=True)
+        logits = denoise(model, s, w.position, shifted=True)
         chosen, real, choosable = masked_text.propose(logits, s, w, self.ids)
         at = jnp.minimum(s.forwards, self.steps - 1)[:, None]
         rank = masked_text.ranks(self._confidence(real, choosable, chosen), w)

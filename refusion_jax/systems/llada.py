@@ -36,10 +36,11 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.feeds import Fed, Shape
-from refusion_jax.decoding.merging import fed_places, merged_logits, smallest_width, widths
+from refusion_jax.decoding.merging import fed_places, merged_logits
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
+from refusion_jax.decoding.whole_text import WholeText, denoise, smallest, widths
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.runtime.sharding import shard_count_here
@@ -128,7 +129,7 @@ class State(masked_text.MaskedText):
 
 
 @dataclasses.dataclass(frozen=True)
-class Denoise:
+class Denoise(WholeText):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
@@ -162,16 +163,17 @@ class Denoise:
         return State.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
 
     def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
-        """The forwards over whole texts, of several widths where masks are merged."""
-        tiles = rows // shard_count_here("batch")
-        return tuple(Shape(width, width, tiles) for width in (widths(self.width) if self.merge > 1 else [self.width]))
+        """The widths of whole texts, or of what is left of them where masks are merged."""
+        if self.merge == 1:
+            return super().shapes(model, rows)
+        return tuple(Shape(width, width, rows // shard_count_here("batch")) for width in widths(self.width))
 
     def fed(self, model: Transformer, s: State) -> Fed:
         """What the next forward of a state feeds."""
         if self.merge == 1:
-            return Fed(jnp.int32(0), jnp.where(s.active, s.length, 0), jnp.zeros_like(s.length))
+            return super().fed(model, s)
         count = jnp.sum(self._fed_places(s), axis=1)
-        return Fed(smallest_width(count, self.width), count, jnp.zeros_like(count))
+        return Fed(smallest(count, widths(self.width)), count, jnp.zeros_like(count))
 
     def _block_length(self, s: State) -> Int32[Array, "B"]:
         """Of each row."""
@@ -190,7 +192,7 @@ class Denoise:
         if self.merge > 1:
             logits = merged_logits(model, s, w.position, self._fed_places(s))
         else:
-            logits = masked_text.denoise(model, s, w.position, shifted=False)
+            logits = denoise(model, s, w.position, shifted=False)
         chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
         steps = jnp.clip(jnp.where(own.steps > 0, own.steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
         rank = masked_text.ranks(probability(real, chosen), w)

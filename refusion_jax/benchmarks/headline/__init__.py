@@ -21,7 +21,8 @@ single seed of NAME. `tiny` is a smoke test of 11 minutes on two CPU cores and t
 hours there; `gpu` trains 54 M parameters on a GPU, and as many on text (--text=CONFIG does so with any budget), for
 systems with a likelihood. --studies adds the comparisons that systems define themselves, at every checkpoint, and
 accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what NAME has learnt in
-the other half, as released models are adapted.
+the other half, as released models are adapted. --replay=640x12, the default of `small`, also checks the papers' claims
+about speed at the price of 59 M parameters, which do not fit in a CPU's cache (benchmarks/replay/beside.py).
 """
 
 import json
@@ -37,6 +38,7 @@ from refusion_jax.benchmarks.headline import plots, report
 from refusion_jax.benchmarks.headline.comparison import Comparison
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS, Plan
+from refusion_jax.benchmarks.replay.beside import read_shape
 from refusion_jax.config import check
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
@@ -60,6 +62,8 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("adapt_from", "", adapted, flag_values=own)
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
     flags.DEFINE_string("text", None, "Config of more runs, on text; by default the budget's, if any", flag_values=own)
+    replay = "Also check claims about speed at the price of WIDTHxLAYERS weights; by default the budget's, if any"
+    flags.DEFINE_string("replay", None, replay, flag_values=own)
     flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
     flags.DEFINE_string("plots", None, "Directory for the plots; by default plots in OUTPUT", flag_values=own)
     flags.DEFINE_string("page", None, "A file to put the report into, such as BENCHMARKS.md", flag_values=own)
@@ -94,7 +98,9 @@ def _plan(own: flags.FlagValues) -> Plan:
         raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
-    budget = BUDGETS[own.budget].changed(own.seeds, own.tune, own.text)
+    budget = BUDGETS[own.budget].changed(own.seeds, own.tune, own.text, own.replay)
+    if budget.replay:
+        read_shape("replay", budget.replay)
     file = own.config or f"configs/headline.py:{own.budget}"
     config = read_config("config", file)
     systems = _seeds_of(own.systems, budget.seeds)  # now that the config file may have registered some

@@ -17,8 +17,16 @@ from typing import Any
 import jax
 
 from refusion_jax.benchmarks.headline import prices, results
-from refusion_jax.benchmarks.headline.curves import Curve, curves, shown
-from refusion_jax.benchmarks.headline.measure import TURNS, check_fit, in_turns, measure, score
+from refusion_jax.benchmarks.headline.curves import REPLAY, Curve, Turns, claimed, curves, shown
+from refusion_jax.benchmarks.headline.measure import (
+    REPLAY_TURNS,
+    REPLAYED,
+    TURNS,
+    check_fit,
+    in_turns,
+    measure,
+    score,
+)
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import (
     BATCH_SIZES,
@@ -36,6 +44,7 @@ from refusion_jax.benchmarks.headline.plan import (
     whole_run,
 )
 from refusion_jax.benchmarks.headline.runs import commit, train
+from refusion_jax.benchmarks.replay.beside import beside, read_shape
 from refusion_jax.data.families import mixture
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Problem
@@ -80,7 +89,7 @@ class Comparison:
         each["record"] = sum(len({point.decoder for point in self._points[system]}) for system, _ in models)
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
         points = sum(seeds[system] * sum(map(len, own.values())) for system, own in self._studies.items())
-        return collections.Counter(each | {"turns": 1, "study": checkpoints * points})
+        return collections.Counter(each | {"turns": 1 + bool(self._budget.replay), "study": checkpoints * points})
 
     def run(self) -> dict[str, Any]:
         """Runs the missing pieces, and writes results.json after every model.
@@ -111,14 +120,15 @@ class Comparison:
         keep_compiled(self._directory / "compilation_cache", "own")
         found = results.about(self._plan)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained, "texts": texts}
-        found |= {"points": [], "tests": [], "turns": [], "studies": [], "prices": []}
+        found |= {"points": [], "tests": [], "turns": [], "replays": [], "studies": [], "prices": []}
         for run in runs:
             found["points"] += self._measured(run)
             found["studies"] += [] if run.start else self._studied(run)
             self._write(found)
         chosen = self._shown(found)  # by the validation problems alone
-        found["tests"] = self._tested(chosen, runs)
-        found["turns"] = self._in_turns(chosen, runs)
+        found["turns"] = self._in_turns([(self._first(curve, runs), point) for curve, point in chosen])
+        found["replays"] = self._replayed(found, runs)
+        found["tests"] = self._tested([*chosen, *self._shown_of_replay(found, chosen)], runs)
         recorded = self._recorded(found, runs)
         found["prices"] = [estimate for own in recorded for estimate in prices.prices(own)]
         self._write(found, [record for own in recorded for record in own])
@@ -126,7 +136,7 @@ class Comparison:
 
     def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
         """Writes the results so far, with the commits of the code that made them."""
-        kinds = "sweep", "runs", "texts", "points", "tests", "turns", "studies"
+        kinds = "sweep", "runs", "texts", "points", "tests", "turns", "replays", "studies"
         made = [piece for kind in kinds for piece in found[kind]]
         found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
         write_file(self._directory / "results.json", results.as_json(found))
@@ -199,24 +209,77 @@ class Comparison:
             jax.clear_caches()
         return found
 
-    def _in_turns(self, chosen: list[tuple[Curve, Point]], runs: list[Run]) -> list[dict[str, Any]]:
-        """The speeds of what the page shows, on the models of the first seed."""
-        points = [(self._first(curve, runs), point) for curve, point in chosen]
+    def _in_turns(self, points: list[tuple[Run, Point]]) -> list[dict[str, Any]]:
+        """The speeds of points, on the models of the first seed."""
+        key = f"time {len(points)} settings in {TURNS} turns ({_checksum(points)})"
+        return self._timed(key, points, lambda: in_turns(self._models(points), self._timing_problems, self._budget))
 
-        def time_them() -> dict[str, Any]:
+    def _replayed(self, found: dict[str, Any], runs: list[Run]) -> list[dict[str, Any]]:
+        """The speeds of what the papers' claims are about near the best accuracy, at the price of larger weights."""
+        compared = {curve.name: curve for _, *pair in claimed(curves(found)) for curve in pair}
+        points, shape = [entry for curve in compared.values() for entry in self._near(curve, runs)], self._budget.replay
+        if not shape or not points:
+            self._left["turns"] = 0
+            return []
+
+        def time_them() -> list[dict[str, Any]]:
+            loaded = {run.name: self._load(self._directory / "runs" / run.name) for run, _ in points}
+            larger = beside({name: model for name, (model, _) in loaded.items()}, *read_shape("replay", shape))
+            entries = [(point, larger[run.name], loaded[run.name][1]) for run, point in points]
+            few = self._timing_problems[:REPLAYED]
+            timed = in_turns(entries, few, self._budget, BATCH_SIZES[:1], REPLAY_TURNS)
+            return [
+                record | {"shape": shape, "parameters": model.parameters}
+                for record, (_, model, _) in zip(timed, entries, strict=True)
+            ]
+
+        key = f"time {len(points)} settings at {shape} in {REPLAY_TURNS} turns ({_checksum(points)})"
+        return self._timed(key, points, time_them)
+
+    def _timed(
+        self, key: str, points: list[tuple[Run, Point]], time_them: Callable[[], list[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """The piece with the times of some points, as one record a point."""
+
+        def make() -> dict[str, Any]:
             jax.clear_caches()
-            models = [(point, *self._load(self._directory / "runs" / run.name)) for run, point in points]
-            timed = in_turns(models, self._validation[: self._budget.timed], self._budget)
             about = [
                 {"system": run.system, "start": run.start, "decoder": point.decoder, "settings": point.label}
                 for run, point in points
             ]
-            return {"turns": [own | record for own, record in zip(about, timed, strict=True)]}
+            return {"turns": [own | record for own, record in zip(about, time_them(), strict=True)]}
 
-        which = "; ".join(f"{run.name} {point.decoder} {point.label}" for run, point in points)
-        key = f"time {len(points)} settings in {TURNS} turns ({zlib.crc32(which.encode()):08x})"
-        piece = self._piece("turns", key, time_them)
+        piece = self._piece("turns", key, make)
         return [own | {"commit": piece["commit"]} for own in piece["turns"]]
+
+    def _models(self, points: list[tuple[Run, Point]]) -> list[tuple[Point, Transformer, Tokenizer]]:
+        """Each point with the model and tokenizer of its run."""
+        return [(point, *self._load(self._directory / "runs" / run.name)) for run, point in points]
+
+    @property
+    def _timing_problems(self) -> list[Problem]:
+        return self._validation[: self._budget.timed]
+
+    def _shown_of_replay(self, found: dict[str, Any], chosen: list[tuple[Curve, Point]]) -> list[tuple[Curve, Point]]:
+        """The points that the page shows of the replay, without those of `chosen`."""
+        turns, known = Turns.of(found), {(curve.name, point.label) for curve, point in chosen}
+        return [
+            (curve, point)
+            for curve in curves(found)
+            if turns.has(curve, REPLAY)
+            for point in self._points[curve.system]
+            if (point.decoder, point.label) == (curve.decoder, turns.chosen(curve, REPLAY).settings)
+            and (curve.name, point.label) not in known
+        ]
+
+    def _near(self, curve: Curve, runs: list[Run]) -> list[tuple[Run, Point]]:
+        """The points of a decoder near its best accuracy, on the model of the first seed."""
+        near = {measured.settings for measured in curve.near_best}
+        return [
+            (self._first(curve, runs), point)
+            for point in self._points[curve.system]
+            if point.decoder == curve.decoder and point.label in near
+        ]
 
     def _first(self, curve: Curve, runs: list[Run]) -> Run:
         """The first run of the models of a curve."""
@@ -224,14 +287,7 @@ class Comparison:
 
     def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[list[dict[str, Any]]]:
         """Records the feeds of every decoder at its points near its best accuracy, on the model of the first seed."""
-        near = [
-            [
-                (self._first(curve, runs), point)
-                for point in self._points[curve.system]
-                if point.decoder == curve.decoder and point.label in {other.settings for other in curve.near_best}
-            ]
-            for curve in curves(found)
-        ]
+        near = [self._near(curve, runs) for curve in curves(found)]
         known, self._left["record"] = self._left["record"], sum(map(len, near))
         self._total += self._left["record"] - known
         return [[self._record(*which) for which in own] for own in near]
@@ -296,6 +352,11 @@ class Comparison:
             f"{'at least ' * unknown}{left / 60:.0f} min left  {key}{_outcome(record)}"
         )
         return record
+
+
+def _checksum(points: list[tuple[Run, Point]]) -> str:
+    """Tells one list of points from another."""
+    return f"{zlib.crc32('; '.join(f'{run.name} {point.decoder} {point.label}' for run, point in points).encode()):08x}"
 
 
 def _final_loss(trial: dict[str, Any]) -> float:

@@ -6,7 +6,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from refusion_jax.systems.interface import Claim
+from refusion_jax.systems.registry import systems
+
 WITHIN = 0.01  # decoders are compared at their fastest point within this of their best accuracy
+REPLAY = "replay"  # key of the speeds with one prompt at a time, at the price of larger weights
 MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
@@ -65,13 +69,37 @@ class Curve:
 
     def fastest(self, batch_size: str) -> Measured:
         """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one."""
-        chosen = max(self.near_best, key=lambda point: point.speed[batch_size].mean)
-        return self.tested.get(chosen.settings, chosen)
+        return self.scored(max(self.near_best, key=lambda point: point.speed[batch_size].mean))
+
+    def scored(self, point: Measured) -> Measured:
+        """A point with its score on the test problems, if there is one."""
+        return self.tested.get(point.settings, point)
 
     @property
     def near_best(self) -> list[Measured]:
         """The points within WITHIN of the best accuracy."""
         return [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
+
+
+def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:
+    """The claims of papers and what they are about: (claim, curve of the default decoder, that of the rival's).
+
+    A model that was adapted is compared with a rival that was, if there is one.
+    """
+    of = {(c.system, c.start): c for c in found if c.decoder == default_decoder(c.system)}
+    pairs = [
+        (claim, of[key], of.get((claim.rival, key[1])) or of.get((claim.rival, "")))
+        for name, system in systems().items()
+        for claim in system.claims
+        for key in sorted(of)
+        if key[0] == name
+    ]
+    return [(claim, own, rival) for claim, own, rival in pairs if rival]
+
+
+def default_decoder(system: str) -> str:
+    """The first decoder of a system."""
+    return next(iter(systems()[system].decoders), "")
 
 
 def shown(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[tuple[Curve, Measured]]:
@@ -84,17 +112,29 @@ def shown(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[tuple[Curv
 class Turns:
     """Tokens a second of the points that are shown, timed in turns on the models of the first seed."""
 
-    speeds: Mapping[tuple[str, str], Mapping[str, list[float]]]  # by name and settings, then by batch size; one a turn
+    # By name and settings, then by batch size or REPLAY; one a turn.
+    speeds: Mapping[tuple[str, str], Mapping[str, list[float]]]
 
     @classmethod
     def of(cls, results: dict[str, Any]) -> "Turns":
         """Those of a comparison."""
-        return cls(
-            {
-                (name_of(r["system"], r["decoder"], r["start"]), r["settings"]): r["tokens_per_second"]
-                for r in results["turns"]
-            }
-        )
+        found = collections.defaultdict(dict)
+        for record in results["turns"]:
+            found[_which(record)].update(record["tokens_per_second"])
+        for record in results.get("replays", ()):
+            (found[_which(record)][REPLAY],) = record["tokens_per_second"].values()
+        return cls(found)
+
+    def has(self, curve: Curve, batch_size: str) -> bool:
+        """Whether points of a curve were timed."""
+        return any(batch_size in self.speeds.get((curve.name, p.settings), ()) for p in curve.near_best)
+
+    def chosen(self, curve: Curve, batch_size: str) -> Measured:
+        """The fastest point of a curve within WITHIN of its best accuracy; REPLAY takes the times of the replay."""
+        if batch_size != REPLAY:
+            return curve.fastest(batch_size)
+        timed = [point for point in curve.near_best if REPLAY in self.speeds.get((curve.name, point.settings), ())]
+        return curve.scored(max(timed, key=lambda point: self.speed(curve, point, REPLAY).mean))
 
     def speed(self, curve: Curve, point: Measured, batch_size: str) -> Figure:
         """Tokens a second at a point."""
@@ -102,8 +142,13 @@ class Turns:
 
     def ratio(self, curve: Curve, rival: Curve, batch_size: str) -> float:
         """How many times as fast as a rival: the median of the turns, each at its fastest point near its best."""
-        own, other = (self.speed(c, c.fastest(batch_size), batch_size).values for c in (curve, rival))
+        own, other = (self.speed(c, self.chosen(c, batch_size), batch_size).values for c in (curve, rival))
         return statistics.median(x / y for x, y in zip(own, other, strict=True))
+
+
+def _which(record: dict[str, Any]) -> tuple[str, str]:
+    """(name of the curve, settings) of a record."""
+    return name_of(record["system"], record["decoder"], record["start"]), record["settings"]
 
 
 def name_of(system: str, decoder: str, start: str) -> str:

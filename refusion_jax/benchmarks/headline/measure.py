@@ -17,6 +17,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import decoder_for, stream
 
 TURNS = 9  # a small model decodes the timed problems in 0.2 s, and single turns differ by a fifth
+REPLAY_TURNS, REPLAYED = 5, 24  # turns, and problems in each, at the price of weights for which a forward takes longer
 
 
 def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> None:
@@ -78,17 +79,28 @@ def measure(
 
 
 def in_turns(
-    entries: Sequence[tuple[Point, Transformer, Tokenizer]], problems: list[Problem], budget: Budget
+    entries: Sequence[tuple[Point, Transformer, Tokenizer]],
+    problems: list[Problem],
+    budget: Budget,
+    sizes: Sequence[int] = BATCH_SIZES,
+    turns: int = TURNS,
 ) -> list[dict[str, Any]]:
     """Tokens a second of decoders that are timed in turns, so that a machine's drift is the same for all of them.
+
+    Args:
+      entries: the decoders and their models.
+      problems: decoded in every turn.
+      budget: of the comparison.
+      sizes: of batches, each timed.
+      turns: how many.
 
     Returns:
       For each entry, {"tokens_per_second": {batch size: [one for each turn]}, "load": the load average at the end}.
     """
-    found = [{str(size): [] for size in BATCH_SIZES} for _ in entries]
-    for size in BATCH_SIZES:
+    found = [{str(size): [] for size in sizes} for _ in entries]
+    for size in sizes:
         decodings = [_Decoding(problems, point, budget, model, tokenizer, size) for point, model, tokenizer in entries]
-        for _ in range(TURNS):
+        for _ in range(turns):
             for decoding, speeds in zip(decodings, found, strict=True):
                 answers, seconds = decoding.once()
                 speeds[str(size)].append(sum(len(answer.tokens) for answer in answers) / seconds)

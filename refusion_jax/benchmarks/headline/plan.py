@@ -38,20 +38,24 @@ class Budget:
     rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; if empty, that one is used
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
     text: str = ""  # config of further runs, on text: their bits per byte are compared; none where it is empty
+    replay: str = ""  # WIDTHxLAYERS of weights at whose price claims about speed are checked as well; none if empty
 
-    def changed(self, seeds: int | None, tune: bool, text: str | None = None) -> "Budget":
-        """With another number of seeds or another text, unless they are None; and `tune` or try no learning rates."""
-        text = self.text if text is None else text
-        return dataclasses.replace(self, seeds=seeds or self.seeds, rates=self.rates if tune else (), text=text)
+    def changed(self, seeds: int | None, tune: bool, text: str | None = None, replay: str | None = None) -> "Budget":
+        """With other seeds, text or replay, unless they are None; and `tune` or try no learning rates."""
+        given = {"seeds": seeds, "text": text, "replay": replay}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return dataclasses.replace(self, rates=self.rates if tune else (), **changes)
 
     def of_each_run(self) -> dict[str, Any]:
-        """What the result of a run depends on: all but the number of seeds, which a later call may raise."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "seeds"}
+        """What the result of a run depends on: all but the number of seeds and the replay, which may change later."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("seeds", "replay")}
 
 
 BUDGETS = {
     "tiny": Budget(seeds=1, problems=96, timed=48, new_tokens=32, repeats=3),
-    "small": Budget(seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0, 4.0)),
+    "small": Budget(
+        seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0, 4.0), replay="640x12"
+    ),
     "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3, text="configs/headline.py:gpu_text"),
 }
 

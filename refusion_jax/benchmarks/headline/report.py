@@ -7,8 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.benchmarks.headline import over_training
-from refusion_jax.benchmarks.headline.curves import MARGIN, Curve, Figure, Turns, curves, name_of
-from refusion_jax.benchmarks.headline.measure import TURNS
+from refusion_jax.benchmarks.headline.curves import (
+    MARGIN,
+    REPLAY,
+    Curve,
+    Figure,
+    Measured,
+    Turns,
+    claimed,
+    curves,
+    default_decoder,
+    name_of,
+)
+from refusion_jax.benchmarks.headline.measure import REPLAY_TURNS, REPLAYED, TURNS
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
 from refusion_jax.benchmarks.markdown import prose, table
@@ -35,7 +46,7 @@ def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
         "### What follows",
         _conclusions(found, turns, results),
         "### What the papers claim",
-        claims(found, turns),
+        claims(found, turns) + _replays(found, turns, results),
         "### By family",
         _families(found),
         *(["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)] if plots else []),
@@ -149,7 +160,7 @@ def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> s
             f"* {curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as accurate and "
             f"as fast are {', '.join(ahead[curve.name])}."
             for curve in found
-            if ahead[curve.name] and systems()[curve.system].claims and curve.decoder == _first(curve.system)
+            if ahead[curve.name] and systems()[curve.system].claims and curve.decoder == default_decoder(curve.system)
         ]
     agreeing = [record["same_text"] for record in results["points"]]
     lines.append(
@@ -169,10 +180,6 @@ def _ahead_of(own: Curve, found: list[Curve], turns: Turns, size: str) -> list[s
     return told
 
 
-def _first(system: str) -> str:
-    return next(iter(systems()[system].decoders))
-
-
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """A claim compared with what was measured, one prompt at a time."""
@@ -183,41 +190,67 @@ class Verdict:
     at_ceiling: bool
 
 
-def verdict(claim: Claim, own: Curve, rival: Curve, speed: float) -> Verdict:
+def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> Verdict:
     """Whether a claim holds, with each decoder at its fastest point within curves.WITHIN of its best accuracy.
 
     Where both accuracies are at the ceiling, the claim about accuracy counts as met.
 
     Args:
       claim: of a paper.
-      own: what it is about.
+      own: the point that it is about.
       rival: what that is compared with.
       speed: tokens a second as a multiple of the rival's.
     """
-    here, there = own.fastest(_ONE), rival.fastest(_ONE)
-    accuracy = here.accuracy.mean / there.accuracy.mean if there.accuracy.mean else math.inf * here.accuracy.mean
-    ceiling = min(here.accuracy.mean, there.accuracy.mean) >= _CEILING
+    here, there = own.accuracy.mean, rival.accuracy.mean
+    accuracy, ceiling = here / there if there else math.inf * here, min(here, there) >= _CEILING
     return Verdict(accuracy, speed, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
 
 
 def claims(found: list[Curve], turns: Turns) -> str:
-    """A table of the papers' claims; a model that was adapted is compared with a rival that was, if there is one."""
+    """A table of the papers' claims, with the speed of the models themselves and, if there is one, of the replay."""
     rows = []
-    of = {(curve.system, curve.start): curve for curve in found if curve.decoder == _first(curve.system)}
-    pairs = [
-        (claim, own, of.get((claim.rival, own.start)) or of.get((claim.rival, "")))
-        for name, system in systems().items()
-        for claim in system.claims
-        for own in (of[key] for key in sorted(of) if key[0] == name)
-    ]
-    for claim, own, rival in pairs:
-        if rival:
-            v = verdict(claim, own, rival, turns.ratio(own, rival, _ONE))
-            accuracy = f"{claim.accuracy:.2f}x", f"{v.accuracy:.2f}x{' (ceiling)' * v.at_ceiling}"
-            speed = f"{claim.speed:.2f}x", f"{v.speed:.2f}x"
-            rows.append((own.name, rival.name, *accuracy, *speed, "yes" if v.holds else "no"))
-    names = "system", "beside", "accuracy, claimed", "measured", "tokens/s at 1, claimed", "measured", "holds"
+    for claim, own, rival in claimed(found):
+        for size, weights in ((_ONE, "their own"), (REPLAY, "of the replay")):
+            if turns.has(own, size) and turns.has(rival, size):
+                here, there = turns.chosen(own, size), turns.chosen(rival, size)
+                v = verdict(claim, here, there, turns.ratio(own, rival, size))
+                accuracy = f"{claim.accuracy:.2f}x", f"{v.accuracy:.2f}x{' (ceiling)' * v.at_ceiling}"
+                speed = f"{claim.speed:.2f}x", f"{v.speed:.2f}x"
+                rows.append((own.name, rival.name, weights, *accuracy, *speed, "yes" if v.holds else "no"))
+    names = (
+        "system",
+        "beside",
+        "weights",
+        "accuracy, claimed",
+        "measured",
+        "tokens/s at 1, claimed",
+        "measured",
+        "holds",
+    )
     return table(names, rows) if rows else "None of the systems here has claims about another one of them."
+
+
+def _replays(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
+    """What the replay is, and its speeds; empty if there is none."""
+    if not results.get("replays"):
+        return ""
+    first = results["replays"][0]
+    about = (
+        f"Weights of the replay: every forward of these decoders, one prompt at a time, is also computed by "
+        f"{first['parameters'] / 1e6:.1f} M random parameters ({first['shape']}), while the trained model decides what "
+        f"is written (refusion_jax/benchmarks/replay/beside.py). It is the speed of models of that size that would "
+        f"write the same. Each decoder is at its fastest setting there within {MARGIN} of its best accuracy; "
+        f"{REPLAYED} problems in {REPLAY_TURNS} turns."
+    )
+    rows = [
+        (c.name, point.settings or "its own", _percent(point.accuracy), _number(point.tokens_per_forward, 2), speed)
+        for c in found
+        if turns.has(c, REPLAY)
+        for point in [turns.chosen(c, REPLAY)]
+        for speed in [_number(turns.speed(c, point, REPLAY))]
+    ]
+    names = "system", "setting", "exact match", "tokens/forward", "tokens/s at 1, replayed"
+    return "\n\n" + prose(about) + "\n\n" + table(names, rows)
 
 
 def _families(found: list[Curve]) -> str:

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import re
 import time
 from typing import Any
 
@@ -36,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.benchmarks.decode import read_way
-from refusion_jax.benchmarks.replay.beside import Beside, of_size
+from refusion_jax.benchmarks.replay.beside import Beside, beside, read_shape
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.requests import prepare
@@ -49,7 +48,6 @@ from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
 
 _MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
-_UNIT = 128  # of hidden sizes
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -67,7 +65,7 @@ def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a shape, batch size and way, then a table."""
     if not own.checkpoint:
         raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
-    shapes = [None, *map(read_shape, own.shapes)]
+    shapes = [None, *(read_shape("shapes", text) for text in own.shapes)]
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     ways = {way: read_way(way, {"max_new_tokens": _MAX_NEW_TOKENS}) for way in own.way or default_system().decoders}
     place_of = {way: find_checkpoint(own.checkpoint, settings.method) for way, settings in ways.items()}
@@ -107,18 +105,6 @@ class Subject:
     settings: Settings
 
 
-def read_shape(text: str) -> tuple[int, int]:
-    """(hidden size, layers) of one of --shapes.
-
-    Raises:
-      UserError: where it is none.
-    """
-    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3})", text)
-    if not found or int(found[1]) % _UNIT:
-        raise UserError(f"--shapes={text}: must be a multiple of {_UNIT}, x and a number of layers, such as 640x12")
-    return int(found[1]), int(found[2])
-
-
 def find_checkpoint(places: list[str], method: str) -> str:
     """The first of these runs whose models a decoder serves.
 
@@ -132,13 +118,6 @@ def find_checkpoint(places: list[str], method: str) -> str:
             return place
     choose_method(epath.Path(last), method)
     return last
-
-
-def beside(models: dict[str, Transformer], hidden_size: int, layers: int) -> dict[str, Beside]:
-    """Each model with random weights beside it: those of one vocabulary share them."""
-    like = {model.config.vocab_size: model for model in models.values()}
-    others = {vocabulary: of_size(hidden_size, layers, model) for vocabulary, model in like.items()}
-    return {place: Beside(model, others[model.config.vocab_size]) for place, model in models.items()}
 
 
 def measure(subjects: dict[str, Subject], count: int, turns: int) -> list[dict[str, Any]]:
@@ -208,5 +187,5 @@ class Run:
     @property
     def parameters(self) -> int:
         """Of the model whose size is measured."""
-        model = self._model.other if isinstance(self._model, Beside) else self._model
-        return sum(x.size for x in jax.tree.leaves(nnx.state(model)))
+        model = self._model
+        return model.parameters if isinstance(model, Beside) else sum(x.size for x in jax.tree.leaves(nnx.state(model)))

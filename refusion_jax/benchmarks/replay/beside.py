@@ -8,6 +8,7 @@ Axes: B rows, T tokens of this forward, S keys it sees, D hidden size of both to
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
+from refusion_jax.runtime.errors import UserError
 
 _HEAD_DIM = 64
+_UNIT = 128  # of hidden sizes
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +49,11 @@ class Beside(Transformer):
     def weight_bytes(self) -> int:
         """Of the other: by them decoders judge what a forward may do ahead of time."""
         return self.other.weight_bytes
+
+    @property
+    def parameters(self) -> int:
+        """Of the other."""
+        return sum(x.size for x in jax.tree.leaves(nnx.state(self.other)))
 
     @property
     def operand_dtype(self) -> jnp.dtype:
@@ -90,6 +98,29 @@ class Beside(Transformer):
         """The trained model's; the other's, which are finite, count nothing."""
         own, other = jnp.split(x, [self.trained.config.hidden_size], axis=-1)
         return self.trained.logits(own) + 0.0 * jnp.max(self.other.logits(other), axis=-1, keepdims=True)
+
+
+def read_shape(flag: str, text: str) -> tuple[int, int]:
+    """(hidden size, layers) of a shape such as 640x12.
+
+    Args:
+      flag: that it comes from, for messages.
+      text: the shape.
+
+    Raises:
+      UserError: where it is none.
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3})", text)
+    if not found or int(found[1]) % _UNIT:
+        raise UserError(f"--{flag}={text}: must be a multiple of {_UNIT}, x and a number of layers, such as 640x12")
+    return int(found[1]), int(found[2])
+
+
+def beside(models: dict[str, Transformer], hidden_size: int, layers: int) -> dict[str, Beside]:
+    """Each model with random weights beside it: those of one vocabulary share them."""
+    like = {model.config.vocab_size: model for model in models.values()}
+    others = {vocabulary: of_size(hidden_size, layers, model) for vocabulary, model in like.items()}
+    return {name: Beside(model, others[model.config.vocab_size]) for name, model in models.items()}
 
 
 def of_size(hidden_size: int, layers: int, like: Transformer) -> Transformer:
