@@ -2,12 +2,18 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 from etils import epath
 from test_adaptation import write_tokenizer
 
-from refusion_jax import UserError
+from refusion_jax import DecodeSettings, UserError
+from refusion_jax.config import default_config
+from refusion_jax.config.model import model_config
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.decoding.sampling import mask_logits
+from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.model.transformer import ModelConfig
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -30,6 +36,19 @@ def test_a_template_writes_the_special_tokens_that_the_tokenizer_names(tmp_path)
         f"{BOS}[user]hi[assistant]yo{EOS}[user]so"
     )
     assert (ids[0], ids.count(tokenizer.bos_id), ids.count(tokenizer.eos_id)) == (tokenizer.bos_id, 1, 1)
+
+
+def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):
+    assert load(tmp_path, eos_token=EOS, pad_token=BOS).pad_id >= 0
+    tokenizer = load(tmp_path, eos_token=EOS, pad_token=EOS)
+    assert _may_be_written(model_config(default_config(), tokenizer), tokenizer.eos_id)
+
+
+def _may_be_written(model: ModelConfig, token: int) -> bool:
+    """Whether decoders may choose a token at the end of an answer."""
+    ids = TokenIds.of(DecodeSettings("ar"), model)
+    logits = jnp.zeros((1, 1, model.vocab_size))
+    return bool(jnp.isfinite(mask_logits(logits, jnp.ones((1, 1), bool), ids)[1][0, 0, token]))
 
 
 def test_the_mask_token_is_the_one_that_is_named(tmp_path):

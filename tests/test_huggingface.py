@@ -136,6 +136,15 @@ def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):
     assert load_model(source).config.mask_token_id == tokenizer.mask_id
 
 
+def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):
+    path = saved(tmp_path / "theirs")
+    own = huggingface.read_model_config(path)
+    assert own.pad_token_id >= 0
+    change_config(path, pad_token_id=own.eos_token_id)
+    again = huggingface.read_model_config(path)
+    assert (again.pad_token_id, again.eos_token_id) == (-1, own.eos_token_id)
+
+
 def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
     path = saved(tmp_path / "theirs")
     config = json.loads((path / "config.json").read_text())

@@ -59,7 +59,8 @@ class FastTokenizer:
         ids = {kind: self._special(config, f"{kind}_token") for kind in ("bos", "eos", "pad")}
         if ids["eos"] < 0:
             raise UserError(f"{self._config_path} names no eos_token")
-        self.bos_id, self.eos_id, self.pad_id = ids.values()
+        self.bos_id, self.eos_id, pad_id = ids.values()
+        self.pad_id = -1 if pad_id == self.eos_id else pad_id  # no decoder writes padding, and each has to write EOS
         self.mask_id = self._find_mask(mask_piece, self._named.get("mask_token"))
 
     def _read_template(self, path: epath.Path, config: dict) -> ChatTemplate | None:

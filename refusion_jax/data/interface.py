@@ -13,9 +13,9 @@ from refusion_jax.data.examples import Messages
 class Tokenizer(Protocol):
     """Converts text to token ids and back. Tokenizers with a chat template are `FastTokenizer`s, which can do more."""
 
-    bos_id: int  # -1 where it has none, as pad_id
+    bos_id: int  # -1 where it has none
     eos_id: int
-    pad_id: int
+    pad_id: int  # never EOS; -1 where it has none of its own
     mask_id: int
 
     @property

@@ -111,6 +111,8 @@ def read_model_config(path: Path, tokenizer: Tokenizer | None = None, mask_token
         "mask_token_id": mask,
     }
     ids = {name: _first(given.get(name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    if ids["pad_token_id"] == ids["eos_token_id"]:
+        ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
     ours = {name: value for name, value in _of_ours(path).items() if name in _OURS}
     return to_model_config(file, described | ids | ours)
 
