@@ -68,6 +68,24 @@ def test_a_plan_and_its_drafts_are_fed_in_the_least_shape_that_holds_them():
     assert recording.filler == 1
 
 
+def test_no_plan_is_fed_behind_a_draft_that_ends_the_answer():
+    model = sharp_model()
+
+    def decoded(**changes):
+        s = settings(new=NEW, batch_size=1, serial_blocks=2, **ALL_AT_ONCE)
+        recorder = Recorder(s := dataclasses.replace(s, **changes))
+        (answer,) = dict(stream(model, prepare(PROMPTS[:1], s, model.config), recorder=recorder)).values()
+        return answer.tokens, recorder.recording().feeds
+
+    tokens, _ = decoded(speculate="0")
+    assert len(tokens) > NEW // 2
+    assert decoded(speculate="0") != decoded(
+        speculate="100000"
+    )  # the second block is planned beside the first's drafts
+    of_first_block = tokens[2]  # which is EOS from now on
+    assert decoded(speculate="0", eos_id=of_first_block) == decoded(speculate="100000", eos_id=of_first_block)
+
+
 def test_rows_of_a_batch_share_forwards_and_say_what_they_would_have_said():
     recording, answers = recorded("refusion", 4)
     check(recording, answers)

@@ -68,7 +68,7 @@ class Plain:
     def choosable(self, p: Float32[np.ndarray, "V"], place: int) -> Float32[np.ndarray, "V"]:
         """The probabilities at a place, -1 for tokens that may not be chosen there."""
         p = p.copy()
-        p[[self.ids.mask_id, self.ids.pad_id]] = -1
+        p[[token for token in (self.ids.mask_id, self.ids.pad_id) if token >= 0]] = -1  # a model may lack either
         if place < self.last_given:
             p[self.ids.eos_id] = -1
         return p

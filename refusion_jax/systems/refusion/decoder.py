@@ -241,7 +241,9 @@ def plan_feed(s: State, here: Block, sizes: Sizes, decoder: PlanAndInfill) -> tu
     following = block_of(s.canvas, s.block + 1, decoder.block_slots)
     plan_block = select(is_last, following, here)
     ahead_there = (following.size > 0) & ~s.ended[:, None]
-    ahead = (verifies | checks | recomputes) & jnp.where(is_last[:, None], ahead_there, rest)
+    # Behind a draft with an EOS a plan is lost: either the EOS is rejected, or what is behind it is not committed.
+    may_end = jnp.any(chosen[:, :, None] & (work.drafts == decoder.ids.eos_id), axis=(1, 2))[:, None]
+    ahead = (verifies | checks | recomputes) & ~may_end & jnp.where(is_last[:, None], ahead_there, rest)
     # Only a slot that is verified without others attends to the same tokens as if it were alone.
     is_lone = jnp.sum(chosen, axis=1, keepdims=True) == 1
     is_exact = (s.settings.infill == EXACT)[:, None]
