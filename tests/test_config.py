@@ -125,6 +125,7 @@ def test_the_keys_that_must_hold_are_there():
         ({"profile_steps": (3, 2)}, "profile_steps=.*must be a first and a last step"),
         ({"profile_steps": (3,)}, "profile_steps=.*must be a first and a last step"),
         ({"warmup_steps": 2000}, "warmup_steps=2000: must not exceed steps=1000"),
+        ({"schedule": "wsd", "warmup_steps": 1000}, "warmup_steps=1000: must be below steps=1000 for schedule=wsd"),
         ({"schedule": "wsd"}, "decay_steps=0: must be 1 to 1000 for schedule=wsd"),
         ({"model.num_key_value_heads": 3}, "num_attention_heads=4: must be a multiple of num_key_value_heads=3"),
         ({"model.head_dim": 7}, "model.head_dim=7: must be even"),

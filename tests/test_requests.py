@@ -72,6 +72,14 @@ def test_prompts_that_cannot_be_decoded_are_refused(prompt, changes, said):
         decode(tiny_model(), [[BOS, 5], prompt], settings(**changes))
 
 
+def test_the_default_length_of_an_answer_depends_on_its_own_prompt_alone():
+    model, asked = tiny_model().config, DecodeSettings("ar", cache_length=64)
+    long, short = prepare([[BOS] * 50, [BOS]], asked, model)
+    (alone,) = prepare([[BOS]], asked, model)
+    assert short.settings == alone.settings
+    assert (long.length, short.length) == (64, 64)
+
+
 def test_the_prompts_of_a_call_share_decoder_and_batch():
     model = tiny_model().config
     for other in ("refusion", "card"):

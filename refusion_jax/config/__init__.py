@@ -74,6 +74,8 @@ def check(c: ml_collections.ConfigDict) -> None:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")
     if c.warmup_steps > c.steps:
         refuse("warmup_steps", f"must not exceed steps={c.steps}")
+    if c.schedule == "wsd" and c.warmup_steps >= c.steps:
+        refuse("warmup_steps", f"must be below steps={c.steps} for schedule=wsd")
     if c.schedule == "wsd" and not 0 < c.decay_steps <= c.steps - c.warmup_steps:
         refuse("decay_steps", f"must be 1 to {c.steps - c.warmup_steps} for schedule=wsd (steps without warm-up)")
 

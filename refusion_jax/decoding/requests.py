@@ -219,8 +219,7 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
         noise, own = (request.noise, request.settings) if request.settings else (i, settings)
         own = dataclasses.replace(own, **of_call)
         named.append(dataclasses.replace(request, name=request.name or f"prompt {i}", settings=own, noise=noise))
-    longest = max((len(request.prompt) for request in named), default=0)
-    filled = [dataclasses.replace(r, settings=r.settings.for_model(model).fill_in(room - longest)) for r in named]
+    filled = [dataclasses.replace(r, settings=r.settings.for_model(model).fill_in(room - len(r.prompt))) for r in named]
     for request in filled:
         _check(request, model.num_tokens, room)
     return filled
