@@ -8,7 +8,8 @@
 The step that `train` runs is compiled for the topology's chips by libtpu, on this machine. Memory is what the compiler
 assigns; FLOPs, memory traffic and collectives are counted in the compiled program. The time is a roofline of these
 counts against the chip's documented peaks, times what published training runs took of theirs on the same generation:
-a range, in which 95 % of them lie (`python -m refusion_jax.bench plan`). TPU7x and the decoder have the roofline alone.
+a range, in which 95 % of such runs are expected (`python -m refusion_jax.bench plan`). These train 7 to 70 B parameters
+in steps of seconds; the range says little about steps of milliseconds. TPU7x and the decoder have the roofline alone.
 --what=decode --feeds=FILE takes what a run of `generate --record_feeds=FILE` has fed, one row at a time, and estimates
 how many tokens a second that is on the topology, for 1 to 256 rows at once, beside one token a forward; nothing is
 compiled for it (refusion_jax/planning/feeds.py says how, and what it leaves out).

@@ -36,7 +36,7 @@ class Estimate:
     roofline: float  # of the whole step
     expected: float  # the roofline with the part of overlapped collectives that is not hidden; not calibrated
     step: float  # the estimate: calibrated if possible, else the roofline
-    fastest: float | None  # 95 % of runs lie between these two, never below the roofline; None without calibration
+    fastest: float | None  # 95 % of runs are expected between these two, never below the roofline; None: uncalibrated
     slowest: float | None
 
     def mfu(self, model_flops: float, chip: Chip) -> float:

@@ -21,7 +21,7 @@ class Calibration:
     """How published steps compare with our estimates of the same steps; planning/published_runs.json has the runs."""
 
     factor: float  # published over estimated, the geometric mean of the generation's runs
-    spread: float  # 95 % of runs lie within the estimate divided by and multiplied with 1 + this
+    spread: float  # 95 % of runs are expected within the estimate divided by and multiplied with 1 + this
     runs: int  # that this rests on
 
 
