@@ -50,7 +50,7 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.compiled_code import find_danger, keep_compiled
+from refusion_jax.runtime.compiled_code import keep_for_user
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import declared, scope
 from refusion_jax.runtime.sharding import make_mesh
@@ -87,29 +87,6 @@ def useless_flags() -> list[str]:
     for name in own:
         flags.FLAGS[f"decode.{name}"].help = cli.explained(own[name])
     return [f"decode.{name}" for name in _SETTINGS if name not in own]
-
-
-def use_cache() -> None:
-    """Has compiled programs kept for the next call, in a directory where nobody but this user can put code.
-
-    Raises:
-      UserError: where others can write to the directory that was asked for.
-    """
-    if _CACHE.value == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting goes first
-        return
-    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not home.is_absolute():  # which the XDG specification has ignored
-        home = Path.home() / ".cache"
-    directory = epath.Path(_CACHE.value or home / "refusion_jax" / "compiled")
-    try:
-        if danger := find_danger(directory):
-            raise UserError(f"--compilation_cache={directory}: {danger}, and what is in it is run")
-        keep_compiled(directory, "shared")
-    except (OSError, UserError) as error:
-        if _CACHE.value:
-            raise UserError(f"--compilation_cache={directory}: {error}") from error
-        return  # a home that cannot be trusted or written: without a cache, then
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[str, str]:
@@ -237,7 +214,7 @@ def main() -> None:
     config = read_model_config(checkpoint)
     requests = prepare(requests, settings, config)
     decoder = decoder_for(requests, config)
-    use_cache()
+    keep_for_user(_CACHE.value)
 
     # 2. Where the answers go: to a file by way of a journal; to anything else as soon as their turn comes.
     with contextlib.ExitStack() as stack:

@@ -11,10 +11,9 @@ from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import memory
-from refusion_jax.decoding import queue as batching
-from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.decoding import memory, running_batch
 from refusion_jax.decoding.requests import Given, Request, prepare
+from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.generation import check_fits, settle, shorten
 from refusion_jax.model.transformer import KeyValues, logical_axes
@@ -41,8 +40,10 @@ def test_nothing_is_transferred_while_the_device_decodes():
     requests = prepare(PROMPTS, settings(), model.config)
     graphdef, params = nnx.split(model)
     decoder = decoder_for(requests, model.config)
-    newcomers = jax.device_put(batching.newcomers({0: 0, 1: 1}, requests, 2, 4, decoder))
-    lowered = jax.jit(batching.decode_once, static_argnums=(0, 3, 4)).lower(graphdef, params, newcomers, 4, decoder)
+    newcomers = jax.device_put(running_batch.newcomers(dict(enumerate(requests[:2])), 2, 4, decoder))
+    lowered = jax.jit(running_batch.decode_once, static_argnums=(0, 3, 4)).lower(
+        graphdef, params, newcomers, 4, decoder
+    )
     assert "while" in lowered.as_text()
     assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered.as_text()]
     program = lowered.compile()
@@ -166,9 +167,9 @@ def test_the_memory_of_a_batch_is_about_what_the_compiler_takes(method, prompt, 
     requests = prepare([[BOS] * prompt] * 16, settings(method, new=32, blocks=2, batch_size=16), model.config)
     decoder, mesh = decoder_for(requests, model.config), mesh_of(model)
     graphdef, params = nnx.split(model)
-    new = batching.newcomers({0: 0}, requests, R=2, B=16, decoder=decoder)
+    new = running_batch.newcomers({0: requests[0]}, R=2, B=16, decoder=decoder)
     with jax.set_mesh(mesh):
-        program = jax.jit(batching.decode_once, static_argnums=(0, 3, 4))
+        program = jax.jit(running_batch.decode_once, static_argnums=(0, 3, 4))
         compiled = program.lower(graphdef, nnx.to_pure_dict(params), new, 16, decoder).compile()
     needed = memory.bytes_needed(model, mesh, rows=16, admitted=2, decoder=decoder)
     assert 0.67 < needed / compiled.memory_analysis().temp_size_in_bytes < 2

@@ -12,10 +12,11 @@ from flax import nnx
 
 from refusion_jax import Request, decode
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Given, Known, prefill_chunk, prepare, shared_prefix
 from refusion_jax.model.transformer import KeyValues
 from refusion_jax.systems import registry
-from refusion_jax.systems.api import stream
+from refusion_jax.systems.api import decoder_for, stream
 
 HEADER = [BOS, *(5 + i * i % 23 for i in range(79))]
 QUICK = ("ar",)  # the others compile for minutes together
@@ -88,6 +89,22 @@ def test_a_prefix_outlives_the_answer_in_whose_row_it_stands():
     ended = dict(stream(model, requests, is_over=lambda index, tokens: index == 0))
     assert ended.pop(0).finish_reason == "stop"
     assert all(answer == whole[index] for index, answer in ended.items())
+
+
+def test_prompts_with_different_headers_each_find_theirs_in_some_row():
+    """Three headers take turns: the first prompt of each is prefilled whole, of the others only what is behind it."""
+    model = sharp_model()
+    own = settings("ar", new=4, batch_size=8)
+    header = [[BOS, 5 + kind, *HEADER[2:64]] for kind in range(3)]
+    prompts = [[*header[i % 3], 6 + i, *[7] * 31] for i in range(24)]
+    assert prefill_chunk(prepare(prompts, own, model.config)) == 96
+    requests = prepare(prompts, own, model.config)
+    decoder = dataclasses.replace(decoder_for(requests, model.config), chunk=32)
+    recorder = Recorder(own)
+    answers = dict(stream(model, requests, decoder, recorder=recorder))
+    assert sum(one.tokens * one.times for one in recorder.recording().prefills) == 24 * 96 - 21 * 64
+    for i, prompt in enumerate(prompts):
+        assert answers[i].tokens == decode(model, [prompt], own).tokens[0]
 
 
 @pytest.mark.parametrize(

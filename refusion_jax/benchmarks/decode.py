@@ -36,8 +36,8 @@ from rich.table import Table
 from refusion_jax.decoding import feeds
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
-from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.running_batch import batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer

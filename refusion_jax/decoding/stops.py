@@ -30,5 +30,10 @@ class Stops:
         begin = self._begin(text)
         return begin is not None and begin - 1 + max(map(len, self.texts)) <= len(text)
 
+    def without_beginning(self, text: str) -> str:
+        """The text without an end that may be the beginning of a stop string."""
+        begins = (stop[:length] for stop in self.texts for length in range(1, len(stop)))
+        return text[: len(text) - max((len(begin) for begin in begins if text.endswith(begin)), default=0)]
+
     def _begin(self, text: str) -> int | None:
         return min((at for stop in self.texts if (at := text.find(stop)) >= 0), default=None)

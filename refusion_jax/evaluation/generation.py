@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from refusion_jax.decoding.memory import check_memory
-from refusion_jax.decoding.queue import Answer, admitted, batch_rows, mesh_of
+from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.running_batch import admitted, batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.runtime.errors import UserError

@@ -9,7 +9,7 @@ Axes: B rows of a forward, T tokens of a row, V vocabulary.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.data.interface import RowSource, Tokenizer
-from refusion_jax.decoding.queue import mesh_of
+from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import declared
@@ -231,27 +231,68 @@ def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tup
 
 def score(model: Transformer, feeds: Sequence[Feed]) -> list[tuple[float, bool]]:
     """(sum of weight * log p(label), whether every label is the most probable token) of each feed."""
-    if not feeds:
+    results: list = [None] * len(feeds)
+    for number, (log_p, is_best) in _run(model, feeds, _log_probabilities):
+        weights = feeds[number].weights
+        total = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
+        results[number] = float(total), bool(is_best[weights > 0].all())
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScore:
+    """The likelihood of one token of a text."""
+
+    log_p: float  # nats, given what is committed before it
+    best: int  # the most probable token in its place
+    best_log_p: float
+
+
+def token_scores(
+    model: Transformer, prompt: Sequence[int], continuation: Sequence[int], method: str, slot_size: int
+) -> list[TokenScore]:
+    """The terms of `log_likelihood` with slots in text order, one for each token of the continuation.
+
+    Args:
+      model, prompt, continuation, slot_size: of `log_likelihood`, for one text.
+      method: of `likelihoods`.
+
+    Raises:
+      UserError: as `log_likelihood`, and where the likelihood of a token is not known.
+    """
+    system = system_of(method)
+    if system.feed is None or system.is_bound:
+        raise UserError(f"the likelihood of a token is not known for {system.name} models")
+    ((prompt, continuation),) = _checked(model, [prompt], [continuation], slot_size, "left_to_right", 0)
+    if not len(continuation):
         return []
+    text = Text(prompt, continuation, slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0), "the text")
+    feed = system.feed(text)
+    ((_, (log_p, _, best, best_log_p)),) = _run(model, [feed], _with_best)
+    scores = {
+        int(feed.places[at]): TokenScore(float(log_p[at]), int(best[at]), float(best_log_p[at]))
+        for at in np.flatnonzero(feed.weights)
+    }
+    return [scores[place] for place in range(len(continuation))]
+
+
+def _run(model: Transformer, feeds: Sequence[Feed], program: Callable) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """(number of a feed, what a program says of its tokens) of all feeds, packed into rows."""
+    if not feeds:
+        return
     longest = max(map(len, feeds))
     T = max(_SHORTEST, 1 << (longest - 1).bit_length())
     B = max(1, min(_TOKENS // T, -(-sum(map(len, feeds)) // T)))
     B = 1 << (B.bit_length() - 1)
     graphdef, params = nnx.split(model)
-    results: list = [None] * len(feeds)
-    with jax.set_mesh(mesh_of(model)):
-        for rows in _batched(packed([len(feed) for feed in feeds], T), B):
-            arrays = lay_out(feeds, rows, B, T)
-            log_p, is_best = _fetched(_log_probabilities(graphdef, params, arrays))
-            for row, numbers in enumerate(rows):
-                at = 0
-                for number in numbers:
-                    feed, here = feeds[number], slice(at, at + len(feeds[number]))
-                    labelled = feed.weights > 0
-                    total = np.sum(np.where(labelled, log_p[row, here], 0.0) * feed.weights, dtype=np.float64)
-                    results[number] = float(total), bool(is_best[row, here][labelled].all())
-                    at += len(feed)
-    return results
+    for rows in _batched(packed([len(feed) for feed in feeds], T), B):
+        with jax.set_mesh(mesh_of(model)):
+            arrays = _fetched(program(graphdef, params, lay_out(feeds, rows, B, T)))
+        for row, numbers in enumerate(rows):
+            at = 0
+            for number in numbers:
+                yield number, [x[row, at : at + len(feeds[number])] for x in arrays]
+                at += len(feeds[number])
 
 
 def packed(lengths: Sequence[int], T: int) -> list[list[int]]:
@@ -301,12 +342,22 @@ def _fetched(arrays: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _log_probabilities(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _log_probabilities(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    return log_probabilities(nnx.merge(graphdef, params), a)[:2]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_best(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     return log_probabilities(nnx.merge(graphdef, params), a)
 
 
-def log_probabilities(model: Transformer, a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """([B, T] float32 log p(label), [B, T] bool whether it is the most probable token) for arrays of `lay_out`."""
+def log_probabilities(model: Transformer, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """What the model says of the labels in arrays of `lay_out`.
+
+    Returns:
+      [B, T] arrays: float32 log p(label), bool whether it is the most probable token, int32 that token, and float32 its
+      log p.
+    """
     c, (B, T) = model.config, a["tokens"].shape
     x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))
     blocks = min(T // _BLOCK, 1 << max(B * T * c.vocab_size // _LOGITS, 1).bit_length() - 1)  # divides T
@@ -316,7 +367,8 @@ def log_probabilities(model: Transformer, a: dict[str, jax.Array]) -> tuple[jax.
         logits = model.logits(x)
         logits = jnp.where(jnp.arange(c.vocab_size)[None, None] < c.num_tokens, logits, -jnp.inf)
         own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return own - jax.nn.logsumexp(logits, axis=-1), own >= jnp.max(logits, axis=-1)
+        total, most = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
+        return own - total, own >= most, jnp.argmax(logits, axis=-1).astype(jnp.int32), most - total
 
     def split(x):
         return x.reshape(B, blocks, T // blocks, *x.shape[2:]).swapaxes(0, 1)

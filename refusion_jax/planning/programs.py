@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from refusion_jax.config import check, check_mesh
 from refusion_jax.config.model import model_config
-from refusion_jax.decoding import queue
+from refusion_jax.decoding import running_batch
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.abstract import abstract_transformer
@@ -70,10 +70,10 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     )
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
-    newcomers = queue.newcomers({0: 0}, requests, queue.admitted(rows, mesh), rows, decoder)
+    newcomers = running_batch.newcomers({0: requests[0]}, running_batch.admitted(rows, mesh), rows, decoder)
     newcomers = sharding.placed(newcomers, sharding.sharding(mesh))
     with jax.set_mesh(mesh):
-        program = jax.jit(queue.decode_once, static_argnames=("graphdef", "rows", "decoder"))
+        program = jax.jit(running_batch.decode_once, static_argnames=("graphdef", "rows", "decoder"))
         return program.lower(graphdef, target, newcomers, rows, decoder)
 
 

@@ -11,6 +11,7 @@ from absl import logging
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
+from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.storage import absolute, is_remote
 
 
@@ -34,6 +35,32 @@ def keep_compiled(directory: epath.Path, whose: str) -> None:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     compilation_cache.reset_cache()  # it may have been found missing before
+
+
+def keep_for_user(asked: str | None) -> None:
+    """Has programs kept for the next call of a command, in a directory where nobody but this user can put code.
+
+    Args:
+      asked: a directory, or "off"; None: one in the user's cache directory, if it can be used.
+
+    Raises:
+      UserError: where others can write to the directory that was asked for.
+    """
+    if asked == "off" or jax.config.jax_compilation_cache_dir:  # JAX's own setting goes first
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not home.is_absolute():  # which the XDG specification has ignored
+        home = Path.home() / ".cache"
+    directory = epath.Path(asked or home / "refusion_jax" / "compiled")
+    try:
+        if danger := find_danger(directory):
+            raise UserError(f"--compilation_cache={directory}: {danger}, and what is in it is run")
+        keep_compiled(directory, "shared")
+    except (OSError, UserError) as error:
+        if asked:
+            raise UserError(f"--compilation_cache={directory}: {error}") from error
+        return  # a home that cannot be trusted or written: without a cache, then
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def find_danger(directory: epath.Path) -> str | None:

@@ -119,8 +119,8 @@ def feed(text: Text) -> Feed:
         raise UserError(f"{text.name}: a left-to-right model needs at least one token of prompt before what it scores")
     tokens = np.concatenate([text.prompt, text.continuation])
     index = np.arange(len(tokens) - 1, dtype=np.int32)
-    weights = (index >= len(text.prompt) - 1).astype(np.float32)
-    return Feed(tokens[:-1], index, index, np.zeros_like(index), tokens[1:], weights)
+    places = index + 1 - len(text.prompt)
+    return Feed(tokens[:-1], index, index, np.zeros_like(index), tokens[1:], (places >= 0).astype(np.float32), places)
 
 
 SYSTEM = System(

@@ -20,6 +20,7 @@ class Feed:
     group: Int32[np.ndarray, "N"]
     labels: Int32[np.ndarray, "N"]
     weights: Float32[np.ndarray, "N"]  # 0 without a label
+    places: Int32[np.ndarray, "N"]  # of the labels in the continuation; only those with a weight count
 
     def __len__(self) -> int:
         return len(self.tokens)

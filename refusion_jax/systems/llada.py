@@ -248,8 +248,8 @@ def feed(text: Text) -> Feed:
     labels = np.concatenate([text.prompt, text.continuation])
     tokens, weights = labels.copy(), np.zeros(P + R, np.float32)
     tokens[masked], weights[masked] = text.mask_id, R / len(masked)
-    everywhere = np.zeros(P + R, np.int32)
-    return Feed(tokens, np.arange(P + R, dtype=np.int32), everywhere, everywhere, labels, weights)
+    index, everywhere = np.arange(P + R, dtype=np.int32), np.zeros(P + R, np.int32)
+    return Feed(tokens, index, everywhere, everywhere, labels, weights, index - P)
 
 
 SYSTEM = System(

@@ -72,7 +72,7 @@ def bits_per_byte(
 
     def evaluate(params: dict, arrays: dict[str, jax.Array]) -> jax.Array:
         def part(_, some):
-            log_p, _ = log_probabilities(nnx.merge(graphdef, params), some)
+            log_p, *_ = log_probabilities(nnx.merge(graphdef, params), some)
             return None, jnp.sum(jnp.where(some["weights"] > 0, some["weights"] * log_p, 0.0))
 
         nats = jnp.sum(jax.lax.scan(part, None, split_batch(arrays, parts))[1])

@@ -57,4 +57,5 @@ def slot_feed(text: Text) -> Feed:
             )
         ),
         np.concatenate([np.zeros(P), has_next, np.ones(len(first))]).astype(np.float32),
+        np.concatenate([np.zeros(P), written + 1, first]).astype(np.int32),
     )

@@ -1,0 +1,316 @@
+"""The rows of a batch on the device: they take requests, are decoded together, and are read by the host.
+
+Three programs are compiled: `_admit` prefills a few requests and puts them into free rows, `_run` decodes until enough
+rows are finished or so many forwards are done, and `_release` frees rows whose answers the caller has stopped.
+
+Axes: B rows of the batch, R rows admitted at once, C cache entries.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import ArrayLike, Bool, Int32, UInt32
+
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import feeds
+from refusion_jax.decoding.decoder import Decoder, State
+from refusion_jax.decoding.memory import REFILL, check_memory
+from refusion_jax.decoding.recording import Recorder
+from refusion_jax.decoding.requests import Given, Known, Request
+from refusion_jax.decoding.sampling import Record
+from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.runtime.sharding import constrain, make_mesh, shard_count
+
+UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Newcomers:
+    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
+
+    rows: Int32[ArrayLike, "R"]
+    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
+    seeds: UInt32[ArrayLike, "R"]
+    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
+    shared: Int32[ArrayLike, ""]  # leading given tokens of all requests whose keys and values are in ..
+    source: Int32[ArrayLike, ""]  # .. this row of the batch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small forward."""
+
+    graphdef: nnx.GraphDef
+    decoder: Decoder
+
+
+@functools.cache
+def program(graphdef: nnx.GraphDef, decoder: Decoder) -> Program:
+    """The only `Program` of equal arguments, so that equal ones share their compiled code."""
+    return Program(graphdef, decoder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What the rows of a batch have decoded so far, on the host."""
+
+    active: Bool[np.ndarray, "B"]  # rows that are not finished
+    record: Record
+    forwards: Int32[np.ndarray, "B"]
+    rounds: Int32[np.ndarray, "B"]
+
+    def of(self, row: int) -> tuple[Record, np.ndarray, np.ndarray]:
+        """(record, forwards, rounds) of one row."""
+        return jax.tree.map(lambda x: x[row], (self.record, self.forwards, self.rounds))
+
+
+class RunningBatch:
+    """Requests in the rows of a batch, which are decoded together.
+
+    All hosts of the weights' mesh must make the same calls.
+    """
+
+    def __init__(
+        self, model: Transformer, decoder: Decoder, like: Request, rows: int, recorder: Recorder | None = None
+    ):
+        """An empty batch.
+
+        Args:
+          model: from `load_model`. The batch is split over the mesh of its weights.
+          decoder: with sizes that serve all requests.
+          like: any request; only its structure as arrays matters.
+          rows: B, in whole shards.
+          recorder: collects what the forwards feed; the counts are fetched together with the progress.
+
+        Raises:
+          UserError: where it does not fit into memory.
+        """
+        graphdef, params = nnx.split(model)
+        self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
+        self._compiled, self._mesh = program(graphdef, decoder), mesh_of(model)
+        self._decoder, self._recorder = decoder, recorder
+        self.rows, self.at_once = rows, admitted(rows, self._mesh)
+        self.free = list(range(rows))
+        self._given: dict[int, np.ndarray] = {}  # by row: given tokens and positions whose keys and values are in it
+        check_memory(model, self._mesh, rows, self.at_once, decoder)
+        with jax.set_mesh(self._mesh):
+            self._state = _empty(self._compiled, self._params, decoder.lay_out([like]), rows)
+            self._shapes = feeds.shapes(decoder, model, rows) if recorder else ()
+        self._counts = None
+        if recorder:
+            recorder.begin(decoder, self._shapes, rows, shard_count(self._mesh, "batch"))
+
+    def admit(self, requests: Sequence[Request]) -> list[int]:
+        """Prefills requests in free rows and returns these; at most `at_once`, and as many as there are free rows.
+
+        Leading given tokens that all of them share with a row, also with a finished one, are copied from it.
+        """
+        rows = [self.free.pop() for _ in requests]
+        source, shared = self._find_prefix(requests)
+        new = newcomers(dict(zip(rows, requests, strict=True)), self.at_once, self.rows, self._decoder, shared, source)
+        with jax.set_mesh(self._mesh):
+            self._state = _admit(self._compiled, self._params, self._state, new)
+        self._given |= {row: np.array(request.given, np.int32) for row, request in zip(rows, requests, strict=True)}
+        if self._recorder:
+            self._recorder.add_prefill(requests, self.at_once, self._decoder, shared)
+        return rows
+
+    def _find_prefix(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """(row, number of leading given tokens that requests share with it, in whole chunks of the prefill)."""
+        if not hasattr(self._decoder, "chunk"):
+            return 0, 0
+        first, *others = (
+            np.array(request.given, np.int32)[:, :-1] for request in requests
+        )  # the last may be fed again
+        common = functools.reduce(lambda some, other: some[:, : _same(some, other)], others, first)
+        if common.shape[1] < self._decoder.chunk:
+            return 0, 0
+        shared = {row: _same(common, given[:, :-1]) for row, given in self._given.items()}
+        row = max(shared, key=shared.get, default=0)
+        return row, shared.get(row, 0) // self._decoder.chunk * self._decoder.chunk
+
+    def run(self, finished: int, most: int = UNTIL_DONE) -> None:
+        """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""
+        with jax.set_mesh(self._mesh):
+            if self._recorder:
+                self._counts = feeds.Counts.none(self._decoder, self._shapes, self.rows)
+            self._state, self._counts = _run(self._compiled, self._params, self._state, self._counts, finished, most)
+
+    def look(self) -> Progress:
+        """Waits for the device and fetches what the rows have decoded."""
+        s = self._state
+        with jax.set_mesh(self._mesh):
+            active, counts, *progress = _fetch((s.active, self._counts, s.record, s.forwards, s.rounds), self._mesh)
+        if self._recorder:
+            self._recorder.add_forwards(counts)
+        return Progress(active, *progress)
+
+    def stop(self, rows: Sequence[int]) -> None:
+        """Ends rows that are not finished; their keys and values stay until the next request takes the row."""
+        if rows:
+            ended = np.zeros(self.rows, bool)
+            ended[list(rows)] = True
+            with jax.set_mesh(self._mesh):
+                self._state = _release(self._state, ended)
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> int:
+    """Number of leading columns in which two [2, N] arrays are equal."""
+    length = min(one.shape[1], other.shape[1])
+    differs = (one[:, :length] != other[:, :length]).any(axis=0)
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _fetch(arrays: Any, mesh: Mesh) -> Any:
+    """Fetches whole arrays to this host."""
+    return multihost_utils.process_allgather(arrays, tiled=True) if mesh.is_multi_process else jax.device_get(arrays)
+
+
+def mesh_of(model: Transformer) -> Mesh:
+    """The mesh of the weights, which may be abstract; for weights on one device, a mesh of that device."""
+    place = jax.tree.leaves(nnx.state(model))[0].sharding
+    if isinstance(place, NamedSharding):
+        return place.mesh
+    return make_mesh({}, list(place.device_set))
+
+
+def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
+    """Rows of the batch: the least power of two for so many requests, at most batch_size, in whole shards."""
+    rows, shards = min(batch_size, 1 << max(requests - 1, 0).bit_length()), shard_count(mesh, "batch")
+    return -(-rows // shards) * shards
+
+
+def admitted(rows: int, mesh: Mesh) -> int:
+    """Rows that are prefilled at once, in whole shards."""
+    shards = shard_count(mesh, "batch")
+    return -(-rows // (REFILL * shards)) * shards
+
+
+def newcomers(
+    requests: dict[int, Request], R: int, B: int, decoder: Decoder, shared: int = 0, source: int = 0
+) -> Newcomers:
+    """The requests to admit, by row of the batch, padded to R; see `Newcomers`."""
+    some = list(requests.values())
+    some += some[:1] * (R - len(some))
+    return Newcomers(
+        rows=np.array([*requests, *[B] * (R - len(requests))], np.int32),
+        layout=decoder.lay_out(some),
+        seeds=np.array([request.settings.seed for request in some], np.uint32),
+        noise=np.array([request.noise for request in some], np.uint32),
+        shared=np.int32(shared),
+        source=np.int32(source),
+    )
+
+
+def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
+    """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
+    compiled = program(graphdef, decoder)
+    state = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), newcomers)
+    return _run(compiled, params, state, None, rows, UNTIL_DONE)[0].record
+
+
+@functools.partial(jax.jit, static_argnames=("compiled", "rows"))
+def _empty(compiled: Program, params, layout, rows: int) -> State:
+    """A batch of finished rows; only the shapes of the layout matter."""
+    layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
+    keys = jax.random.split(jax.random.key(0), rows)
+    model = nnx.merge(compiled.graphdef, params)
+    return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))))
+
+
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
+def _admit(compiled: Program, params, state: State, new: Newcomers) -> State:
+    """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
+    keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
+    layout = new.layout
+    if hasattr(state, "cache") and hasattr(layout, "given"):
+        row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
+        layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, known=Known(row, new.shared)))
+    started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
+    started = jax.tree.map(  # for states that keep their layout
+        lambda x: dataclasses.replace(x, known=None) if isinstance(x, Given) else x,
+        started,
+        is_leaf=lambda x: isinstance(x, Given),
+    )
+
+    def put(axis, old, new_rows):
+        return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")
+
+    return _placed(_by_batch_axis(put, state, started))
+
+
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "counts"))
+def _run(
+    compiled: Program, params, state: State, counts: feeds.Counts | None, wanted, most
+) -> tuple[State, feeds.Counts | None]:
+    """Decodes until `wanted` rows are finished, for at most `most` forwards, and adds what these feed to `counts`."""
+    model, decoder = nnx.merge(compiled.graphdef, params).ready(), compiled.decoder
+
+    def forward(carry):
+        state, counts, done = carry
+        if counts is not None:
+            counts = counts.plus(feeds.fed(decoder, model, state), decoder.cache_length)
+        return decoder.step(model, state), counts, done + 1
+
+    end, counts, _ = jax.lax.while_loop(
+        lambda carry: (jnp.sum(~carry[0].active) < wanted) & (carry[2] < most), forward, (state, counts, 0)
+    )
+    return _placed(end), counts
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _release(state: State, ended: jax.Array) -> State:
+    """Clears the rows where `ended` [B] is true, but for their keys and values.
+
+    These keep their length: the forwards that follow write behind it, and the prefix that newcomers copy stays whole.
+    """
+
+    def clear(axis, x):
+        if axis or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jnp.where(ended.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
+
+    cleared = _by_batch_axis(clear, state)
+    if hasattr(state, "cache"):
+        length = state.cache.length
+        cleared = dataclasses.replace(cleared, cache=dataclasses.replace(cleared.cache, length=length))
+    return _placed(cleared)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _by_batch_axis(function, state: State, *others: State) -> State:
+    """Maps function(batch axis, array, ...) over a state; the batch axis is 1 in `KeyValues` and 0 elsewhere."""
+
+    def of(x, *rest):
+        axis = 1 if isinstance(x, KeyValues) else 0
+        return jax.tree.map(functools.partial(function, axis), x, *rest)
+
+    return jax.tree.map(of, state, *others, is_leaf=lambda x: isinstance(x, KeyValues))
+
+
+def _placed(state: State) -> State:
+    """Constrains a state to be split by rows, and the cache by heads too.
+
+    Every program ends with this: with output shardings left to the partitioner, the next program would recompile.
+    """
+
+    def of(x):
+        if isinstance(x, KeyValues):
+            return kv.split(x)
+        return constrain(x, "batch", *(None,) * (x.ndim - 1))
+
+    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KeyValues))
