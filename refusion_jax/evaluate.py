@@ -34,12 +34,12 @@ from etils import epath
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.evaluation import needs_harness
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.distributed import together
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.extras import needs
 from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
@@ -161,7 +161,7 @@ def _mesh() -> jax.sharding.Mesh:
 
 def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     """Runs the tasks that the flags name."""
-    with needs_harness():
+    with needs("evaluate"):
         from refusion_jax.evaluation import benchmark, harness, hosts
     include, data = (value and Path(value) for value in (_INCLUDE.value, _TASK_DATA.value))
     for name, path in (("include_path", include), ("task_data", data)):

@@ -33,12 +33,12 @@ from refusion_jax.config.model import model_config
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import epochs, global_batches
-from refusion_jax.evaluation import needs_harness
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.runtime import cli, sharding
 from refusion_jax.runtime.compiled_code import keep_compiled
 from refusion_jax.runtime.distributed import all_agree, check_same, check_shared, together
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.extras import needs
 from refusion_jax.runtime.owner import check_vacant, owned
 from refusion_jax.runtime.preemption import EXIT_CODE, Preemption, ToldToGo
 from refusion_jax.runtime.profiling import Profile
@@ -121,7 +121,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
         held_out = make_held_out(config, held_out_sets, tokenizer, program, mesh)
     tasks = None
     if config.eval.tasks:
-        with needs_harness():
+        with needs("evaluate"):
             from refusion_jax.training.task_scores import TaskScores
         tasks = TaskScores(config, tokenizer, program)
     run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, [])

@@ -120,11 +120,28 @@ def environment(devices: int) -> dict[str, str]:
     }
 
 
-def start(command: str, *flags: str, devices: int = 1, stdout: int = subprocess.PIPE) -> subprocess.Popen:
+def start(
+    command: str, *flags: str, devices: int = 1, stdout: int = subprocess.PIPE, directory: Path = ROOT
+) -> subprocess.Popen:
     """Starts a command of ours as a user would, on the CPU."""
     env = environment(devices)
     line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
-    return subprocess.Popen(line, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(line, cwd=directory, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def serving(*flags: str, directory: Path = ROOT) -> Iterator[str]:
+    """The address of a server, http://HOST:PORT, which must end well."""
+    process = start("serve", "--port=0", *flags, directory=directory)
+    try:
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        yield re.fullmatch(r"serving .* at (http://\S+)/v1\n", line)[1]
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, "error: interrupted\n")
+    finally:
+        process.kill()
 
 
 def run(command: str, *flags: str, devices: int = 1, code: int = 0) -> tuple[str, str]:

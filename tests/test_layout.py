@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Imports run one way: a room imports itself and the rooms before it. Commands, alone at the top, import everything.
 ROOMS = [
     *("runtime", "batch", "data", "model", "decoding", "systems", "config", "evaluation"),
-    *("training", "planning", "benchmarks"),
+    *("serving", "training", "planning", "benchmarks"),
 ]
 
 

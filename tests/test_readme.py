@@ -1,6 +1,7 @@
 """Every command of README.md and of the folders' READMEs is run as it is written, made small by flags behind it."""
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, tiny_model
+from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, serving, tiny_model
 from test_adaptation import write_tokenizer
 
 from refusion_jax.model import huggingface
@@ -32,7 +33,12 @@ COMMANDS = list(
         for line in block.splitlines()
     )
 )
-OURS = [c for c in COMMANDS if re.search(r"python -m (refusion_jax\.|pytest )|launch/(local_hosts|tpu_vm)", c)]
+CLIENTS = [c for c in COMMANDS if c.startswith("curl ")]  # of a server
+OURS = [
+    c
+    for c in COMMANDS
+    if ".serve " not in c and re.search(r"python -m (refusion_jax\.|pytest )|launch/(local_hosts|tpu_vm)", c)
+]
 WRITES = [command for command in COMMANDS if command.startswith("echo ")]  # input for the others
 FILES = [  # (path in the checkout, code) of the files that a document has its reader write
     found
@@ -117,8 +123,9 @@ def run_quickly(command: str, home) -> str:
 
 
 def test_the_two_commands_are_the_ones_that_ci_and_the_quickstart_test_run():
-    others = [c for c in COMMANDS if c not in OURS and c not in WRITES]
-    assert others == ["bash launch/quickstart.sh", "bash launch/test.sh"]
+    others = [c for c in COMMANDS if c not in (*OURS, *WRITES, *CLIENTS)]
+    elsewhere = ["bash launch/quickstart.sh", "bash launch/test.sh"]
+    assert [c for c in others if not re.match("lm_eval |python -m refusion_jax.serve ", c)] == elsewhere
     assert "bash launch/test.sh" in (ROOT / ".ci" / "run").read_text()
 
 
@@ -150,8 +157,24 @@ def test_a_command_works_as_written(command, user):
     assert run_quickly(small, user).strip()
 
 
+@pytest.fixture(scope="module")
+def server(user):
+    """The address of the server that the README starts."""
+    (command,) = (c for c in COMMANDS if ".serve " in c)
+    with serving(*command.split()[3:], directory=user) as address:
+        yield address
+
+
+@pytest.mark.parametrize("command", CLIENTS)
+def test_a_client_is_answered(command, server, user):
+    answer = shell(command.replace("http://127.0.0.1:8000", server), user)
+    assert json.loads(answer.removeprefix("data: ").splitlines()[0])["choices"]
+
+
 @pytest.mark.parametrize("code", SCRIPTS)
-def test_a_python_example_works(code, user):
+def test_a_python_example_works(code, user, request):
+    if "127.0.0.1:8000" in code:
+        code = code.replace("http://127.0.0.1:8000", request.getfixturevalue("server"))
     (user / "example.py").write_text(code)
     assert shell(f"{sys.executable} example.py", user).strip()
 

@@ -190,6 +190,10 @@ class FastTokenizer:
         """Text of token ids; special tokens leave no trace."""
         return self._ask(lambda: self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    def name_of(self, token: int) -> str:
+        """How the vocabulary spells a token, also a special one."""
+        return self._tokenizer.id_to_token(token)
+
 
 def _content(token: object) -> str | None:
     """A special token is a string, or an object that holds one; None where it is neither."""

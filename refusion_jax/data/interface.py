@@ -45,6 +45,10 @@ class Tokenizer(Protocol):
         """Text of token ids, without special tokens."""
         ...
 
+    def name_of(self, token: int) -> str:
+        """How the vocabulary spells a token, also a special one."""
+        ...
+
 
 class RowSource(Protocol):
     """A data set of packed rows, with random access."""

@@ -141,6 +141,10 @@ class SentencePieceTokenizer:
         """Text of token ids, without special tokens."""
         return self._pieces.decode(ids)
 
+    def name_of(self, token: int) -> str:
+        """How the vocabulary spells a token, also a special one."""
+        return self._pieces.id_to_piece(token)
+
 
 def plain_prompt(prompt: str | Messages | None) -> str:
     """The ids of a prompt without chat template."""

@@ -1,0 +1,130 @@
+"""Serves a trained model over HTTP, as OpenAI's API does.
+
+  python -m refusion_jax.serve --checkpoint=runs/quickstart --port=8000
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Sort 7 3 9 1."}'
+
+Routes: POST /v1/completions and /v1/chat/completions, with `stream`; GET /v1/models, /health, /docs; and /tokenize,
+/detokenize and /tokenizer_info for clients that evaluate the model. refusion_jax/serving/README.md explains the fields,
+also those of decoding. What a field asks for is done, or the request is refused.
+
+Requests share one batch of --decode.batch_size rows; none waits until others are done, and an answer depends on its own
+request alone. The --decode flags are what requests get that do not say otherwise, and the sizes that are compiled:
+--decode.max_new_tokens is the most that a request may ask for, --decode.cache_length the most that prompt and answer
+may have together.
+
+The server has no passwords: it listens on this machine only, unless --host says otherwise. It ends on SIGINT or
+SIGTERM, after the answers under way.
+"""
+
+import dataclasses
+import math
+import socket
+
+import jax
+from absl import flags
+from etils import epath
+
+from refusion_jax.runtime import cli
+from refusion_jax.runtime.compiled_code import keep_for_user
+from refusion_jax.runtime.errors import Failure, UserError, first_line
+from refusion_jax.runtime.extras import needs
+from refusion_jax.runtime.sharding import make_mesh
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
+from refusion_jax.training.pretrained import choose_method, load_for, load_tokenizer, read_model_config
+
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"
+)
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "Address to listen on; 0.0.0.0: on all of them, for all who can reach them"
+)
+_PORT = flags.DEFINE_integer("port", 8000, "To listen on; 0: any that is free", 0, 65535)
+_NAME = flags.DEFINE_string("model_name", None, "Name of the model to clients; by default the --checkpoint as given")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
+)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
+_DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
+_TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
+_SETTINGS = cli.define_settings(
+    all_settings(),
+    "decode",
+    defaults={
+        "max_new_tokens": "256, or half of what the model reads",
+        "cache_length": "what the model reads",
+        "batch_size": "64; 8 on a CPU",
+    },
+)
+_NEW_TOKENS = 256  # of an answer, unless asked for
+_ROWS = {"cpu": 8}  # rows of a batch, where they differ from the default: a CPU pays for each of them
+_GRACE = 60  # seconds for the answers under way, when the server is asked to end
+
+
+def main() -> None:
+    if _CHECKPOINT.value is None:
+        raise UserError("--checkpoint=DIR is needed; --help explains")
+    with needs("serve"):
+        import uvicorn
+
+        from refusion_jax.serving.app import make_app
+        from refusion_jax.serving.engine import Engine
+        from refusion_jax.serving.service import Service
+    checkpoint = epath.Path(_CHECKPOINT.value)
+    given = cli.given(_SETTINGS)
+    given["method"] = choose_method(checkpoint, given.get("method"))
+    check_settings(given["method"], given)
+    config, tokenizer = read_model_config(checkpoint), load_tokenizer(checkpoint)
+    settings = DecodeSettings(**given)
+    reads = config.max_position_embeddings
+    if settings.cache_length > reads:
+        raise UserError(f"--decode.cache_length={settings.cache_length}: the model reads {reads} tokens")
+    room = settings.cache_length or reads
+    multiple = settings.for_model(config).multiple
+    fitting = max(min(_NEW_TOKENS, room // 2) // multiple, 1) * multiple
+    settings = dataclasses.replace(settings, cache_length=room, max_new_tokens=settings.max_new_tokens or fitting)
+    rows = given.get("batch_size") or _ROWS.get(jax.default_backend(), settings.batch_size)
+    split = {"data": _DATA.value, "tensor": _TENSOR.value}
+    mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
+    listening = listen(_HOST.value, _PORT.value)
+    keep_for_user(_CACHE.value)
+
+    model = load_for(checkpoint, settings, _DTYPE.value, mesh)
+    engine = Engine(model, settings, rows)
+    app = make_app(Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine))
+    how = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE, "server_header": False}
+    server = uvicorn.Server(uvicorn.Config(app, **how))
+    engine.start(failed=lambda: setattr(server, "should_exit", True))
+    host, port, *_ = listening.getsockname()
+    cli.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    try:
+        server.run(sockets=[listening])
+    finally:
+        engine.close()
+    if engine.failure:
+        raise Failure(f"the decoder has failed: {first_line(engine.failure)}") from engine.failure
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that has the address to itself, before a model is loaded for it.
+
+    Raises:
+      UserError: naming the flag, where there is no such address or it is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--host={host}: no address of this machine") from error
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise UserError(f"--host={host} --port={port}: {error.strerror}") from error
+    return listening
+
+
+if __name__ == "__main__":
+    cli.run(main)

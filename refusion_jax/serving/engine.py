@@ -1,0 +1,214 @@
+"""Decodes requests as they come: one thread owns the batch on the device and reports to whoever has asked.
+
+A row is free again as soon as its answer is complete: no answer waits for another one in the batch. Free rows go to the
+callers in turn, so that one with many requests does not hold up the others. An answer depends on its own request alone.
+"""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from refusion_jax.decoding.queue import Answer, read_answer
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.running_batch import RunningBatch, batch_rows, mesh_of
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.systems.api import decoder_for
+
+LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
+MOST_WAITING = 4096  # jobs behind those in the batch
+
+
+class BusyError(RuntimeError):
+    """No more can be decoded now."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request, and who is told of its answer; called from the engine's thread."""
+
+    request: Request  # from `Engine.check`
+    report: Callable[[Answer, bool], bool]  # (answer so far, whether it is finished) -> whether to go on
+    fail: Callable[[Exception], None]
+    is_watched: bool  # whether to report also while the answer is written
+    is_over: bool = False  # answered, or not wanted any more
+
+
+class Engine:
+    """A model with its batch of rows, decoded by a thread of its own."""
+
+    def __init__(self, model: Transformer, settings: Settings, rows: int):
+        """Compiles nothing yet.
+
+        Args:
+          model: from `load_model`, on devices of this process alone.
+          settings: those of all requests that do not say otherwise. `max_new_tokens` is the most that a request may ask
+            for, and `cache_length` the most that prompt and answer may have; both are set.
+          rows: decoded at once.
+
+        Raises:
+          UserError: where these do not fit together or into memory.
+        """
+        self.settings, self._config = settings.for_model(model.config), model.config
+        longest = settings.cache_length - self.settings.multiple
+        if longest < 1 or self.settings.new_tokens >= settings.cache_length:
+            raise UserError(
+                f"--decode.cache_length={settings.cache_length}: leaves no room for a prompt before "
+                f"{self.settings.new_tokens} new tokens"
+            )
+        wholly = dataclasses.replace(self.settings, max_new_tokens=self.settings.multiple)
+        # The largest texts that are served, with no beginning in common: they decide the compiled sizes.
+        self._largest = prepare(
+            [Request([0] * longest, settings=wholly), Request([1], settings=self.settings)], settings, model.config
+        )
+        decoder = decoder_for(self._largest, model.config)
+        model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
+        self._decoder = decoder
+        self._batch = RunningBatch(model, decoder, self._largest[0], batch_rows(rows, rows, mesh_of(model)))
+        self._waiting: collections.deque[collections.deque[Job]] = collections.deque()  # those of each caller
+        self._rows: dict[int, Job] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._failed: Callable[[], None] = lambda: None
+        self.failure: Exception | None = None
+        self._thread = threading.Thread(target=self._guard, name="engine", daemon=True)
+
+    @property
+    def load(self) -> dict[str, int]:
+        """How many rows there are, how many of them are decoding, and how many jobs wait for one."""
+        return {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": sum(map(len, list(self._waiting)))}
+
+    def check(self, request: Request) -> Request:
+        """The request with its settings completed; the device is not asked.
+
+        Raises:
+          UserError: where it is not valid, or needs more than what was compiled.
+        """
+        most = self._largest[1].settings.new_tokens
+        asked = sum(length for _, length, _ in request.gaps)
+        if asked > most:
+            raise UserError(f"{request.name}: asks for {asked} tokens; this server decodes at most {most} of an answer")
+        (request,) = prepare([request], self.settings, self._config)
+        if decoder_for([*self._largest, request], self._config) != self._decoder:
+            raise UserError(
+                f"{request.name}: its settings take larger forwards than were compiled: start the server with "
+                "them as --decode flags"
+            )
+        return request
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queues the jobs of one caller, all or none.
+
+        Raises:
+          BusyError: where too many are waiting.
+        """
+        with self._changed:
+            if self._is_closed or self.failure:
+                raise BusyError("the server is about to end")
+            if jobs and self.load["waiting"] + len(jobs) > MOST_WAITING:
+                raise BusyError(f"{self.load['waiting']} answers are waiting for a row, of at most {MOST_WAITING}")
+            if jobs:
+                self._waiting.append(collections.deque(jobs))
+            self._changed.notify()
+
+    def start(self, failed: Callable[[], None]) -> None:
+        """Starts the thread, and compiles by decoding an answer.
+
+        Args:
+          failed: called once, from the thread, if it cannot go on; `failure` says why.
+        """
+        self._failed, done = failed, threading.Event()
+
+        def report(answer: Answer, is_finished: bool) -> bool:
+            done.set()
+            return False  # so that the program which stops rows is compiled, too
+
+        self._thread.start()
+        self.submit([Job(self._largest[1], report, lambda error: done.set(), is_watched=True)])
+        done.wait()
+        if self.failure:
+            raise self.failure
+
+    def close(self) -> None:
+        """Ends the thread; what is not answered yet fails."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._fail_all(RuntimeError("the server has ended"))
+
+    def _guard(self) -> None:
+        try:
+            self._decode()
+        except Exception as error:  # noqa: BLE001  whatever the device may say
+            self.failure = error
+            self._fail_all(error)
+            self._failed()
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._changed:
+            jobs = [*self._rows.values(), *(job for some in self._waiting for job in some)]
+            self._rows.clear()
+            self._waiting.clear()
+        for job in jobs:
+            job.fail(error)
+
+    def _decode(self) -> None:
+        """The loop: while the device decodes, the host reports what was read before."""
+        batch, rows, read = self._batch, self._rows, []
+        while True:
+            some = self._take(len(batch.free), is_idle=not rows and not read)
+            if some is None:
+                return
+            for at in range(0, len(some), batch.at_once):
+                jobs = some[at : at + batch.at_once]
+                rows |= zip(batch.admit([job.request for job in jobs]), jobs, strict=True)
+            if rows:
+                batch.run(len(batch.free) + 1, LOOK)
+            for job, outcome, is_finished in read:
+                self._report(job, outcome, is_finished)
+            read = []
+            if rows:
+                progress = batch.look()
+                done = [row for row in rows if not progress.active[row]]
+                dropped = [row for row, job in rows.items() if progress.active[row] and job.is_over]
+                batch.stop(dropped)
+                read = [
+                    (job, progress.of(row), not progress.active[row])
+                    for row, job in rows.items()
+                    if not job.is_over and (job.is_watched or not progress.active[row])
+                ]
+                for row in (*done, *dropped):
+                    del rows[row]
+                    batch.free.append(row)
+
+    def _take(self, free: int, is_idle: bool) -> list[Job] | None:
+        """Waiting jobs for so many free rows; while idle, waits for one. None: the engine is closed."""
+        with self._changed:
+            while is_idle and not self._waiting and not self._is_closed:
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            some = []
+            while self._waiting and len(some) < free:
+                jobs = self._waiting.popleft()
+                job = jobs.popleft()
+                if jobs:
+                    self._waiting.append(jobs)
+                if not job.is_over:
+                    some.append(job)
+            return some
+
+    def _report(self, job: Job, outcome: Any, is_finished: bool) -> None:
+        if job.is_over:
+            return
+        answer = read_answer(job.request, *outcome, self._decoder.ids.eos_id, is_ended=not is_finished)
+        try:
+            goes_on = job.report(answer, is_finished)
+        except Exception as error:  # noqa: BLE001  of one answer, which no other has to do with
+            job.fail(error)
+            goes_on = False
+        job.is_over = is_finished or not goes_on

@@ -1,0 +1,186 @@
+"""What clients may ask, as in OpenAI's API, with the settings of decoding as further fields.
+
+A field that is not listed here is refused, so that nobody believes in a setting without effect. Only values that ask
+for nothing (`"presence_penalty": 0`) are let through.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_MOST_CHOICES = 1024  # answers in a response
+_MOST_STOPS, _LONGEST_STOP = 64, 4096
+# What clients send as a matter of course, with the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """What a stream holds besides the answers."""
+
+    include_usage: bool = False
+
+
+class _Asked(_Strict):
+    """The fields that completions and chats share."""
+
+    model: str | None = Field(None, description="The name in /v1/models, or nothing")
+    max_tokens: int | None = Field(
+        None, ge=0, le=2**24, description="Tokens of the answer, at most; by default the server's decode.max_new_tokens"
+    )
+    temperature: float | None = Field(None, ge=0, le=1e4, description="By default the server's: 0, greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**32,
+        description="Of sampling: the same request has the same answer; by default the server's",
+    )
+    n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with noise of its own")
+    stop: list[str] | None = Field(None, description="Texts before which an answer ends, or one of them")
+    stream: bool = Field(False, description="Send the answer in pieces, as server-sent events")
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    decode: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the decoder for this request, such as slot_threshold"
+    )
+    commits: bool = Field(
+        False, description="Tell every committed token as [position, token], in the order of commitment"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None and not (name in _NEUTRAL and _is_among(value, _NEUTRAL[name]))
+        }
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_is_a_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, stop: list[str] | None) -> list[str] | None:
+        if stop and (len(stop) > _MOST_STOPS or max(map(len, stop)) > _LONGEST_STOP):
+            raise ValueError(f"at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters")
+        return [text for text in stop if text] if stop else None  # every answer would end before an empty one
+
+
+class Completion(_Asked):
+    """The body of POST /v1/completions."""
+
+    prompt: Any = Field(description="A text, token ids, or a list of either")
+    suffix: str | None = Field(
+        None, description="Text behind the answer, which then has exactly max_tokens tokens; not with every decoder"
+    )
+    echo: bool = Field(False, description="Begin the answer with the prompt")
+    logprobs: int | None = Field(
+        None, ge=0, le=1, description="1: with the most probable token at each place. Slots are scored in text order"
+    )
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompts_are_texts_or_ids(cls, prompt: Any) -> list[str | list[int]]:
+        """A list of prompts."""
+        prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+        if not isinstance(prompts, list) or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
+            raise ValueError("must be a text, a list of token ids, or a list of either")
+        if not prompts:
+            raise ValueError("must hold a prompt")
+        return prompts
+
+    @model_validator(mode="after")
+    def _fields_fit_together(self) -> "Completion":
+        if self.stream and self.logprobs is not None:
+            raise ValueError("logprobs: answers are scored when they are finished, which is not for a stream")
+        if self.suffix is not None and self.max_tokens is None:
+            raise ValueError("suffix: needs max_tokens, the length of the gap before it")
+        if len(self.prompt) * self.n > _MOST_CHOICES:
+            raise ValueError(f"prompt: with n={self.n} for each of them, at most {_MOST_CHOICES // self.n} are served")
+        return self
+
+
+class TextPart(_Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class TemplateArguments(_Strict):
+    """What chat templates take."""
+
+    enable_thinking: bool = False
+
+
+class Chat(_Asked):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=1024)
+    max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name of max_tokens")
+    logprobs: Literal[False] = False
+    top_logprobs: Literal[0] = 0
+    chat_template_kwargs: TemplateArguments = Field(default_factory=TemplateArguments)
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "Chat":
+        if self.max_completion_tokens is not None:
+            if self.max_tokens is not None:
+                raise ValueError("max_tokens: is max_completion_tokens by its old name; give one of them")
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+
+class Tokenize(_Strict):
+    """The body of POST /tokenize."""
+
+    prompt: str
+    add_special_tokens: bool = Field(True, description="Begin with the token that begins every text, if there is one")
+    model: str | None = None
+
+
+class Detokenize(_Strict):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one or value == one == 0 for one in values)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(x) is int and -(2**31) <= x < 2**31 for x in value)

@@ -1,0 +1,193 @@
+"""From what a client asks to jobs of the engine, and from its answers to what the client gets; knows no HTTP."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.prompts import check_characters
+from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.stops import Stops
+from refusion_jax.evaluation.likelihood import TokenScore, token_scores
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.settings import scope
+from refusion_jax.serving.engine import Engine
+from refusion_jax.serving.protocol import Chat, Completion
+from refusion_jax.serving.writer import Writer
+
+_OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One answer that a client wants."""
+
+    prompt: list[int]
+    text: str | None  # that the prompt was given as
+    request: Request | None  # checked; None where no token is to be decoded
+    limit: int  # tokens of the answer, at most
+    stops: Stops
+
+
+class Service:
+    """A model, its tokenizer and its engine."""
+
+    def __init__(self, name: str, model: Transformer, tokenizer: Tokenizer, engine: Engine):
+        """Serves a model.
+
+        Args:
+          name: of the model, to clients.
+          model: that the engine decodes; it also scores texts.
+          tokenizer: of the model.
+          engine: not necessarily started.
+        """
+        self.name, self.engine, self.tokenizer = name, engine, tokenizer
+        self._model, self._settings = model, engine.settings
+        self._ends = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
+        self._encoding = threading.Lock()  # a tokenizer is told for each call what special tokens mean to it
+
+    def completion(self, body: Completion) -> list[Wanted]:
+        """The answers to a completion, n for each prompt.
+
+        Raises:
+          UserError: where a field cannot be served.
+        """
+        suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix"),)
+        wanted = []
+        for number, prompt in enumerate(body.prompt):
+            name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
+            ids = self.encode(prompt, name, begins=True) if isinstance(prompt, str) else prompt
+            wanted += self._answers(body, ids, prompt if isinstance(prompt, str) else None, name, suffix)
+        return wanted
+
+    def chat(self, body: Chat) -> list[Wanted]:
+        """The answers to a conversation: n of them.
+
+        Raises:
+          UserError: where a field cannot be served.
+        """
+        turns = [{"role": message.role, "content": message.text} for message in body.messages]
+        for number, turn in enumerate(turns):
+            check_characters(turn["content"], f"messages[{number}]")
+        with self._encoding:
+            if self.tokenizer.has_chat_template:
+                text = self.tokenizer.render_chat(turns, body.chat_template_kwargs.enable_thinking)
+                (ids,) = self.tokenizer.encode_chat([text])
+            elif body.chat_template_kwargs.enable_thinking:
+                raise UserError("chat_template_kwargs: this model has no chat template")
+            else:
+                (ids,) = self.tokenizer.encode_prompts([tuple((turn["role"], turn["content"]) for turn in turns)])
+        return self._answers(body, ids, None, "messages", ())
+
+    def _answers(
+        self, body: Completion | Chat, ids: list[int], text: str | None, name: str, suffix: tuple[list[int], ...]
+    ) -> list[Wanted]:
+        settings, limit = self._own_settings(body, len(ids))
+        stops = Stops(tuple(body.stop or ()))
+        request = None
+        if limit:
+            template = (limit, *suffix) if suffix else ()
+            request = self.engine.check(Request(ids, template, settings, name=name))
+        requests = [request and dataclasses.replace(request, noise=number) for number in range(body.n)]
+        return [Wanted(ids, text, one, limit, stops) for one in requests]
+
+    def _own_settings(self, body: Completion | Chat, given: int) -> tuple[Settings, int]:
+        """(decode settings of a request with so many given tokens, the most tokens of its answer)."""
+        changeable = scope(type(self._settings), "row") - set(_OWN_FIELDS)
+        for name in body.decode:
+            if name in _OWN_FIELDS:
+                raise UserError(f"decode.{name}: is the field {_OWN_FIELDS[name]!r} of the request")
+            if name not in changeable:
+                raise UserError(f"decode.{name}: no setting that a request may have; these are {sorted(changeable)}")
+        fields = {own: getattr(body, field) for own, field in _OWN_FIELDS.items() if own != "max_new_tokens"}
+        own = body.decode | {name: value for name, value in fields.items() if value is not None}
+        plain = dataclasses.replace(self._settings, **own | {"max_new_tokens": 0})
+        most = self._settings.new_tokens
+        if body.max_tokens is None:
+            room = max(min(most, self._settings.cache_length - given) // plain.multiple, 1) * plain.multiple
+            return dataclasses.replace(plain, max_new_tokens=room), room
+        if body.max_tokens > most:
+            raise UserError(f"max_tokens={body.max_tokens}: this server decodes at most {most} tokens of an answer")
+        whole = max(-(-body.max_tokens // plain.multiple), 1) * plain.multiple
+        return dataclasses.replace(plain, max_new_tokens=whole), body.max_tokens
+
+    def writer(self, wanted: Wanted) -> Writer:
+        """What cuts its answer into pieces of text."""
+        return Writer(self.tokenizer, wanted.stops, wanted.limit)
+
+    def encode(self, text: str, name: str, begins: bool = False) -> list[int]:
+        """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.
+
+        Args:
+          text: to encode.
+          name: of the field, for error messages.
+          begins: whether it is the beginning of a text, and needs the token that begins one, if there is one.
+
+        Raises:
+          UserError: where it is not Unicode.
+        """
+        check_characters(text, name)
+        tokenizer = self.tokenizer
+        with self._encoding:
+            (ids,) = (tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode)([text])
+        has_begun = not begins or tokenizer.bos_id < 0 or ids[:1] == [tokenizer.bos_id]
+        return ids if has_begun else [tokenizer.bos_id, *ids]
+
+    @property
+    def special_tokens(self) -> dict[str, str | None]:
+        """The names of the tokens that end and begin a text; None where there is none."""
+        return {name: self.tokenizer.name_of(id) if id >= 0 else None for name, id in self._ends.items()}
+
+    def tokenize(self, text: str, begins: bool) -> list[int]:
+        """As `encode`; the name of a token that ends or begins a text, alone, is that token."""
+        named = {self.special_tokens[name]: id for name, id in self._ends.items()}
+        return [named[text]] if text in named else self.encode(text, "prompt", begins)
+
+    def detokenize(self, ids: list[int]) -> str:
+        """The text of token ids.
+
+        Raises:
+          UserError: where there is no such id.
+        """
+        if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.size:
+            raise UserError(f"tokens: hold an id outside 0 to {self.tokenizer.size - 1}")
+        return self.tokenizer.decode(ids)
+
+    def scores(self, wanted: Wanted, answer: Sequence[int], echo: bool, best: bool) -> dict[str, Any]:
+        """The `logprobs` of a completion: of the prompt too where it is echoed, whose first token has none.
+
+        Args:
+          wanted: with the prompt.
+          answer: its tokens.
+          echo: whether the prompt is part of the text.
+          best: whether to tell the most probable token of each place.
+
+        Raises:
+          UserError: where the likelihood of a token is not known.
+        """
+        how = {"method": self._settings.method, "slot_size": getattr(self._settings, "slot_size", 1)}
+        prompt = wanted.prompt if echo else []
+        scored = [None] if prompt else []
+        scored += token_scores(self._model, prompt[:1], prompt[1:], **how) if prompt else []
+        scored += token_scores(self._model, wanted.prompt, answer, **how)
+        texts = [self.tokenizer.decode([token]) for token in (*prompt, *answer)]
+        offsets = [0]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        top = [one and self._top(one, token) for one, token in zip(scored, (*prompt, *answer), strict=True)]
+        return {
+            "tokens": texts,
+            "token_logprobs": [one and one.log_p for one in scored],
+            "top_logprobs": top if best else None,
+            "text_offset": offsets[:-1],
+        }
+
+    def _top(self, score: TokenScore, token: int) -> dict[str, float]:
+        """The most probable token and the one that stands there; two that are spelled alike are kept apart."""
+        text, best = (self.tokenizer.decode([id]) for id in (token, score.best))
+        if text == best and token != score.best:
+            best = f"token_id:{score.best}"
+        return {best: score.best_log_p, text: score.log_p}

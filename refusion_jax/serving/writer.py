@@ -1,0 +1,60 @@
+"""The text of an answer while it is written: what is certain can be shown, and is never taken back."""
+
+import dataclasses
+
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.prompts import tokens_of
+from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.stops import Stops
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in which the bytes of a character end that is not there as a whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What has been added to an answer."""
+
+    text: str  # in reading order, behind the pieces before it
+    commits: list[
+        tuple[int, int]
+    ]  # (position, token) in the order of commitment; positions count from the prompt's first
+    finish_reason: str | None  # "stop" | "length" with the last piece
+    tokens: list[int]  # of the whole answer so far
+
+
+class Writer:
+    """Cuts what a decoder has committed into pieces of text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Stops, limit: int):
+        """Begins an answer.
+
+        Args:
+          tokenizer: of the model.
+          stops: the answer ends before the first of these texts.
+          limit: tokens of the answer, at most.
+        """
+        self._tokenizer, self._stops, self._limit = tokenizer, stops, limit
+        self._sent, self._commits = "", 0
+
+    def read(self, answer: Answer, is_finished: bool) -> Piece:
+        """The next piece of an answer, which has grown.
+
+        Args:
+          answer: so far; unless it is finished, with the tokens before its first gap.
+          is_finished: whether the decoder is done.
+        """
+        tokens = answer.tokens[: self._limit]
+        text, is_cut = self._stops.cut(whole := self._tokenizer.decode(tokens))
+        reason = None
+        if is_cut and (is_finished or self._stops.is_settled(whole)):
+            tokens, reason = tokens_of(text, tokens, self._tokenizer), "stop"
+        elif is_finished or len(tokens) == self._limit:
+            is_whole = is_finished and answer.finish_reason == "eos" and len(tokens) == len(answer.tokens)
+            reason = "stop" if is_whole else "length"
+        if reason is None:
+            text = self._stops.without_beginning(text).rstrip(_INCOMPLETE)
+        new = text[len(self._sent) :] if text.startswith(self._sent) else ""
+        self._sent += new
+        commits = list(zip(answer.commit_order, answer.commit_tokens, strict=True))[self._commits :]
+        self._commits += len(commits)
+        return Piece(new, commits, reason, tokens)

@@ -1,0 +1,437 @@
+"""The server, asked by real clients: OpenAI's, lm-eval's and plain HTTP."""
+
+import concurrent.futures
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import hypothesis
+import openai
+import pytest
+from conftest import BOS, ROOT, run, serving, settings, sharp_model
+from hypothesis import strategies as st
+from local_task import task_writer
+
+from refusion_jax import DecodeSettings, Request, decode, load_model, load_tokenizer, log_likelihood
+from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.stops import Stops
+from refusion_jax.evaluation.likelihood import token_scores
+from refusion_jax.serving.app import LARGEST_BODY
+from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
+from refusion_jax.serving.writer import Writer
+
+SETTINGS = {"slot_size": 4, "serial_blocks": 2, "infill": "exact", "slot_threshold": 0.05}
+TEXTS = [f"{word} {number} 3 9." for word in ("Sort", "Add", "Quote", "Reverse") for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def address(trained_run):
+    flags = [f"--decode.{name}={value}" for name, value in SETTINGS.items()]
+    with serving(f"--checkpoint={trained_run}", "--model_name=tiny", "--decode.batch_size=4", *flags) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def library(trained_run):
+    """(model, tokenizer) of the run that is served."""
+    return load_model(trained_run), load_tokenizer(trained_run)
+
+
+def decoded(library, texts, **changes):
+    """What the library makes of prompts, each on its own."""
+    model, tokenizer = library
+    own = DecodeSettings("refusion", **SETTINGS | {"max_new_tokens": 16} | changes)
+    outs = [decode(model, [prompt], own) for prompt in tokenizer.encode_prompts(texts)]
+    return [(tokenizer.decode(out.tokens[0]), out.tokens[0], out.commit_order[0]) for out in outs]
+
+
+def post(address, path, **how):
+    return httpx.post(f"{address}{path}", timeout=60, **how)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_many_clients_at_once_get_what_each_prompt_gives_alone(client, library, temperature):
+    def ask(text):
+        return client.completions.create(
+            model="tiny", prompt=text, max_tokens=16, temperature=temperature, seed=7, extra_body={"commits": True}
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(ask, TEXTS))
+    for answer, (text, tokens, order) in zip(
+        answers, decoded(library, TEXTS, temperature=temperature, seed=7), strict=True
+    ):
+        (choice,) = answer.choices
+        assert choice.text == text
+        assert answer.usage.completion_tokens == len(tokens)
+        assert [position for position, _ in choice.commits] == order
+        assert choice.finish_reason == ("stop" if tokens[-1] == library[1].eos_id else "length")
+    assert len({answer.choices[0].text for answer in answers}) > 2
+
+
+def test_a_stream_is_the_answer_in_pieces_as_its_beginning_becomes_certain(client, library):
+    expected = decoded(library, TEXTS, temperature=1.5, max_new_tokens=24)
+    several = 0
+    for prompt, (text, tokens, order) in zip(TEXTS, expected, strict=True):
+        how = {"max_tokens": 24, "temperature": 1.5, "stream_options": {"include_usage": True}}
+        *events, last = client.completions.create(
+            model="tiny", prompt=prompt, stream=True, extra_body={"commits": True}, **how
+        )
+        assert last.usage.completion_tokens == len(tokens)
+        choices = [event.choices[0] for event in events]
+        assert "".join(choice.text for choice in choices) == text
+        assert [position for choice in choices for position, _ in choice.commits] == order
+        assert [choice.finish_reason for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1].finish_reason
+        several += len(choices) > 1
+    assert several
+
+
+def test_a_chat_is_the_prompt_of_its_turns(client, library):
+    model, tokenizer = library
+    turns = [("user", "Sort 3 1."), ("assistant", "1 3"), ("user", "Sort 5 2.")]
+    (prompt,) = tokenizer.encode_prompts([tuple(turns)])
+    out = decode(model, [prompt], DecodeSettings("refusion", **SETTINGS, max_new_tokens=16))
+    messages = [{"role": role, "content": content} for role, content in turns]
+    messages[-1]["content"] = [{"type": "text", "text": "Sort 5 "}, {"type": "text", "text": "2."}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=16)
+    assert whole.choices[0].message.content == tokenizer.decode(out.tokens[0])
+    assert whole.usage.prompt_tokens == len(prompt)
+    events = list(client.chat.completions.create(model="tiny", messages=messages, max_tokens=16, stream=True))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(e.choices[0].delta.content or "" for e in events) == whole.choices[0].message.content
+
+
+def test_several_prompts_and_answers_in_one_request(client, library):
+    ids = library[1].encode_prompts(TEXTS[:2])
+    how = {"model": "tiny", "max_tokens": 12, "temperature": 2.0, "n": 2}
+    by_text, by_ids = (client.completions.create(prompt=prompt, **how) for prompt in (TEXTS[:2], ids))
+    assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
+    assert [choice.index for choice in by_text.choices] == [0, 1, 2, 3]
+    assert by_text.usage.prompt_tokens == sum(map(len, ids))
+    alone = client.completions.create(prompt=TEXTS[1], **how)
+    assert [choice.text for choice in alone.choices] == [choice.text for choice in by_text.choices[2:]]
+    assert alone.choices[0].text != alone.choices[1].text
+
+
+def test_an_answer_ends_with_its_tokens_or_before_its_stop_string(client, library):
+    answers = zip(TEXTS, decoded(library, TEXTS, temperature=1.5), strict=True)
+    prompt, (text, tokens, _) = max(answers, key=lambda one: len(one[1][0]))
+    how = {"model": "tiny", "prompt": prompt, "temperature": 1.5}
+    short = client.completions.create(max_tokens=5, **how)  # of a row that writes 16
+    assert short.choices[0].text == library[1].decode(tokens[:5])
+    assert (short.usage.completion_tokens, short.choices[0].finish_reason) == (5, "length")
+    stop = text[len(text) // 2 :][:2]
+    for stream in (False, True):
+        said = client.completions.create(max_tokens=16, stop=["never", stop], stream=stream, **how)
+        choices = [event.choices[0] for event in said] if stream else said.choices
+        assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+
+
+def test_text_behind_the_answer_is_seen_as_in_a_template(client, library):
+    model, tokenizer = library
+    (prompt,), (suffix,) = tokenizer.encode_prompts([TEXTS[0]]), tokenizer.encode([" then 4"])
+    own = DecodeSettings("refusion", **SETTINGS, max_new_tokens=16)
+    out = decode(model, [Request(prompt, template=(8, suffix))], own)
+    answer = client.completions.create(model="tiny", prompt=TEXTS[0], suffix=" then 4", max_tokens=8)
+    assert answer.choices[0].text == tokenizer.decode(out.tokens[0][:8])
+
+
+def test_settings_of_decoding_are_for_one_request(client, library):
+    how = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 16}
+    plain = client.completions.create(**how)
+    careful = client.completions.create(**how, extra_body={"decode": {"slot_threshold": 1.0}})
+    assert careful.choices[0].rounds > plain.choices[0].rounds
+    assert client.completions.create(**how).choices == plain.choices
+
+
+def test_log_probabilities_are_the_likelihood_of_the_answer_and_of_the_echoed_prompt(client, library):
+    model, tokenizer = library
+    (ids,) = tokenizer.encode_prompts([TEXTS[0]])
+    answer = client.completions.create(model="tiny", prompt=ids, max_tokens=9, logprobs=1, echo=True)
+    (choice,) = answer.choices
+    assert choice.text.startswith(tokenizer.decode(ids))
+    found, count = choice.logprobs.token_logprobs, answer.usage.completion_tokens
+    ((_, tokens, _),) = decoded(library, TEXTS[:1])
+    assert found[0] is None
+    assert len(found) == len(choice.logprobs.top_logprobs) == len(ids) + count
+    (of_prompt, of_answer) = log_likelihood(model, [ids[:1], ids], [ids[1:], tokens[:count]], slot_size=4)
+    assert sum(found[1 : len(ids)]) == pytest.approx(of_prompt, abs=1e-3)
+    assert sum(found[len(ids) :]) == pytest.approx(of_answer, abs=1e-3)
+    for own, top in list(zip(found, choice.logprobs.top_logprobs, strict=True))[1:]:
+        assert own in top.values()
+        assert len(top) == 1 + (own != max(top.values()))
+
+
+CHOICES = """
+task: my_task
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["3 9", "9", "1 2 3"]
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+
+
+def test_lm_eval_measures_over_http_what_the_library_computes(address, library, tmp_path, monkeypatch):
+    """By the command of the README: its own client, for which the server tokenizes, scores and decodes token ids."""
+    model, tokenizer = library
+    (command,) = re.findall(r"^lm_eval .*", (ROOT / "refusion_jax/serving/README.md").read_text(), re.MULTILINE)
+    command = command.replace("http://127.0.0.1:8000", address).replace("runs/quickstart", "tiny")
+    command = command.replace("my_tasks", str(task_writer(tmp_path, monkeypatch)(CHOICES)))
+    command += f" --limit 6 --batch_size 4 --log_samples --output_path {tmp_path}/out"
+    done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    samples = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(samples) == 6
+    for sample in samples:
+        for given, [[nats, _]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
+            context, text = given.values()
+            (begun,), (whole,) = tokenizer.encode([context]), tokenizer.encode([context + text])
+            scores = token_scores(model, whole[:1], whole[1:], "refusion", slot_size=4)
+            assert float(nats) == pytest.approx(sum(one.log_p for one in scores[len(begun) - 1 :]), abs=1e-3)
+
+
+BAD = {
+    "not an object": (b"[]", 400, "valid dictionary"),
+    "not JSON": (b'{"prompt": ', 400, "not JSON"),
+    "too deep": (b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 400, ""),
+    "no prompt": ({}, 400, "prompt: Field required"),
+    "no text": ({"prompt": 3}, 400, "prompt: must be a text, a list of token ids, or a list of either"),
+    "half a character": (b'{"prompt": "\\ud800"}', 400, "prompt: not UTF-8"),
+    "outside the vocabulary": ({"prompt": [1, 512]}, 400, "prompt: holds an id outside 0 to 511"),
+    "one of several": ({"prompt": ["a", "b" * 99]}, 400, "prompt\\[1\\]: has \\d+ tokens"),
+    "no effect": ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: is not supported here"),
+    "tools": ({"prompt": "a", "tools": [{}]}, 400, "tools: is not supported here"),
+    "not finite": (b'{"prompt": "a", "temperature": NaN}', 400, "temperature: .* finite"),
+    "too many tokens": ({"prompt": "a", "max_tokens": 33}, 400, "max_tokens=33: this server decodes at most 32"),
+    "too many answers": ({"prompt": ["a"] * 600, "n": 2}, 400, "prompt: with n=2 .* at most 512"),
+    "a bad setting": ({"prompt": "a", "decode": {"slot_threshold": 2}}, 400, "slot_threshold=2: must be at most 1"),
+    "a wrong type": ({"prompt": "a", "decode": {"order": []}}, 400, "order=\\[\\]: must be of type str"),
+    "a compiled one": ({"prompt": "a", "decode": {"slot_size": 2}}, 400, "decode.slot_size: no setting"),
+    "by another name": ({"prompt": "a", "decode": {"seed": 1}}, 400, "decode.seed: is the field 'seed'"),
+    "wider forwards": ({"prompt": "a", "decode": {"serial_blocks": 1}}, 400, "larger forwards than were compiled"),
+    "scores of a stream": ({"prompt": "a", "stream": True, "logprobs": 1}, 400, "logprobs: .* not for a stream"),
+    "another model": ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; 'tiny' is"),
+    "too large": (b'{"prompt": "' + b"a" * LARGEST_BODY + b'"}', 413, f"at most {LARGEST_BODY} bytes"),
+}
+
+
+@pytest.mark.parametrize(("body", "status", "why"), BAD.values(), ids=BAD)
+def test_what_cannot_be_done_is_refused_with_the_field_at_fault(address, body, status, why):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = post(address, "/v1/completions", content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert re.search(why, error["message"]), error
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_asks_for_nothing_is_let_through_and_routes_that_are_not_there_are_refused(address):
+    neutral = {"presence_penalty": 0.0, "best_of": 1, "logit_bias": {}, "suffix": None, "user": "me", "tools": []}
+    assert post(address, "/v1/completions", json={"prompt": "a", "max_tokens": 4, **neutral}).status_code == 200
+    assert post(address, "/v1/embeddings", json={}).status_code == 404
+    assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+def test_text_becomes_tokens_and_text_again(address, library):
+    tokenizer = library[1]
+    tokens = post(address, "/tokenize", json={"prompt": TEXTS[0]}).json()["tokens"]
+    assert tokens == tokenizer.encode_prompts([TEXTS[0]])[0]
+    assert post(address, "/detokenize", json={"tokens": tokens}).json() == {"prompt": TEXTS[0]}
+    assert post(address, "/detokenize", json={"tokens": [512]}).status_code == 400
+    special = httpx.get(f"{address}/tokenizer_info").json()
+    for name, token in (("eos_token", tokenizer.eos_id), ("bos_token", tokenizer.bos_id)):
+        asked = post(address, "/tokenize", json={"prompt": special[name], "add_special_tokens": False})
+        assert asked.json()["tokens"] == [token]
+
+
+def test_a_client_that_goes_away_leaves_its_rows_to_others(address):
+    """One that streams and one that waits ask for a thousand answers and hang up: all rows are free again at once."""
+    body = json.dumps({"prompt": ["Sort 3 1."] * 1000, "temperature": 2.0, "stream": True}).encode()
+    host, port = address.removeprefix("http://").split(":")
+    for stream in (b"true", b"false"):
+        asked = body.replace(b"true", stream)
+        with socket.create_connection((host, int(port))) as connection:
+            head = ["POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json"]
+            head.append(f"Content-Length: {len(asked)}")
+            connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + asked)
+            wait_until(lambda: httpx.get(f"{address}/health").json()["waiting"] > 100)
+        wait_until(lambda: httpx.get(f"{address}/health").json() == {"rows": 4, "decoding": 0, "waiting": 0}, within=2)
+
+
+def wait_until(holds, within=30.0):
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# What is certain of a text that is still written.
+
+
+@hypothesis.given(
+    st.text("ab\u00e9\U0001f600", min_size=1, max_size=12),
+    st.lists(st.text("ab\u00e9", min_size=1, max_size=3), max_size=3),
+    st.integers(1, 24),
+    st.randoms(use_true_random=False),
+)
+def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, stops, limit, random):
+    """Tokens are bytes, committed in any order and shown at any time."""
+    tokens, order = list(text.encode()), list(range(len(text.encode())))
+    random.shuffle(order)
+    writer, said, reason = Writer(Bytes(), Stops(tuple(stops)), limit), "", None
+    for done in sorted(random.sample(range(len(order)), random.randint(0, min(3, len(order))))) + [len(order)]:
+        known = order[:done]
+        begun = next((at for at in range(len(tokens)) if at not in known), len(tokens))
+        is_finished = done == len(order)
+        answer = Answer(tokens[:begun], known, [tokens[at] for at in known], 1, 1, "length" if is_finished else "stop")
+        piece = writer.read(answer, is_finished)
+        said, reason = said + piece.text, piece.finish_reason
+        if reason:
+            break
+    whole = Bytes().decode(tokens[:limit])
+    assert said == Stops(tuple(stops)).cut(whole)[0]
+    assert reason == ("stop" if any(stop in whole for stop in stops) else "length")
+
+
+class Bytes:
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+# The engine, without HTTP.
+
+
+class Told:
+    """Collects what the engine reports, in order, for several jobs."""
+
+    def __init__(self):
+        self.finished, self.done = [], threading.Semaphore(0)
+
+    def job(self, name, request, watch=lambda answer: True, is_watched=False):
+        def report(answer, is_finished):
+            goes_on = watch(answer)
+            if is_finished or not goes_on:
+                self.finished.append((name, answer))
+                self.done.release()
+            return goes_on
+
+        return Job(request, report, self.fail, is_watched)
+
+    def fail(self, error):
+        self.finished.append(("failed", error))
+        self.done.release()
+
+    def wait(self, count):
+        for _ in range(count):
+            assert self.done.acquire(timeout=120)
+        return [name for name, _ in self.finished]
+
+
+@pytest.fixture
+def engine():
+    model = sharp_model()
+    own = settings("ar", new=96, eos_id=29, cache_length=128)
+    engine = Engine(model, own, rows=2)
+    engine.start(failed=lambda: None)
+    yield engine, model, own
+    engine.close()
+
+
+def request_of(engine, prompt, new):
+    return engine.check(Request(prompt, settings=settings("ar", new=new, eos_id=29)))
+
+
+def test_short_answers_do_not_wait_for_a_long_one(engine):
+    engine, model, own = engine
+    told = Told()
+    long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
+    engine.submit([told.job("long", request_of(engine, long, 96))])
+    engine.submit([told.job(i, request_of(engine, [BOS, 7 + i], 4)) for i in range(12)])
+    assert told.wait(13) == [*range(12), "long"]
+    answers = dict(told.finished)
+    assert answers["long"].tokens == decode(model, [long], own).tokens[0]
+
+
+def test_callers_take_turns(engine):
+    engine, *_ = engine
+    told = Told()
+    engine.submit([told.job(("many", i), request_of(engine, [BOS, 5 + i % 20], 8)) for i in range(40)])
+    engine.submit([told.job("single", request_of(engine, [BOS, 9], 8))])
+    assert told.wait(41).index("single") < 8
+
+
+def test_a_caller_who_has_enough_frees_the_row_and_one_who_fails_harms_nobody(engine):
+    engine, model, own = engine
+    told = Told()
+    prompts = [[BOS, 5 + i] for i in range(6)]
+
+    def breaks(answer):
+        raise ValueError("a bug of the caller")
+
+    jobs = [told.job(i, request_of(engine, p, 96), lambda answer: False, True) for i, p in enumerate(prompts)]
+    jobs += [told.job("bug", request_of(engine, prompts[0], 96), breaks, True)]
+    jobs += [told.job("whole", request_of(engine, p, 32)) for p in prompts]
+    engine.submit(jobs)
+    assert sorted(map(str, told.wait(13))) == [*map(str, range(6)), "failed", *["whole"] * 6]
+    whole = [answer.tokens for name, answer in told.finished if name == "whole"]
+    assert sorted(whole) == sorted(decode(model, [p], settings("ar", new=32, eos_id=29)).tokens[0] for p in prompts)
+    wait_until(lambda: engine.load == {"rows": 2, "decoding": 0, "waiting": 0})
+
+
+def test_more_than_can_wait_is_refused_as_a_whole(engine):
+    engine, *_ = engine
+    request = request_of(engine, [BOS, 5], 4)
+    with pytest.raises(BusyError, match="are waiting for a row"):
+        engine.submit([Told().job(0, request)] * (MOST_WAITING + 1))
+    assert engine.load["waiting"] == 0
+
+
+def test_a_device_that_fails_ends_the_engine_and_tells_everybody(engine, monkeypatch):
+    engine, *_ = engine
+    told = Told()
+    monkeypatch.setattr(engine._batch, "look", lambda: 1 / 0)
+    engine.submit([told.job(i, request_of(engine, [BOS, 5], 8)) for i in range(5)])
+    assert told.wait(5) == ["failed"] * 5
+    with pytest.raises(BusyError, match="about to end"):
+        engine.submit([told.job(9, request_of(engine, [BOS, 5], 8))])
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([], "--checkpoint=DIR is needed"),
+        (["--checkpoint={run}", "--port=70000"], "--port"),
+        (["--checkpoint={run}", "--host=no.such.host.invalid"], "--host=no.such.host.invalid: no address"),
+        (["--checkpoint={run}", "--port={taken}"], "--port=\\d+: Address already in use"),
+        (["--checkpoint={run}", "--decode.max_new_tokens=64"], "--decode.cache_length=64: leaves no room for a prompt"),
+        (["--checkpoint={run}", "--decode.cache_length=99"], "--decode.cache_length=99: the model reads 64"),
+        (["--checkpoint={run}", "--decode.steps=3"], "--decode.steps=3: the decoder 'refusion' has only"),
+        (["--checkpoint=/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_flags_are_told_in_one_line(flags, why, trained_run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"run": trained_run, "taken": taken.getsockname()[1]}
+        out, err = run("serve", *(flag.format(**names) for flag in flags), code=2)
+    assert out == ""
+    assert err.count("\n") == 1
+    assert re.search(why, err), err
