@@ -8,9 +8,9 @@ Each line of --input is {"prompt": "text"} or {"prompt_ids": [ids]}, with an "id
 follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3}} changes settings for one line.
 
 Each line of --output has id, text, tokens (reading order, through the end of text; of a template the given ones too),
-commit_order (positions in the order in which tokens were written), forwards, rounds and finish_reason (eos, length or
-stop). Without --output the lines go to stdout, each as soon as those before it are done; a single --prompt at a
-terminal gets its text alone.
+commit_order (positions of all decoded tokens in the order of commitment, also those behind the end of text), forwards,
+rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
+are done; a single --prompt at a terminal gets its text alone.
 
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.

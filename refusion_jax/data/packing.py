@@ -119,8 +119,9 @@ def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_
             longest = max(longest, len(tokens))
             bad.append(Bad(example.where, f"{len(prompt)} prompt and {len(response)} response tokens"))
     if bad and on_error == "stop":
+        others = f" (nor do {len(bad) - 1} others)" if len(bad) > 1 else ""
         raise UserError(
-            f"{bad[0].where}: {bad[0].reason} do not fit in row_length={row_length} (nor do {len(bad) - 1} others); "
+            f"{bad[0].where}: {bad[0].reason} do not fit in row_length={row_length}{others}; "
             f"--config.row_length={longest} would hold all, --config.data.on_error=skip leaves them out"
         )
     _report(bad)
