@@ -289,16 +289,19 @@ def wait_until(holds, within=30.0):
 
 @hypothesis.given(
     st.text("ab\u00e9\U0001f600", min_size=1, max_size=12),
-    st.lists(st.text("ab\u00e9", min_size=1, max_size=3), max_size=3),
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4)), max_size=3),
     st.integers(1, 24),
     st.randoms(use_true_random=False),
+    st.booleans(),
 )
-def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, stops, limit, random):
-    """Tokens are bytes, committed in any order and shown at any time."""
+def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, cuts, limit, random, in_order):
+    """Tokens are bytes, committed in any order and shown at any time; stop strings are parts of the text."""
+    stops = [text[at : at + length] for at, length in cuts if at < len(text)]
     tokens, order = list(text.encode()), list(range(len(text.encode())))
-    random.shuffle(order)
+    if not in_order:
+        random.shuffle(order)
     writer, said, reason = Writer(Bytes(), Stops(tuple(stops)), limit), "", None
-    for done in sorted(random.sample(range(len(order)), random.randint(0, min(3, len(order))))) + [len(order)]:
+    for done in sorted(random.sample(range(len(order)), random.randint(0, len(order)))) + [len(order)]:
         known = order[:done]
         begun = next((at for at in range(len(tokens)) if at not in known), len(tokens))
         is_finished = done == len(order)

@@ -45,14 +45,14 @@ class Writer:
         """
         tokens = answer.tokens[: self._limit]
         text, is_cut = self._stops.cut(whole := self._tokenizer.decode(tokens))
-        reason = None
-        if is_cut and (is_finished or self._stops.is_settled(whole)):
+        is_last, reason = is_finished or len(tokens) == self._limit, None
+        if is_cut and (is_last or self._stops.is_settled(whole)):
             tokens, reason = tokens_of(text, tokens, self._tokenizer), "stop"
-        elif is_finished or len(tokens) == self._limit:
+        elif is_last:
             is_whole = is_finished and answer.finish_reason == "eos" and len(tokens) == len(answer.tokens)
             reason = "stop" if is_whole else "length"
-        if reason is None:
-            text = self._stops.without_beginning(text).rstrip(_INCOMPLETE)
+        else:
+            text = self._stops.without_beginning(text.rstrip(_INCOMPLETE))
         new = text[len(self._sent) :] if text.startswith(self._sent) else ""
         self._sent += new
         commits = list(zip(answer.commit_order, answer.commit_tokens, strict=True))[self._commits :]
