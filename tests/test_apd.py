@@ -39,6 +39,17 @@ def test_it_needs_a_model_of_the_same_vocabulary_beside_its_own():
         with_companions(model, verifier=tiny_model(num_tokens=20))
 
 
+@pytest.mark.parametrize("padded", [30, 48])
+def test_the_vocabulary_of_the_verifier_may_be_padded_otherwise(padded):
+    model, same, verifier = sharp_models()[1], tiny_model(7), tiny_model(7, vocab_size=padded)
+    for name in ("embed_tokens", "lm_head"):
+        table = jnp.zeros(getattr(verifier, name).shape)
+        getattr(verifier, name)[...] = table.at[:30].set(getattr(same, name)[:30])
+    for own in (settings("apd"), settings("apd", temperature=1.0)):
+        one, two = (decode(with_companions(model, verifier=x), PROMPTS, own) for x in (verifier, same))
+        assert one == two
+
+
 def test_a_checkpoint_is_loaded_with_those_that_the_settings_name(tmp_path):
     tiny_qwen3(tmp_path / "a")
     tiny_qwen3(tmp_path / "b")

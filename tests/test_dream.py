@@ -73,6 +73,11 @@ def test_a_schedule_of_few_steps_is_even():
     assert dream.schedule(16, 4) == (3, 4, 4, 5)  # floor(16 * 0.999 / 4) = 3, then a share of what is left
 
 
+def test_unless_steps_are_given_every_forward_commits_one_token():
+    out = decode(sharp_model(), [Request([BOS, 5], (8, [9]))], settings("dream"))
+    assert out.forwards == [8]
+
+
 def test_a_text_cannot_begin_with_a_gap():
     with pytest.raises(UserError, match="prompt 0: begins with a gap"):
         decode(sharp_model(), [Request([], (2, [BOS, 5], 3))], settings("dream"))

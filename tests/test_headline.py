@@ -1,7 +1,9 @@
 """`bench headline`: operating points that decoders accept, and pieces that are kept."""
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import signal
 import time
@@ -138,6 +140,21 @@ def test_adapting_needs_a_checkpoint_and_a_record_in_the_middle():
     config.log_every, config.checkpoint.every = 1, config.steps // 2 - 1
     with pytest.raises(UserError, match=f"needs the checkpoint of step {config.steps // 2}"):
         plan.check()
+
+
+def test_a_piece_that_the_disk_takes_half_of_is_an_error(tmp_path, monkeypatch):
+    pieces = Pieces(tmp_path / "all", {"budget": "tiny"})
+    write, full = os.write, iter([False, True])
+
+    def half(file, content):
+        if next(full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, content[: len(content) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(OSError, match="No space"):
+        pieces.add("one", {"x": 1})
+    assert not pieces.records
 
 
 def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):

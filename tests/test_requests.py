@@ -1,5 +1,8 @@
 """What can be asked for, and what is refused."""
 
+import json
+
+import numpy as np
 import pytest
 from conftest import BOS, EOS, settings, sharp_model, sharp_models, tiny_model
 
@@ -34,6 +37,25 @@ def test_gaps_become_slots_of_which_the_last_may_be_short():
     request = Request([BOS, 5], given, s)
     assert slots_of(request) == ([4, 8, 11, 15], [4, 2, 4, 1], [False, False, True, True])
     assert slots_a_block(request) == 2
+
+
+def test_a_default_length_is_of_no_interest_to_a_template_and_told_where_it_does_not_fit():
+    model = sharp_model()
+    own = settings("llada", new=0, steps=6, block_length=8)
+    filled = Request([BOS, 5], ([7], 16))
+    assert decode(model, [filled], own) == decode(model, [filled], settings("llada", new=16, steps=6, block_length=8))
+    with pytest.raises(UserError, match=r"prompt 1: steps=16: must be a multiple of the 5 blocks .* its 216 tok"):
+        prepare([[BOS], [BOS] * 216], settings("llada", new=0, steps=16, block_length=8), model.config)
+
+
+def test_prompts_may_be_arrays_and_noise_is_what_the_request_says():
+    model, own = sharp_model(), settings(temperature=1.5)
+    array = Request(np.array([BOS, 5, 9]), (4, np.array([7, 8])), noise=3)
+    out = decode(model, [[BOS], array, Request([BOS, 5, 9], (4, [7, 8]), noise=3)], own)
+    assert out.tokens[1] == out.tokens[2]
+    assert json.loads(json.dumps(out.tokens)) == out.tokens
+    prompts = [[BOS, 5], np.array([BOS, 5])]
+    assert len(set(map(tuple, decode(model, prompts * 3, own).tokens))) > 1  # by default, each has its own
 
 
 def test_what_stands_behind_a_gap_changes_what_is_written_into_it():

@@ -16,6 +16,7 @@ from typing import Any
 
 from refusion_jax.runtime.errors import Failure, UserError
 from refusion_jax.runtime.json_input import parse_log
+from refusion_jax.runtime.storage import write_all
 
 _SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed process loses none
 
@@ -109,8 +110,7 @@ class Journal:
     def _write(self, entry: dict[str, Any]) -> None:
         line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
         try:
-            while line:
-                line = line[os.write(self._file, line) :]
+            write_all(self._file, line)
         except OSError as error:
             raise Failure(
                 f"{self.path} cannot be written: {error.strerror}; {len(self.records)} answers are kept in it, and the "

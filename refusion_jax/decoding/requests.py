@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int32
 
 from refusion_jax.decoding.settings import RowSettings, Settings
 from refusion_jax.model.transformer import KeyValues, ModelConfig
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.errors import SettingError, UserError
 from refusion_jax.runtime.settings import scope
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
@@ -31,7 +31,8 @@ class Request:
     prompt: Sequence[int]
     template: tuple[Sequence[int] | int, ...] = ()
     settings: Settings | None = None  # where they differ from those of the call; batch_size and cache_length never do
-    noise: int = 0  # below 2^32; sampling noise is a function of (settings.seed, this number, position)
+    noise: int | None = None  # below 2^32; sampling noise is a function of (settings.seed, this number, position). By
+    # default 0 for a request with settings of its own, else its number in the call
     name: str = ""  # in error messages
 
     @property
@@ -52,7 +53,7 @@ class Request:
             if isinstance(piece, int):
                 at += piece
             else:
-                tokens += piece
+                tokens += np.asarray(piece, np.int64).tolist()
                 positions += range(at, at + len(piece))
                 at += len(piece)
         return tokens, positions
@@ -216,13 +217,25 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
     named = []
     for i, request in enumerate(requests):
         request = request if isinstance(request, Request) else Request(request)
-        noise, own = (request.noise, request.settings) if request.settings else (i, settings)
+        default, own = (0, request.settings) if request.settings else (i, settings)
+        noise = default if request.noise is None else request.noise
         own = dataclasses.replace(own, **of_call)
         named.append(dataclasses.replace(request, name=request.name or f"prompt {i}", settings=own, noise=noise))
-    filled = [dataclasses.replace(r, settings=r.settings.for_model(model).fill_in(room - len(r.prompt))) for r in named]
+    filled = [dataclasses.replace(request, settings=_complete(request, model, room)) for request in named]
     for request in filled:
         _check(request, model.num_tokens, room)
     return filled
+
+
+def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
+    """The settings of a request, with the default of max_new_tokens filled in, for which a template has no use."""
+    settings = request.settings.for_model(model)
+    if request.template:
+        return settings
+    try:
+        return settings.fill_in(room - len(request.prompt))
+    except SettingError as error:
+        raise UserError(f"{request.name}: {error} of what fits behind its {len(request.prompt)} tokens") from error
 
 
 def _check(request: Request, num_tokens: int, room: int) -> None:

@@ -99,6 +99,12 @@ def open_patiently(path: str, flags: int) -> int:
             raise
 
 
+def write_all(file: int, content: bytes) -> None:
+    """Writes all of some bytes to an open file: one write may take only those that fit on the disk, and say nothing."""
+    while content:
+        content = content[os.write(file, content) :]
+
+
 def write_file(path: epath.PathLike, content: bytes | str) -> None:
     """Writes a whole file or nothing, even if the machine dies in between, and makes the directories above it.
 

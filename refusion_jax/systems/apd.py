@@ -158,7 +158,8 @@ class DraftAndCheck:
         visible = jnp.broadcast_to(jnp.tril(jnp.ones((K, K), bool)), (len(fed), K, K))
         logits, cache = kv.extend(model.verifier, s.cache, fed, positions, visible)
         share = own.drafter_weight[:, :, None]
-        verifier = logits[:, :, : drafter.shape[2]]
+        V = drafter.shape[2]  # of num_tokens tokens, as the other's vocabulary, but the padding may differ
+        verifier = jnp.pad(logits, ((0, 0), (0, 0), (0, max(V - logits.shape[2], 0))))[:, :, :V]
         blended = jnp.where(drafter > -jnp.inf, share * drafter + (1 - share) * verifier, -jnp.inf)
         targets = sample(mask_logits(blended, w.may_end, self.ids)[1], w.masked, noise, w.position, own)
 
@@ -184,7 +185,8 @@ def reference(model: Transformer, request: Request) -> dict:
         q = check.forward("check", text + drafts, [*range(n)], np.tril(np.ones((n, n), bool)))
         least, accepted = np.finfo(np.float32).tiny, 0
         for place, draft in zip(ahead, drafts, strict=True):
-            log_p, log_q = (np.log(np.maximum(x, least)) for x in (p[place - shift], q[place - 1]))
+            both = (x[: plain.ids.num_tokens] for x in (p[place - shift], q[place - 1]))
+            log_p, log_q = (np.log(np.maximum(x, least)) for x in both)
             target = np.exp(s.drafter_weight * log_p + (1 - s.drafter_weight) * log_q)
             agrees = check.best(target / target.sum(), place) == draft
             if not agrees and accepted:

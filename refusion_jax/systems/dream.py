@@ -222,7 +222,8 @@ class Denoise(WholeText):
 
 def _counts(request: Request) -> tuple[int, ...]:
     masks = sum(length for _, length, _ in request.gaps)
-    return schedule(masks, request.settings.steps or masks)
+    steps = request.settings.steps
+    return schedule(masks, steps) if steps else (1,) * masks
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -12,7 +12,7 @@ from typing import Any
 
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import parse_log, read_object
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.runtime.storage import write_all, write_file
 
 _CALL, _FILE = "comparison.json", "pieces.jsonl"
 
@@ -55,7 +55,7 @@ class Pieces:
 
     def add(self, key: str, record: dict[str, Any]) -> None:
         """Writes a finished piece to disk."""
-        os.write(self._file, json.dumps({"piece": key, "record": record}).encode() + b"\n")
+        write_all(self._file, json.dumps({"piece": key, "record": record}).encode() + b"\n")
         os.fsync(self._file)
         self.records[key] = record
 
