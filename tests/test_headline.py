@@ -25,6 +25,7 @@ from refusion_jax.benchmarks.headline.plan import (
     next_rate,
     operating_points,
     studies,
+    text_run,
     trial_run,
     whole_run,
 )
@@ -140,6 +141,12 @@ def test_adapting_needs_a_checkpoint_and_a_record_in_the_middle():
     config.log_every, config.checkpoint.every = 1, config.steps // 2 - 1
     with pytest.raises(UserError, match=f"needs the checkpoint of step {config.steps // 2}"):
         plan.check()
+
+
+def test_a_run_on_text_has_the_rate_of_its_own_config_times_what_is_best_on_problems():
+    text = CONFIGS("gpu_text")
+    assert text_run("ar", 0, 1.0, text, "t.py").changes == {"learning_rate": text.learning_rate}
+    assert text_run("ar", 0, 2.0, text, "t.py").changes == {"learning_rate": 2 * text.learning_rate}
 
 
 def test_a_piece_that_the_disk_takes_half_of_is_an_error(tmp_path, monkeypatch):

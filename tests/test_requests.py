@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import BOS, EOS, settings, sharp_model, sharp_models, tiny_model
+from conftest import BOS, EOS, MASK, PAD, PROMPTS, settings, sharp_model, sharp_models, tiny_model
 
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
@@ -56,6 +56,18 @@ def test_prompts_may_be_arrays_and_noise_is_what_the_request_says():
     assert json.loads(json.dumps(out.tokens)) == out.tokens
     prompts = [[BOS, 5], np.array([BOS, 5])]
     assert len(set(map(tuple, decode(model, prompts * 3, own).tokens))) > 1  # by default, each has its own
+
+
+@pytest.mark.parametrize("method", ["refusion", "ar", "llada"])
+def test_an_answer_can_end_with_any_token_that_is_said_to_end_it(method):
+    """Also with the padding of the model; not with its mask."""
+    model = sharp_model()
+    model.lm_head[...] = model.lm_head[...].at[PAD].set(3 * model.lm_head[EOS])
+    out = decode(model, PROMPTS, settings(method, eos_id=PAD))
+    assert "eos" in out.finish_reason
+    assert all((tokens[-1] == PAD) == (why == "eos") for tokens, why in zip(out.tokens, out.finish_reason, strict=True))
+    with pytest.raises(UserError, match=f"eos_id={MASK}: is the mask token"):
+        decode(model, PROMPTS, settings(method, eos_id=MASK))
 
 
 def test_what_stands_behind_a_gap_changes_what_is_written_into_it():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -82,6 +83,13 @@ def _running_programs() -> list[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found += [line for line in [process.cmdline()] if "program.py" in line]
     return found
+
+
+def test_threads_of_one_program_are_not_counted_against_another():
+    """Four at a time, each with as many threads as it may have."""
+    ready = "import threading, time\nfor _ in range(5): threading.Thread(target=time.sleep, args=(1,)).start()"
+    with ThreadPoolExecutor(4) as pool:
+        assert all(outcome.passed for outcome in pool.map(sandbox.run, [ready] * 8))
 
 
 def test_ten_gigabytes_are_refused():

@@ -185,4 +185,7 @@ class TokenIds:
                 raise SettingError(
                     "decode", name, ids[name], f"is no token of this model; it has 0 to {model.vocab_size - 1}"
                 )
-        return cls(**ids, pad_id=model.pad_token_id, num_tokens=model.num_tokens)
+        if ids["eos_id"] == ids["mask_id"]:
+            raise SettingError("decode", "eos_id", ids["eos_id"], "is the mask token, which no answer can end with")
+        pad_id = -1 if model.pad_token_id == ids["eos_id"] else model.pad_token_id  # what ends an answer can be written
+        return cls(**ids, pad_id=pad_id, num_tokens=model.num_tokens)

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 
-_NOBODY = 65534
+_NOBODY = 65534  # without namespaces; in them each program has a user of its own, see `Limits.processes`
 _HOME = "/sandbox"  # working directory of the program
 _POLL = 0.005  # seconds
 
@@ -93,13 +93,14 @@ def build_root(read_only: list[str], disk: int) -> None:
     os.chdir(_HOME)
 
 
-def become_nobody() -> None:
-    """Changes from root to the user nobody, as the limit on processes does not hold for root."""
+def drop_root(job: dict) -> None:
+    """Changes from root to a user without privileges, as the limit on processes does not hold for root."""
     if os.getuid() == 0:
-        os.chown(".", _NOBODY, _NOBODY)
+        user = job["user"] if job["isolated"] else _NOBODY
+        os.chown(".", user, _NOBODY)
         os.setgroups([])
         os.setgid(_NOBODY)
-        os.setuid(_NOBODY)
+        os.setuid(user)
 
 
 def drop_capabilities() -> None:
@@ -144,7 +145,7 @@ def be_first(job: dict, done: int, log: int, refused: int) -> None:
         os.setpgid(0, 0)
         if job["isolated"]:
             build_root(job["read_only"], job["disk"])
-        become_nobody()
+        drop_root(job)
         drop_capabilities()
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.dup2(log, 2)

@@ -104,7 +104,9 @@ class Comparison:
         rates, seeds = {system: self._best(own) for system, own in trials.items()}, self._plan.seeds
         runs = [whole_run(system, seed, rates[system], self._file) for system, seed in seeds]
         texts = [
-            text_run(system, seed, rates[system], self._budget.text) for system, seed in seeds if system in self._scored
+            text_run(system, seed, rates[system] / self._config.learning_rate, self._plan.text, self._budget.text)
+            for system, seed in seeds
+            if system in self._scored
         ]
         adapted = [
             adapted_run(system, run, rates[system], self._config, self._file, self._directory)

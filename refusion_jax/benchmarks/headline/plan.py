@@ -163,9 +163,9 @@ def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
     return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, file)
 
 
-def text_run(system: str, seed: int, rate: float, file: str) -> Run:
-    """A run on text."""
-    return Run(system, seed, f"{system}_text_seed{seed}", {"learning_rate": rate}, file)
+def text_run(system: str, seed: int, multiple: float, config: ml_collections.ConfigDict, file: str) -> Run:
+    """A run on text, with this multiple of its config's learning rate: the one that is best on problems."""
+    return Run(system, seed, f"{system}_text_seed{seed}", {"learning_rate": multiple * config.learning_rate}, file)
 
 
 def adapted_run(

@@ -53,14 +53,21 @@ def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
         *over_training.bits(
             results["runs"], "### Data efficiency", "Bits per byte of held-out answers, given their prompts"
         ),
-        *over_training.bits(
-            results["texts"], "### Text", "Models of the same size trained on text: bits per byte of held-out text"
-        ),
+        *over_training.bits(results["texts"], "### Text", _trained_on_text(results)),
         *_estimates(results),
         *over_training.sweep(results),
         *over_training.studies(results),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _trained_on_text(results: dict[str, Any]) -> str:
+    """What the models on text are, whose config may be any."""
+    model = (results.get("text") or results["config"])["model"]
+    return (
+        f"Bits per byte of held-out text, by models of width {model['hidden_size']} and {model['num_hidden_layers']} "
+        f"layers that are trained on text"
+    )
 
 
 def put_into(path: Path, page: str) -> None:
@@ -240,7 +247,8 @@ def _replays(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
         f"{first['parameters'] / 1e6:.1f} M random parameters ({first['shape']}), while the trained model decides what "
         f"is written (refusion_jax/benchmarks/replay/beside.py). It is the speed of models of that size that would "
         f"write the same. Each decoder is at its fastest setting there within {MARGIN} of its best accuracy; "
-        f"{REPLAYED} problems in {REPLAY_TURNS} turns."
+        f"{REPLAYED} problems in {REPLAY_TURNS} turns, load average "
+        f"{max(record['load'] for record in results['replays']):.1f} at most behind them."
     )
     rows = [
         (c.name, point.settings or "its own", _percent(point.accuracy), _number(point.tokens_per_forward, 2), speed)

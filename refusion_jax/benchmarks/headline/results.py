@@ -25,6 +25,7 @@ def about(plan: Plan) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "config": json.loads(plan.config.to_json()),
+        "text": json.loads(plan.text.to_json()) if plan.text else None,
         "seeds": dict(plan.systems),
         "problems": size.problems,
         "timed": size.timed,
