@@ -64,6 +64,11 @@ def test_what_chooses_the_settings_does_not_score_them(budget):
     validation, test = held_out(CONFIGS(budget), BUDGETS[budget])
     assert not {p.query for p in validation} & {p.query for p in test}
     assert Counter(p.family for p in validation) == Counter(p.family for p in test)
+    for problems in (validation, test):
+        again = Counter((p.family, p.query) for p in problems) - Counter({(p.family, p.query) for p in problems})
+        assert {family for family, _ in again} <= {"product"}  # of one digit and two there are not enough
+        assert sum(again.values()) < 10
+        assert len({p.family for p in problems[: BUDGETS[budget].timed]}) > 8  # no family waits for the end
 
 
 def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
@@ -147,6 +152,16 @@ def test_a_run_on_text_has_the_rate_of_its_own_config_times_what_is_best_on_prob
     text = CONFIGS("gpu_text")
     assert text_run("ar", 0, 1.0, text, "t.py").changes == {"learning_rate": text.learning_rate}
     assert text_run("ar", 0, 2.0, text, "t.py").changes == {"learning_rate": 2 * text.learning_rate}
+
+
+def test_pieces_that_are_none_are_left_out(tmp_path):
+    pieces = Pieces(tmp_path / "all", {})
+    pieces.close()
+    good = b'{"piece": "good", "record": {"x": 1}}\n'
+    (tmp_path / "all" / "pieces.jsonl").write_bytes(b'{"piece": "a", "record": 5}\n\xff\xfe\n' + good + b'{"piece"')
+    again = Pieces(tmp_path / "all", {})
+    assert again.records == {"good": {"x": 1}}
+    again.close()
 
 
 def test_a_piece_that_the_disk_takes_half_of_is_an_error(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 import hashlib
 import itertools
+import re
 import subprocess
 import sys
 
@@ -103,6 +104,20 @@ def test_train_and_test_are_disjoint_and_whole_at_every_difficulty(difficulty):
         assert mixture.is_correct(problem, problem.response)
         assert not mixture.is_correct(problem, problem.response[:-1])
         assert not mixture.is_correct(problem, problem.response + " ")
+
+
+@pytest.mark.parametrize("difficulty", [1, 3])
+def test_what_is_trained_on_is_not_asked_in_other_words(difficulty):
+    """With steps or without, one way round or the other."""
+
+    def numbers(split, count):
+        problems = families.mixture(difficulty).problems(split, count, seed=0)
+        asked = [p.query for p in problems if p.family.startswith(("sum", "product"))]
+        return {("+" in query, frozenset(re.findall("[0-9]+", query))) for query in asked}
+
+    test = numbers("test", 1200)
+    assert len(test) > 100
+    assert not test & numbers("train", 20_000)
 
 
 def test_no_problem_of_the_dial_is_answered_by_its_own_query():

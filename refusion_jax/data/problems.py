@@ -1,8 +1,8 @@
 """Generated problems with verifiable answers, in families, mixed and split into train and test.
 
 Every family generates queries from a seed and solves them by a function of the query alone, so that the only right
-answer of any query can be recomputed and checked exactly. Train and test are disjoint by construction: a
-hash of the query decides which split it belongs to.
+answer of any query can be recomputed and checked exactly. Train and test are disjoint by construction: a hash of what a
+query asks, however it is worded, decides which split it belongs to.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ class Family:
     make: Callable[[random.Random], str]  # draws a query
     solve: Callable[[str], str]  # its one right answer
     share: int = 1  # of the training mixture; the harder ones are practised more often
+    asks: Callable[[str], str] = lambda query: query  # the same for queries that ask the same, also of other families
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +49,17 @@ class Mixture:
         shares = [family.share if split == "train" else 1 for family in self.families.values()]
         while count:
             name = rng.choices(names, shares)[0]
-            query = self.families[name].make(rng)
-            if split_of(query) == split:
+            family = self.families[name]
+            query = family.make(rng)
+            if split_of(family.asks(query)) == split:
                 count -= 1
-                yield Problem(name, query, self.families[name].solve(query))
+                yield Problem(name, query, family.solve(query))
 
     def is_correct(self, problem: Problem, answer: str) -> bool:
         """Whether an answer is the right one, character by character."""
         return answer == self.families[problem.family].solve(problem.query)
 
 
-def split_of(query: str) -> str:
-    """The split of a query, by its hash; one in ten is a test query."""
-    return "test" if hashlib.blake2b(query.encode(), digest_size=1).digest()[0] < 26 else "train"
+def split_of(question: str) -> str:
+    """The split of what is asked, by its hash; one in ten belongs to the test."""
+    return "test" if hashlib.blake2b(question.encode(), digest_size=1).digest()[0] < 26 else "train"

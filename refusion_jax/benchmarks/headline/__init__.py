@@ -42,10 +42,11 @@ from refusion_jax.benchmarks.replay.beside import read_shape
 from refusion_jax.config import check
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import JsonError, decode
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
-_FORMAT = 2  # of the pieces, raised where their records change
+_FORMAT = 3  # of the pieces, raised where their records or the problems change
 _MOST_SEEDS = 100
 
 
@@ -112,6 +113,11 @@ def _plan(own: flags.FlagValues) -> Plan:
     for flag, is_directory in (("output", True), ("plots", True), ("page", False)):
         if own[flag].value:
             flag_values.check_output(flag, Path(own[flag].value), is_directory)
+    if own.page and Path(own.page).exists():
+        try:
+            decode(Path(own.page).read_bytes())
+        except JsonError as error:
+            raise UserError(f"--page={own.page}: {error}") from error
     given = [own[name].serialize() for name in own if own[name].present and name not in ("page", "plots")]
     command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
     plan = Plan(own.budget, budget, config, text, file, systems, own.adapt_from, own.studies, command)

@@ -100,6 +100,8 @@ def in_turns(
     found = [{str(size): [] for size in sizes} for _ in entries]
     for size in sizes:
         decodings = [_Decoding(problems, point, budget, model, tokenizer, size) for point, model, tokenizer in entries]
+        for decoding in decodings:
+            decoding.once()  # caches are cold for the first one
         for _ in range(turns):
             for decoding, speeds in zip(decodings, found, strict=True):
                 answers, seconds = decoding.once()

@@ -44,13 +44,14 @@ class Pieces:
         except BlockingIOError as error:
             os.close(self._file)
             raise UserError(f"--output={directory}: another process is at work there") from error
-        with open(self._file, encoding="utf-8", closefd=False) as file:
+        with open(self._file, "rb", closefd=False) as file:
             text = file.read()
-        if text and not text.endswith("\n"):  # the last line was cut off by a kill
+        if text and not text.endswith(b"\n"):  # the last line was cut off by a kill
             os.write(self._file, b"\n")
         self.records: dict[str, dict[str, Any]] = {}
         for piece in parse_log(text):
-            if isinstance(piece, dict) and isinstance(piece.get("piece"), str) and "record" in piece:
+            is_piece = isinstance(piece, dict) and isinstance(piece.get("piece"), str)
+            if is_piece and isinstance(piece.get("record"), dict):
                 self.records[piece["piece"]] = piece["record"]
 
     def add(self, key: str, record: dict[str, Any]) -> None:

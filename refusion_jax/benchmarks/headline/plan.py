@@ -5,9 +5,11 @@ A point is a decoder with settings. All of this is known before anything is trai
 
 import collections
 import dataclasses
+import itertools
 import json
+import random
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from refusion_jax.systems.registry import decoders_for, find_decoder, systems
 
 BATCH_SIZES = (1, 16)
 _FURTHER_RATES = 3  # that are tried at most, beyond the first ones, to find the best one between worse ones
-_DRAWS = 20  # of test problems, as a multiple of their number: some families have few, and repeat them
+_DRAWS = 20  # of test problems, as a multiple of their number: some families have few, and draw them again and again
 _NEW_PROBLEMS = 1000  # is added to the seed of an adapted run: its problems are not those of the run it goes on from
 
 
@@ -233,14 +235,27 @@ def held_out(config: ml_collections.ConfigDict, budget: Budget) -> tuple[list[Pr
       of each family).
     """
     all_of_them = mixture(config.data.difficulty)
-    validation = list(all_of_them.problems("test", budget.problems, seed=0))
-    known, left = {problem.query for problem in validation}, collections.Counter(p.family for p in validation)
-    test = []
-    for problem in all_of_them.problems("test", _DRAWS * budget.problems, seed=1):
-        if problem.query not in known and left[problem.family]:
-            left[problem.family] -= 1
-            test.append(problem)
-    return validation, test
+    count, draws = budget.problems, _DRAWS * budget.problems
+    wanted = collections.Counter(problem.family for problem in all_of_them.problems("test", count, seed=0))
+    validation = _different(all_of_them.problems("test", draws, seed=0), wanted, set())
+    known = {problem.query for problem in validation}
+    return validation, _different(all_of_them.problems("test", draws, seed=1), wanted, known)
+
+
+def _different(drawn: Iterable[Problem], wanted: collections.Counter[str], known: set[str]) -> list[Problem]:
+    """As many problems of each family as are wanted, all different; those of a family with too few are repeated.
+
+    Args:
+      drawn: problems, of all families.
+      wanted: number of problems by family.
+      known: queries that are left out.
+    """
+    found = {problem.query: problem for problem in drawn if problem.query not in known}
+    chosen = []
+    for family, count in wanted.items():
+        own = [problem for problem in found.values() if problem.family == family]
+        chosen += itertools.islice(itertools.cycle(own), count)
+    return random.Random(0).sample(chosen, len(chosen))  # in which families take turns: the first ones are timed
 
 
 def _trained(system: str, config: ml_collections.ConfigDict) -> dict[str, Any]:

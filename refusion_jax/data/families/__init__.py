@@ -7,6 +7,7 @@ most of them; each one more makes numbers, lists, mazes and programs longer.
 """
 
 import functools
+from collections.abc import Callable
 
 from refusion_jax.data.families import arithmetic, language, puzzles
 from refusion_jax.data.problems import Family, Mixture
@@ -17,6 +18,8 @@ MOST = 5  # of the difficulties
 def mixture(difficulty: int) -> Mixture:
     """All families at one difficulty, 1 to MOST."""
     own = arithmetic.FAMILIES | language.FAMILIES | puzzles.FAMILIES
-    return Mixture(
-        {name: Family(functools.partial(make, level=difficulty), solve) for name, (make, solve) in own.items()}
-    )
+    return Mixture({name: _family(difficulty, *functions) for name, functions in own.items()})
+
+
+def _family(difficulty: int, make: Callable, solve: Callable, *asks: Callable) -> Family:
+    return Family(functools.partial(make, level=difficulty), solve, 1, *asks)

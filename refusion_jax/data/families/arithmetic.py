@@ -56,6 +56,12 @@ def solve_product(query: str) -> str:
     return " ".join([*steps, str(a * b)])
 
 
+def asked(query: str) -> str:
+    """The numbers of a sum or product in ascending order: with or without steps, either way round, it is the same."""
+    numbers = sorted(re.findall(r"\d+", query), key=int)
+    return ("+" if "+" in query else "*").join(numbers)
+
+
 _OPERATIONS = {
     "sort": sorted,
     "reverse": lambda items: items[::-1],
@@ -110,10 +116,10 @@ def solve_program(query: str) -> str:
 
 
 FAMILIES = {
-    "sum": (make_sum, solve_sum),
-    "sum_by_steps": (make_sum_by_steps, solve_sum),
-    "product": (make_product, solve_product),
-    "product_by_steps": (make_product_by_steps, solve_product),
+    "sum": (make_sum, solve_sum, asked),
+    "sum_by_steps": (make_sum_by_steps, solve_sum, asked),
+    "product": (make_product, solve_product, asked),
+    "product_by_steps": (make_product_by_steps, solve_product, asked),
     "list": (make_list, solve_list),
     "program": (make_program, solve_program),
 }
