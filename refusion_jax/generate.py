@@ -91,11 +91,9 @@ def useless_flags() -> list[str]:
 
 def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[str, str]:
     """What the answers of this call depend on, by name."""
-    checkpoint = epath.Path(_CHECKPOINT.value)
-    if is_huggingface(checkpoint):
-        files = sorted(path for path in checkpoint.iterdir() if path.suffix == ".safetensors")
-    else:
-        files = [find_step(checkpoint)[1]]
+    own = requests[0].settings
+    places = [_CHECKPOINT.value, *filter(None, (getattr(own, name) for name in own.companions))]
+    files = [path for place in places for path in weight_files(epath.Path(place))]
     whole_batch = scope(type(requests[0].settings), "batch")
     settings = [
         {key: x for key, x in dataclasses.asdict(request.settings).items() if key not in whole_batch}
@@ -107,6 +105,13 @@ def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[st
         "settings": [settings, _STOP.value, _DTYPE.value],
     }
     return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
+
+
+def weight_files(checkpoint: epath.Path) -> list[epath.Path]:
+    """What changes whenever the weights do: the files of a Hugging Face directory, or the directory of a step."""
+    if is_huggingface(checkpoint):
+        return sorted(path for path in checkpoint.iterdir() if path.suffix == ".safetensors")
+    return [find_step(checkpoint)[1]]
 
 
 def check_places(checkpoint: epath.Path, output: epath.Path | None, feeds: epath.Path | None) -> None:
@@ -206,6 +211,10 @@ def main() -> None:
 
     # 1. What is asked for, checked as a whole.
     tokenizer = find_tokenizer(checkpoint)
+    if stops.texts and tokenizer is None:
+        raise UserError(
+            f"--stop={stops.texts[0]}: {checkpoint} has no tokenizer, so its answers are no text to look in"
+        )
     if _INPUT.value is None:
         prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
     else:

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import time
@@ -49,6 +50,39 @@ def test_one_prompt_answers_on_the_terminal(trained_run):
     answer = json.loads(out)
     assert list(answer) == KEYS
     assert answer["id"] == 0
+
+
+def test_a_stop_string_is_refused_where_there_is_no_text_to_look_in(trained_run, tmp_path):
+    shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer.model"))
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 7]}\n')
+    _, err = run("generate", f"--checkpoint={tmp_path}/run", f"--input={tmp_path}/in.jsonl", "--stop=x", code=2)
+    assert re.fullmatch("error: --stop=x: .* has no tokenizer, .*\n", err)
+
+
+def test_answers_of_another_verifier_are_not_continued(trained_run, tmp_path):
+    """As of another model: its weights may have changed since."""
+    verifier = shutil.copytree(trained_run, tmp_path / "verifier")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Sort 3 1."}\n' * 200)
+    flags = [f"--checkpoint={diffusion_run(trained_run, tmp_path)}", f"--input={tmp_path}/in.jsonl"]
+    flags += ["--decode.method=apd", f"--decode.verifier={verifier}", f"--output={tmp_path}/out.jsonl"]
+    flags += ["--decode.batch_size=1", "--decode.max_new_tokens=8"]
+    journal, process = tmp_path / "out.jsonl.partial", start("generate", *flags)
+    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    step = max((verifier / "checkpoints").iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1)
+    os.utime(step, (0, 0))
+    _, err = run("generate", *flags, code=2)
+    assert "with another model" in err
+
+
+def diffusion_run(trained_run, directory):
+    """The run with the objective of a masked diffusion model in its config."""
+    copy = shutil.copytree(trained_run, directory / "llada")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"objective": "llada"}))
+    return copy
 
 
 @pytest.fixture

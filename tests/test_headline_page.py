@@ -230,6 +230,8 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "Other work shared" not in report.report(whole | {"points": [p | {"load": 1.0} for p in whole["points"]]})
     busy = report.report(whole | {"turns": [record | {"load": 9.0} for record in whole["turns"]]})
     assert "Other work shared the machine, more at one time than at another" in busy
+    moved = report.report(whole | {"where": ["2 cores of P", "9 cores of Q"]})
+    assert "Speeds were measured in several places and do not compare: 2 cores of P; 9 cores of Q." in moved
 
 
 def ratios(recorded: dict) -> list[float]:

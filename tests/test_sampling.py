@@ -31,6 +31,15 @@ def test_mask_padding_and_ids_without_meaning_are_never_chosen(method, temperatu
     assert not {token for tokens in out.commit_tokens for token in tokens} & set(banned)
 
 
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-42}], ids=str)
+def test_the_smallest_numbers_draw_the_most_probable_token(extreme):
+    keys, places = jax.random.split(jax.random.key(0), (64, 1)), jnp.zeros((64, 1), int)
+    logits = 9 * jax.random.normal(jax.random.key(1), (64, 1, 30))
+    logits = logits.at[:, :, 3].set(-jnp.inf)
+    drawn = sample(logits, jnp.ones((64, 1), bool), keys, places, row_settings(64, **extreme))
+    np.testing.assert_array_equal(drawn, jnp.argmax(logits, axis=-1))
+
+
 def test_sampling_follows_softmax_and_temperature():
     logits, rows = jnp.array([[[0.0, 1.0, 2.0, -1.0]]]), 20_000
     keys, places = jax.random.split(jax.random.key(0), (rows, 1)), jnp.zeros((rows, 1), int)

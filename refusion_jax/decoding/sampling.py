@@ -42,6 +42,9 @@ class Record:
         return self.append(tokens, positions, jnp.sum(is_new, axis=1))
 
 
+_LEAST = 1e-30  # temperature and top_p: with less, logits overflow, and the most probable token is none of the nucleus
+
+
 def mask_logits(
     logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"], ids: TokenIds
 ) -> tuple[Float32[Array, "B T V"], Float32[Array, "B T V"]]:
@@ -113,10 +116,10 @@ def drawn_from(logits: Float32[Array, "B T V"], settings: RowSettings) -> Float3
       logits: of the tokens that may be chosen.
       settings: temperature above 0, top_k, top_p [B, T] of each token's row.
     """
-    scaled = logits / settings.temperature[:, :, None]
+    scaled = logits / jnp.maximum(settings.temperature, _LEAST)[:, :, None]
     k = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
     scaled = keep_top(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
-    nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), settings.top_p)
+    nucleus = keep_top(scaled, jax.nn.softmax(scaled, axis=-1), jnp.maximum(settings.top_p, _LEAST))
     # At top_p = 1 nothing is cut; the probabilities may sum to less than 1 by rounding.
     return jnp.where((settings.top_p < 1)[:, :, None], nucleus, scaled)
 

@@ -141,6 +141,8 @@ class Comparison:
         kinds = "sweep", "runs", "texts", "points", "tests", "turns", "replays", "studies"
         made = [piece for kind in kinds for piece in found[kind]]
         found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
+        timed = [piece for kind in ("points", "turns", "replays") for piece in found[kind]]
+        found["where"] = sorted({piece["where"] for piece in timed})
         write_file(self._directory / "results.json", results.as_json(found))
 
     def _trials(self, system: str) -> list[dict[str, Any]]:
@@ -169,7 +171,11 @@ class Comparison:
 
     def _train(self, run: Run) -> dict[str, Any]:
         record = {"system": run.system, "seed": run.seed, "name": run.name, "command": run.command(self._directory)}
-        return record | {"learning_rate": run.changes["learning_rate"]} | train(run, self._directory, cli.say)
+        trained = train(run, self._directory, cli.say)
+        if run.config == self._file:  # before any other run is trained for problems that do not fit
+            tokenizer = load_tokenizer(self._directory / "runs" / run.name)
+            check_fit(self._validation + self._test, tokenizer, self._budget)
+        return record | {"learning_rate": run.changes["learning_rate"]} | trained
 
     def _measured(self, run: Run) -> list[dict[str, Any]]:
         """Measures the model of a run at all its operating points."""
@@ -252,7 +258,7 @@ class Comparison:
             return {"turns": [own | record for own, record in zip(about, time_them(), strict=True)]}
 
         piece = self._piece("turns", key, make)
-        return [own | {"commit": piece["commit"]} for own in piece["turns"]]
+        return [own | {name: piece[name] for name in ("commit", "where")} for own in piece["turns"]]
 
     def _models(self, points: list[tuple[Run, Point]]) -> list[tuple[Point, Transformer, Tokenizer]]:
         """Each point with the model and tokenizer of its run."""
@@ -334,9 +340,7 @@ class Comparison:
         return score(self._mixture, problems, point, once, model, tokenizer)[0]
 
     def _load(self, path: Path) -> tuple:
-        model, tokenizer = load_model(path, self._config.dtype), load_tokenizer(path)
-        check_fit(self._validation + self._test, tokenizer, self._budget)
-        return model, tokenizer
+        return load_model(path, self._config.dtype), load_tokenizer(path)
 
     def _piece(self, kind: str, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The record of a piece, from an earlier session or made now. Prints the progress."""
@@ -344,7 +348,7 @@ class Comparison:
         if key in self._pieces.records:
             return self._pieces.records[key]
         began = time.monotonic()
-        record = make() | {"commit": self._commit}
+        record = make() | {"commit": self._commit, "where": results.where()}
         self._took[kind].append(time.monotonic() - began)
         self._pieces.add(key, record)
         unknown = any(count and not self._took[kind] for kind, count in self._left.items())

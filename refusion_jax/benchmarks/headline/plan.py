@@ -54,7 +54,7 @@ class Budget:
 
 
 BUDGETS = {
-    "tiny": Budget(seeds=1, problems=96, timed=48, new_tokens=32, repeats=3),
+    "tiny": Budget(seeds=1, problems=96, timed=32, new_tokens=32, repeats=2),
     "small": Budget(
         seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0, 4.0), replay="640x12"
     ),

@@ -110,6 +110,8 @@ def _conditions(results: dict[str, Any]) -> str:
             f"other half itself, on problems drawn anew: as many tokens in all. Its seconds of training are of "
             f"its own half."
         )
+    if len(where := results.get("where", ())) > 1:
+        lines.append(f"Speeds were measured in several places and do not compare: {'; '.join(where)}.")
     if turns > _BUSY * m["cores"]:
         lines.append("Other work shared the machine, more at one time than at another: its speeds do not compare.")
     elif points > _BUSY * m["cores"]:

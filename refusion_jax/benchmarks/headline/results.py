@@ -60,6 +60,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def where() -> str:
+    """The machine and the version of JAX in a few words: speeds compare only where these are the same."""
+    m = machine()
+    return f"{m['cores']} cores of {m['processor']}, {m['devices']} x {m['device']}, jax {jax.__version__}"
+
+
 def _processor() -> str:
     """Name of the processor."""
     path = Path("/proc/cpuinfo")
