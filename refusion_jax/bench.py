@@ -17,7 +17,7 @@ from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.flagfiles import with_flagfiles
 
-NAMES = sorted(module.name for module in pkgutil.iter_modules(place))
+NAMES = sorted(module.name for module in pkgutil.iter_modules(place) if not module.name.startswith("_"))
 
 
 def main(argv: list[str]) -> None:

@@ -185,6 +185,7 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
         ("repeats: {repeats}", "repeats: 0", "--tasks=sums: repeats=0 must be a number from 1 to 10000"),
         ("([0-9])", "(", "--tasks=sums: it cannot be asked: error: missing"),
         ("exact_match", "nope", "--tasks=sums: it cannot be asked: ValueError: .*there is no metric nope"),
+        ("exact_match", "acc", "--tasks=sums: it cannot be asked: TypeError: unsupported operand"),
         ("task: sums", "task: 3", "--include_path=.*/tasks: cannot be searched for tasks: TypeError"),
         ("generate_until", "multiple_choice", "cannot be asked: TypeError: doc_to_choice was called but not set"),
     ):

@@ -54,7 +54,8 @@ def test_the_section_tells_answers_compared_with_the_cpu_from_those_of_the_autho
         {"part": "answers", "decoder": "one", "answers": 4, "same": 0.75},
         {"part": "the authors' code", "size": "1.7b", "way": "one", "batch_size": 8, "same": 0.25, **speeds},
     ]
-    section = gpu.section(head, records)
+    section = gpu.section(head, records, "python -m refusion_jax.bench gpu --minutes=9")
+    assert section.endswith("```bash\npython -m refusion_jax.bench gpu --minutes=9\n```\n")
     assert "| answers one | same | 0.75 |" in section
     assert "| 1.7b | `one` | 8 | 1,500 | 1,000 | 1.50 |" in section
     assert "0.25" not in section

@@ -30,6 +30,7 @@ from refusion_jax.benchmarks.headline.plan import (
     whole_run,
 )
 from refusion_jax.data import families
+from refusion_jax.data.sources import held_out_problems
 from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
 
 CONFIGS = load(ROOT / "configs" / "headline.py")
@@ -64,6 +65,8 @@ def test_what_chooses_the_settings_does_not_score_them(budget):
     validation, test = held_out(CONFIGS(budget), BUDGETS[budget])
     assert not {p.query for p in validation} & {p.query for p in test}
     assert Counter(p.family for p in validation) == Counter(p.family for p in test)
+    by_loss = {p.query for p in held_out_problems(CONFIGS(budget).data)}  # which chooses the learning rates
+    assert {p.family for p in test if p.query in by_loss} <= {"product", "product_by_steps"}  # too few
     for problems in (validation, test):
         again = Counter((p.family, p.query) for p in problems) - Counter({(p.family, p.query) for p in problems})
         assert {family for family, _ in again} <= {"product"}  # of one digit and two there are not enough

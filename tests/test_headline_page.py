@@ -9,6 +9,7 @@ from conftest import ROOT
 from test_config import load
 from test_feeds import RECORDING
 
+from refusion_jax import UserError
 from refusion_jax.benchmarks.headline import prices, report, results
 from refusion_jax.benchmarks.headline.curves import Turns, curves, shown
 from refusion_jax.decoding.recording import Feeds, Forwards
@@ -281,3 +282,18 @@ def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
     assert text.startswith("# Figures\n\nby hand\n")
     assert "one" not in text
     assert text.index("three") < text.index("two")
+
+
+def test_a_page_whose_report_has_no_end_is_left_alone(tmp_path):
+    file, section = tmp_path / "PAGE.md", "## The headline, budget `tiny`\n\none\n"
+    report.put_into(file, section)
+    whole = file.read_text()
+    end = whole.rstrip().splitlines()[-1]
+    for damaged in (whole.replace(end, "") + "\nprecious\n", f"{end}\n{whole.replace(end, '')}", whole + whole):
+        file.write_text(damaged)
+        with pytest.raises(UserError, match=f"--page={file}: has . x .* mend or remove it"):
+            report.put_into(file, section)
+        assert file.read_text() == damaged
+    file.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="--page=.*: not UTF-8"):
+        report.put_into(file, section)

@@ -27,7 +27,8 @@ import numpy as np
 from absl import flags
 
 from refusion_jax.batch.visibility import CAUSAL, Visibility
-from refusion_jax.benchmarks import authors, markdown
+from refusion_jax.benchmarks import _markdown as markdown
+from refusion_jax.benchmarks import authors
 from refusion_jax.benchmarks import decode as decoding
 from refusion_jax.benchmarks import train as training
 from refusion_jax.config import default_config
@@ -35,7 +36,7 @@ from refusion_jax.config.model import model_config
 from refusion_jax.model.attention import attention
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.triton import triton_attention
-from refusion_jax.runtime import flag_values
+from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.chips import peak_flops
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.sharding import make_mesh
@@ -94,7 +95,7 @@ def main(own: flags.FlagValues) -> None:
             records.append(record | {"benchmark": "gpu", "part": part.name})
             print(json.dumps(records[-1]), flush=True)
         write_file(Path(own.output) / "results.json", json.dumps(head | {"records": records}, indent=2) + "\n")
-    write_file(Path(own.output) / "section.md", section(head, records))
+    write_file(Path(own.output) / "section.md", section(head, records, cli.as_written("bench gpu", own)))
 
 
 def parts(own: flags.FlagValues) -> list[Part]:
@@ -218,12 +219,13 @@ def causal(segments: jax.Array) -> Visibility:
     return Visibility.of(CAUSAL, segments)
 
 
-def section(head: dict, records: list[dict]) -> str:
+def section(head: dict, records: list[dict], command: str = "") -> str:
     """A section for BENCHMARKS.md: tables of the checks, of training, of decoding, and of what was not measured.
 
     Args:
       head: the device, JAX's version, and whether it is a rehearsal.
       records: of all parts, including those that failed or were skipped.
+      command: that measured them.
     """
     lines = [f"## On a GPU: {head['device']}, jax {head['jax']}", ""]
     if head["rehearsal"]:
@@ -269,7 +271,7 @@ def section(head: dict, records: list[dict]) -> str:
         ("not measured", "why"),
         [(r["part"], " ".join(r.get("failed", r.get("skipped", "")).replace("|", "/").split())) for r in missing],
     )
-    return "\n".join([*lines, "```bash", "python -m refusion_jax.bench gpu --output=gpu_results", "```", ""])
+    return "\n".join([*lines, "```bash", command, "```", ""])
 
 
 def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

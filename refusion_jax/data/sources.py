@@ -11,6 +11,7 @@ import ml_collections
 
 from refusion_jax.data import families, pieces, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
+from refusion_jax.data.problems import Problem
 from refusion_jax.runtime.errors import UserError
 
 GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
@@ -18,20 +19,25 @@ HELD_OUT = "held_out"  # as in families:held_out
 _FEWER = 100  # held-out problems are a part of so many of the training problems
 
 
+def held_out_problems(data: ml_collections.ConfigDict) -> Iterator[Problem]:
+    """The held-out problems of a generated source, by which the losses of all its runs compare."""
+    return GENERATED[data.path.partition(":")[0]](data).problems("test", -(-data.examples // _FEWER), seed=0)
+
+
 def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Example | Bad]:
     """All examples of `config.data`, in a fixed order.
 
     Args:
       data: the run's `config.data`.
-      seed: of generated problems.
+      seed: of generated problems; held-out ones are the same for every seed.
 
     Raises:
       UserError: where there is no such file, or nothing in it.
     """
     name, _, split = data.path.partition(":")
     if name in GENERATED and split in ("", HELD_OUT):
-        drawn = ("test", -(-data.examples // _FEWER)) if split else ("train", data.examples)
-        for index, problem in enumerate(GENERATED[name](data).problems(*drawn, seed)):
+        problems = held_out_problems(data) if split else GENERATED[name](data).problems("train", data.examples, seed)
+        for index, problem in enumerate(problems):
             yield Example(problem.query, problem.response, f"{data.path}:{index}")
         return
     if Path(data.path).is_dir():

@@ -227,8 +227,19 @@ def _check_scoring(task: lm_eval.api.task.Task) -> None:
         instance.resps = [""] * instance.repeats
     if task.OUTPUT_TYPE == "generate_until":
         task.apply_filters()
+        if not callable(task.config.process_results):
+            _check_metrics(task)
     for instance in task.instances:
         instance.resps, instance.filtered_resps = [], {}
+
+
+def _check_metrics(task: lm_eval.api.task.Task) -> None:
+    """Tries the metrics on filtered empty answers: some are for answers of another kind, which shows in their sum."""
+    some = task.instances[:2]
+    for name in some[0].filtered_resps if some else ():
+        scores = [task.process_results(instance.doc, [instance.filtered_resps[name]]) for instance in some]
+        for metric, aggregate in task.aggregation().items():
+            aggregate([score[metric] for score in scores])
 
 
 def _filter(apply: Callable[[], Any], task: lm_eval.api.task.Task, plan: Plan) -> None:

@@ -74,16 +74,21 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
         **dataclasses.asdict(limits),
     }
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as directory:
-        process = subprocess.run(
-            [str(python), "-I", "-S", "-B", jail.__file__],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            env={},
-            cwd=directory,
-            timeout=limits.seconds + _GRACE,
-            check=False,
-        )
+        try:
+            process = subprocess.run(
+                [str(python), "-I", "-S", "-B", jail.__file__],
+                input=json.dumps(job),
+                capture_output=True,
+                text=True,
+                env={},
+                cwd=directory,
+                timeout=limits.seconds + _GRACE,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(False, f"its sandbox took longer than {limits.seconds + _GRACE:g} s")
+        if process.returncode < 0:  # for want of memory, perhaps
+            return Outcome(False, f"its sandbox was ended by signal {-process.returncode}")
         log = Path(directory, "stderr")
         tail = log.read_bytes()[-_LOG:].decode("utf-8", "replace").strip() if log.exists() else ""
     ended = json.loads(process.stdout) if process.returncode == 0 else {"refused": process.stderr[-_LOG:]}

@@ -243,6 +243,12 @@ def define_settings(
     }
 
 
+def as_written(command: str, own: flags.FlagValues, leave_out: Collection[str] = ()) -> str:
+    """The command line `python -m refusion_jax.COMMAND` with the flags that were given, for what is made by it."""
+    flags_given = [own[name].serialize() for name in own if own[name].present and name not in leave_out]
+    return shlex.join(["python", "-m", *f"refusion_jax.{command}".split(), *flags_given])
+
+
 def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
     """The settings that were given on the command line."""
     return {name: flag.value for name, flag in holders.items() if flag.value is not None}

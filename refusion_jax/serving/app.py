@@ -1,6 +1,7 @@
 """The routes of the server: OpenAI's completions and chats, and what clients ask beside them."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import time
@@ -131,7 +132,12 @@ class Reply:
 
     def _submit(self, is_watched: bool) -> None:
         """Has the engine decode; pieces then arrive in the queue."""
-        put = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._pieces.put_nowait)
+        loop = asyncio.get_running_loop()
+
+        def put(item: tuple[int, Piece | Exception, Answer | None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._pieces.put_nowait, item)
+
         for number, one in enumerate(self._wanted):
             if one.request is None:
                 self._pieces.put_nowait((number, Piece("", [], "length", []), None))

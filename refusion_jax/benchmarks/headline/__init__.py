@@ -17,17 +17,17 @@ chooses on other problems, and writes to DIR:
                  tokens, the estimates against the batch size; they need pip install -e '.[plots]'
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
-single seed of NAME. `tiny` is a smoke test of 11 minutes on two CPU cores and too small for conclusions; `small` takes
-hours there; `gpu` trains 54 M parameters on a GPU, and as many on text (--text=CONFIG does so with any budget), for
-systems with a likelihood. --studies adds the comparisons that systems define themselves, at every checkpoint, and
-accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what NAME has learnt in
-the other half, as released models are adapted. --replay=640x12, the default of `small`, also checks the papers' claims
-about speed at the price of 59 M parameters, which do not fit in a CPU's cache (benchmarks/replay/beside.py).
+single seed of NAME. `tiny` is a smoke test of 10 to 15 minutes on two CPU cores, too small for conclusions; `small`
+takes hours there; `gpu` trains 54 M parameters on a GPU, and as many on text, for systems with a likelihood (with any
+budget, --text=CONFIG does so too). --studies adds the comparisons that systems define themselves, at every checkpoint,
+and accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what NAME has
+learnt in the other half, as released models are adapted. --replay=640x12, the default of `small`, also checks the
+papers' claims about speed at the price of 59 M parameters, which do not fit in a CPU's cache
+(benchmarks/replay/beside.py).
 """
 
 import json
 import os
-import shlex
 from pathlib import Path
 
 import ml_collections
@@ -40,9 +40,10 @@ from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS, Plan
 from refusion_jax.benchmarks.replay.beside import read_shape
 from refusion_jax.config import check
+from refusion_jax.data.manifest import is_prepared
+from refusion_jax.data.sources import read_examples
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import JsonError, decode
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
@@ -110,16 +111,15 @@ def _plan(own: flags.FlagValues) -> Plan:
     text = read_config("text", budget.text) if budget.text else None
     if text and not text.eval.path:
         raise UserError(f"--text={budget.text}: its eval.path names no held-out text")
+    for each in filter(None, (config, text)):
+        if not any(map(is_prepared, each.data.path.split(","))):
+            next(iter(read_examples(each.data, 0)))  # before anything is trained
     for flag, is_directory in (("output", True), ("plots", True), ("page", False)):
         if own[flag].value:
             flag_values.check_output(flag, Path(own[flag].value), is_directory)
-    if own.page and Path(own.page).exists():
-        try:
-            decode(Path(own.page).read_bytes())
-        except JsonError as error:
-            raise UserError(f"--page={own.page}: {error}") from error
-    given = [own[name].serialize() for name in own if own[name].present and name not in ("page", "plots")]
-    command = shlex.join(["python", "-m", "refusion_jax.bench", "headline", *given])
+    if own.page:
+        report.split_page(Path(own.page), own.budget)
+    command = cli.as_written("bench headline", own, leave_out=("page", "plots"))
     plan = Plan(own.budget, budget, config, text, file, systems, own.adapt_from, own.studies, command)
     plan.check()
     return plan

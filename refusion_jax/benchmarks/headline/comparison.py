@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 import statistics
 import time
 import zlib
@@ -311,7 +312,9 @@ class Comparison:
         found, steps, every = [], self._config.steps, self._config.checkpoint.every
         workdir = self._directory / "runs" / run.name
         saved = [step for step in saved_steps(workdir) if not step % every or step == steps]  # not by an interruption
-        for step in saved if self._studies[run.system] else ():
+        known = re.compile(rf"study {re.escape(run.name)} at step (\d+), ")
+        done = {int(key[1]) for key in map(known.match, self._pieces.records) if key}  # also where the run is gone
+        for step in sorted(done | set(saved)) if self._studies[run.system] else ():
             load = functools.cache(lambda path=workdir / "checkpoints" / str(step): self._load(path))
             for title, points in self._studies[run.system].items():
                 for point in points:

@@ -14,6 +14,11 @@ REPLAY = "replay"  # key of the speeds with one prompt at a time, at the price o
 MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
+def is_near(accuracy: float, best: float) -> bool:
+    """Whether an accuracy is within WITHIN of the best one, where rounding does not decide."""
+    return accuracy >= best - WITHIN - 1e-9
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """The values of one figure, one for each seed."""
@@ -78,7 +83,7 @@ class Curve:
     @property
     def near_best(self) -> list[Measured]:
         """The points within WITHIN of the best accuracy."""
-        return [point for point in self.points if point.accuracy.mean >= self.best - WITHIN]
+        return [point for point in self.points if is_near(point.accuracy.mean, self.best)]
 
 
 def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:

@@ -4,8 +4,8 @@ import collections
 import statistics
 from typing import Any
 
-from refusion_jax.benchmarks.headline.curves import MARGIN, WITHIN, model_name
-from refusion_jax.benchmarks.markdown import prose, table
+from refusion_jax.benchmarks._markdown import prose, table
+from refusion_jax.benchmarks.headline.curves import MARGIN, is_near, model_name
 
 
 def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
@@ -97,7 +97,7 @@ def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, fl
     if len(own) < 2:
         return ""
     best = max(own, key=lambda settings: own[settings][0])
-    wide = max((s for s in own if own[s][0] >= own[best][0] - WITHIN), key=lambda settings: own[settings][1])
+    wide = max((s for s in own if is_near(own[s][0], own[best][0])), key=lambda settings: own[settings][1])
     line = f"* {system} at step {step}: no setting is more accurate than {best}: {_told(own[best])}"
     if wide == best:
         line += f", and none within {MARGIN} of it writes more tokens a forward."

@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import ml_collections
 
 from refusion_jax.data.families import mixture
 from refusion_jax.data.problems import Problem
+from refusion_jax.data.sources import held_out_problems
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings
@@ -239,21 +240,26 @@ def held_out(config: ml_collections.ConfigDict, budget: Budget) -> tuple[list[Pr
     wanted = collections.Counter(problem.family for problem in all_of_them.problems("test", count, seed=0))
     validation = _different(all_of_them.problems("test", draws, seed=0), wanted, set())
     known = {problem.query for problem in validation}
-    return validation, _different(all_of_them.problems("test", draws, seed=1), wanted, known)
+    by_loss = {problem.query for problem in held_out_problems(config.data)}  # which chooses the learning rates
+    return validation, _different(all_of_them.problems("test", draws, seed=1), wanted, known, by_loss)
 
 
-def _different(drawn: Iterable[Problem], wanted: collections.Counter[str], known: set[str]) -> list[Problem]:
+def _different(
+    drawn: Iterable[Problem], wanted: collections.Counter[str], known: set[str], avoided: Collection[str] = ()
+) -> list[Problem]:
     """As many problems of each family as are wanted, all different; those of a family with too few are repeated.
 
     Args:
       drawn: problems, of all families.
       wanted: number of problems by family.
       known: queries that are left out.
+      avoided: queries that are only taken where a family has no others.
     """
     found = {problem.query: problem for problem in drawn if problem.query not in known}
     chosen = []
     for family, count in wanted.items():
         own = [problem for problem in found.values() if problem.family == family]
+        own.sort(key=lambda problem: problem.query in avoided)  # is stable
         chosen += itertools.islice(itertools.cycle(own), count)
     return random.Random(0).sample(chosen, len(chosen))  # in which families take turns: the first ones are timed
 

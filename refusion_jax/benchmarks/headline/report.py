@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from refusion_jax.benchmarks._markdown import prose, table
 from refusion_jax.benchmarks.headline import over_training
 from refusion_jax.benchmarks.headline.curves import (
     MARGIN,
@@ -22,7 +23,8 @@ from refusion_jax.benchmarks.headline.curves import (
 from refusion_jax.benchmarks.headline.measure import REPLAY_TURNS, REPLAYED, TURNS
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
-from refusion_jax.benchmarks.markdown import prose, table
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.runtime.json_input import JsonError, decode
 from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
@@ -71,17 +73,34 @@ def _trained_on_text(results: dict[str, Any]) -> str:
 
 
 def put_into(path: Path, page: str) -> None:
-    """Puts the report into a Markdown file: instead of the one of the same budget, or behind all that is there."""
+    """Puts the report into a Markdown file: instead of the one of the same budget, or behind all that is there.
+
+    Raises:
+      UserError: as `split_page`.
+    """
     budget = page.split("`")[1]
+    section = f"{_BEGIN.format(budget)}\n{page}{_END.format(budget)}"
+    before, rest = split_page(path, budget)
+    write_file(path, before + section + rest)
+
+
+def split_page(path: Path, budget: str) -> tuple[str, str]:
+    """What stands before and behind the report of a budget in a Markdown file, which may be missing.
+
+    Raises:
+      UserError: where the file is no text, or it cannot be seen where the report in it ends.
+    """
     begin, end = _BEGIN.format(budget), _END.format(budget)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    section = f"{begin}\n{page}{end}"
-    if begin in text and end in text:
-        before, _, rest = text.partition(begin)
-        text = before + section + rest.partition(end)[2]
-    else:
-        text = f"{text.rstrip()}\n\n{section}\n".lstrip()
-    write_file(path, text)
+    try:
+        text = decode(path.read_bytes()) if path.exists() else ""
+    except JsonError as error:
+        raise UserError(f"--page={path}: {error}") from error
+    before, *reports = text.split(begin)
+    if not reports:
+        return f"{text.rstrip()}\n\n".lstrip(), "\n"
+    if len(reports) > 1 or end not in reports[0]:
+        raise UserError(f"--page={path}: has {len(reports)} x {begin!r} without {end!r} behind it; mend or remove it")
+    return before, reports[0].partition(end)[2]
 
 
 def _conditions(results: dict[str, Any]) -> str:
@@ -211,7 +230,7 @@ def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> Verdi
       speed: tokens a second as a multiple of the rival's.
     """
     here, there = own.accuracy.mean, rival.accuracy.mean
-    accuracy, ceiling = here / there if there else math.inf * here, min(here, there) >= _CEILING
+    accuracy, ceiling = here / there if there else math.inf if here else 1.0, min(here, there) >= _CEILING
     return Verdict(accuracy, speed, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
 
 

@@ -31,7 +31,7 @@ def score_math(doc: dict, results: list[str]) -> dict[str, float]:
     return {"exact_match": float(gold is not None and gold == answer), "math_verify": float(same)}
 
 
-_NAMED = re.compile(r"final answer is:?\s*(.+?)(?:\. I hope|\.?\s*(?:\n|$))")
+_NAMED = re.compile(r"final answer is:?\s*(.+?)(?:\.\s|\s*(?:\n|$))")  # to the end of the sentence or the line
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 _UNBRACED = re.compile(r".*?(?=\$|\n|\\\)|\\\]|\Z)")  # what follows a box without braces
 
@@ -46,8 +46,7 @@ def final_answer(text: str) -> str | None:
     """
     named, boxes = list(_NAMED.finditer(text)), list(_BOX.finditer(text))
     if named:
-        start, end = named[-1].span(1)
-        boxes = [box for box in boxes if start <= box.start() < end]
+        boxes = [box for box in boxes if box.start() >= named[-1].start(1)]  # formulas have lines of their own
     if boxes:
         return _plain(_content(text, boxes[-1].end()))
     return _plain(named[-1][1]) if named else None
@@ -71,10 +70,11 @@ def _plain(answer: str) -> str:
         answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\left", "").replace("\\right", "")
     )
     answer = re.sub(r"\\[!,;: ]|\\%|\^\{?\\circ\}?|\\\$|\$|\s", "", answer)
-    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
+    if not re.search(r"[(\[]|\\\{", answer):  # in a pair, set or interval a comma stands between numbers
+        answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
     answer = re.sub(r"\\frac([0-9A-Za-z])", r"\\frac{\1}", answer)  # \frac43 is \frac{4}{3}
     answer = re.sub(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})([0-9A-Za-z])", r"\1{\2}", answer)
-    return answer.rstrip(".")
+    return answer.strip("*").rstrip(".")
 
 
 def shuffle_options(docs: datasets.Dataset) -> datasets.Dataset:
