@@ -15,9 +15,7 @@ class Piece:
     """What has been added to an answer."""
 
     text: str  # in reading order, behind the pieces before it
-    commits: list[
-        tuple[int, int]
-    ]  # (position, token) in the order of commitment; positions count from the prompt's first
+    commits: list[tuple[int, int]]  # (position, counted from the prompt's first, token) in the order of commitment
     finish_reason: str | None  # "stop" | "length" with the last piece
     tokens: list[int]  # of the whole answer so far
 
