@@ -93,11 +93,12 @@ def main() -> None:
     app = make_app(Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine))
     how = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE, "server_header": False}
     server = uvicorn.Server(uvicorn.Config(app, **how))
-    engine.start(failed=lambda: setattr(server, "should_exit", True))
     host, port, *_ = listening.getsockname()
-    cli.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     try:
-        server.run(sockets=[listening])
+        engine.start(failed=lambda: setattr(server, "should_exit", True))
+        if not engine.failure:
+            cli.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            server.run(sockets=[listening])
     finally:
         engine.close()
     if engine.failure:
@@ -105,7 +106,7 @@ def main() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that has the address to itself, before a model is loaded for it.
+    """A socket that has the address to itself, before a model is loaded for it; clients wait until that is done.
 
     Raises:
       UserError: naming the flag, where there is no such address or it is taken.
@@ -120,6 +121,7 @@ def listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
+        listening.listen()  # until then another process might bind the address, too
     except OSError as error:
         listening.close()
         raise UserError(f"--host={host} --port={port}: {error.strerror}") from error

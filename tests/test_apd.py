@@ -35,6 +35,8 @@ def test_it_needs_a_model_of_the_same_vocabulary_beside_its_own():
     model = sharp_models()[0]
     with pytest.raises(UserError, match="verifier=: the decoder 'apd' needs a model here"):
         decode(model, PROMPTS, settings("apd"))
+    with pytest.raises(UserError, match="verifier=: the decoder 'apd' needs a model here"):
+        load_for("/no/model/is/read", settings("apd"))
     with pytest.raises(UserError, match="of another vocabulary: num_tokens is 20, not 30"):
         with_companions(model, verifier=tiny_model(num_tokens=20))
 

@@ -1,6 +1,7 @@
 """The queue, the batch and its cache: nobody changes anybody else, and nothing compiles twice."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from refusion_jax.decoding import memory, running_batch
 from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.decoding.stops import Stops
-from refusion_jax.evaluation.generation import check_fits, settle, shorten
+from refusion_jax.evaluation.generation import check_fits, generate, settle, shorten
 from refusion_jax.model.transformer import KeyValues, logical_axes
 from refusion_jax.runtime.sharding import make_mesh, sharding
 from refusion_jax.systems.api import decoder_for, stream
@@ -245,3 +246,14 @@ def test_without_a_number_of_new_tokens_the_context_is_used_up_to_128():
     assert DecodeSettings(slot_size=8, serial_blocks=2).fill_in(45).max_new_tokens == 32
     assert DecodeSettings(slot_size=8).fill_in(1000).max_new_tokens == 128
     assert DecodeSettings(max_new_tokens=64).fill_in(1000).max_new_tokens == 64
+
+
+def test_the_time_of_an_answer_counts_all_in_which_the_device_may_decode():
+    """Also that in which the caller is busy with the answers before it; the next forwards are under way by then."""
+    model, own = sharp_model(), settings("ar", new=16, batch_size=4)
+    requests = prepare([[BOS, 5 + i] for i in range(12)], own, model.config)
+    counted = 0.0
+    for _, _, seconds in generate(model, requests, None):
+        counted += seconds
+        time.sleep(0.1)
+    assert counted > 11 * 0.1

@@ -1,6 +1,7 @@
 """A template is a program by strangers: what it may take, and that nothing but its text comes of it."""
 
 import datetime
+import os
 import subprocess
 import sys
 import time
@@ -78,6 +79,16 @@ def test_signals_that_a_process_ignores_do_not_lift_the_limits():
     done = subprocess.run([sys.executable, "-c", IGNORING], cwd=ROOT, capture_output=True, text=True)
     assert "it takes too much time" in done.stdout, done.stderr
     assert time.monotonic() - began < 50, "it was ended by the clock"
+
+
+def test_a_process_with_many_open_files_renders_as_others_do():
+    """More than `select` can wait for: a server with a thousand connections."""
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert templates.Templates("chat").render("{{ 1 + 1 }}", {}) == "2"
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def test_tasks_have_a_dialect_of_their_own_and_the_same_limits(monkeypatch):

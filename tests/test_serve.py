@@ -21,8 +21,10 @@ from refusion_jax import DecodeSettings, Request, decode, load_model, load_token
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import token_scores
-from refusion_jax.serving.app import LARGEST_BODY
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.serve import listen
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
+from refusion_jax.serving.errors import LARGEST_BODY
 from refusion_jax.serving.writer import Writer
 
 SETTINGS = {"slot_size": 4, "serial_blocks": 2, "infill": "exact", "slot_threshold": 0.05}
@@ -105,6 +107,7 @@ def test_a_chat_is_the_prompt_of_its_turns(client, library):
     out = decode(model, [prompt], DecodeSettings("refusion", **SETTINGS, max_new_tokens=16))
     messages = [{"role": role, "content": content} for role, content in turns]
     messages[-1]["content"] = [{"type": "text", "text": "Sort 5 "}, {"type": "text", "text": "2."}]
+    messages[1] |= {"refusal": None, "tool_calls": None}  # as OpenAI's client hands its own answers back
     whole = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=16)
     assert whole.choices[0].message.content == tokenizer.decode(out.tokens[0])
     assert whole.usage.prompt_tokens == len(prompt)
@@ -157,6 +160,17 @@ def test_settings_of_decoding_are_for_one_request(client, library):
     assert client.completions.create(**how).choices == plain.choices
 
 
+def test_scores_of_several_answers_are_those_of_each_alone(client):
+    """The texts of a response are packed into the same forwards."""
+    how = {"model": "tiny", "max_tokens": 6, "logprobs": 1, "echo": True}
+    together = client.completions.create(prompt=TEXTS[:5], **how)
+    for text, choice in zip(TEXTS, together.choices, strict=False):
+        (alone,) = client.completions.create(prompt=text, **how).choices
+        assert choice.logprobs.tokens == alone.logprobs.tokens
+        for scores in zip(choice.logprobs.token_logprobs[1:], alone.logprobs.token_logprobs[1:], strict=True):
+            assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
 def test_log_probabilities_are_the_likelihood_of_the_answer_and_of_the_echoed_prompt(client, library):
     model, tokenizer = library
     (ids,) = tokenizer.encode_prompts([TEXTS[0]])
@@ -205,7 +219,7 @@ def test_lm_eval_measures_over_http_what_the_library_computes(address, library, 
         for given, [[nats, _]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
             context, text = given.values()
             (begun,), (whole,) = tokenizer.encode([context]), tokenizer.encode([context + text])
-            scores = token_scores(model, whole[:1], whole[1:], "refusion", slot_size=4)
+            (scores,) = token_scores(model, [whole[:1]], [whole[1:]], "refusion", slot_size=4)
             assert float(nats) == pytest.approx(sum(one.log_p for one in scores[len(begun) - 1 :]), abs=1e-3)
 
 
@@ -217,6 +231,11 @@ BAD = {
     "no text": ({"prompt": 3}, 400, "prompt: must be a text, a list of token ids, or a list of either"),
     "half a character": (b'{"prompt": "\\ud800"}', 400, "prompt: not UTF-8"),
     "outside the vocabulary": ({"prompt": [1, 512]}, 400, "prompt: holds an id outside 0 to 511"),
+    "outside it, and not continued": ({"prompt": [1, 512], "max_tokens": 0}, 400, "prompt: holds an id outside"),
+    "too long, and not continued": ({"prompt": [1] * 65, "max_tokens": 0}, 400, "prompt: has 65 tokens, of at most 64"),
+    "a gap of nothing": ({"prompt": "a", "suffix": "b", "max_tokens": 0}, 400, "suffix: needs max_tokens"),
+    "many stops": ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop: at most 16"),
+    "half a name": (b'{"prompt": "a", "decode": {"\\ud800": 1}}', 400, "decode: '.*ud800' is no setting"),
     "one of several": ({"prompt": ["a", "b" * 99]}, 400, "prompt\\[1\\]: has \\d+ tokens"),
     "no effect": ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: is not supported here"),
     "tools": ({"prompt": "a", "tools": [{}]}, 400, "tools: is not supported here"),
@@ -225,7 +244,11 @@ BAD = {
     "too many answers": ({"prompt": ["a"] * 600, "n": 2}, 400, "prompt: with n=2 .* at most 512"),
     "a bad setting": ({"prompt": "a", "decode": {"slot_threshold": 2}}, 400, "slot_threshold=2: must be at most 1"),
     "a wrong type": ({"prompt": "a", "decode": {"order": []}}, 400, "order=\\[\\]: must be of type str"),
-    "a compiled one": ({"prompt": "a", "decode": {"slot_size": 2}}, 400, "decode.slot_size: no setting"),
+    "a compiled one": (
+        {"prompt": "a", "decode": {"slot_size": 2}},
+        400,
+        "decode: 'slot_size' is no setting that .* may have; .* infill",
+    ),
     "by another name": ({"prompt": "a", "decode": {"seed": 1}}, 400, "decode.seed: is the field 'seed'"),
     "wider forwards": ({"prompt": "a", "decode": {"serial_blocks": 1}}, 400, "larger forwards than were compiled"),
     "scores of a stream": ({"prompt": "a", "stream": True, "logprobs": 1}, 400, "logprobs: .* not for a stream"),
@@ -408,6 +431,32 @@ def test_more_than_can_wait_is_refused_as_a_whole(engine):
     assert engine.load["waiting"] == 0
 
 
+def test_those_who_have_gone_keep_nobody_out(engine):
+    """While both rows are busy."""
+    engine, *_ = engine
+    told, request = Told(), request_of(engine, [BOS, 5], 96)
+    busy, release = threading.Semaphore(0), threading.Event()
+
+    def hold(answer):
+        busy.release()
+        release.wait()
+        return False
+
+    engine.submit([told.job(i, request, hold, is_watched=True) for i in range(2)])
+    assert busy.acquire(timeout=60)
+    gone = [Told().job(i, request) for i in range(MOST_WAITING)]
+    engine.submit(gone)
+    with pytest.raises(BusyError, match=f"{MOST_WAITING} answers are waiting"):
+        engine.submit([told.job("late", request)])
+    for job in gone:
+        job.is_over = True
+    assert engine.load["waiting"] == 0
+    engine.submit([told.job("late", request)])
+    assert engine.load["waiting"] == 1
+    release.set()
+    assert told.wait(3) == [0, 1, "late"]
+
+
 def test_a_device_that_fails_ends_the_engine_and_tells_everybody(engine, monkeypatch):
     engine, *_ = engine
     told = Told()
@@ -427,6 +476,10 @@ def test_a_device_that_fails_ends_the_engine_and_tells_everybody(engine, monkeyp
         (["--checkpoint={run}", "--port={taken}"], "--port=\\d+: Address already in use"),
         (["--checkpoint={run}", "--decode.max_new_tokens=64"], "--decode.cache_length=64: leaves no room for a prompt"),
         (["--checkpoint={run}", "--decode.cache_length=99"], "--decode.cache_length=99: the model reads 64"),
+        (
+            ["--checkpoint={run}", "--decode.method=apd"],
+            "--decode.method=apd",
+        ),
         (["--checkpoint={run}", "--decode.steps=3"], "--decode.steps=3: the decoder 'refusion' has only"),
         (["--checkpoint=/nowhere"], "/nowhere"),
     ],
@@ -438,3 +491,10 @@ def test_bad_flags_are_told_in_one_line(flags, why, trained_run):
     assert out == ""
     assert err.count("\n") == 1
     assert re.search(why, err), err
+
+
+def test_a_port_is_taken_before_a_model_is_loaded():
+    """By whoever asks for it first, though clients are served later."""
+    with listen("127.0.0.1", 0) as first:
+        with pytest.raises(UserError, match=r"--port=\d+: Address already in use"):
+            listen("127.0.0.1", first.getsockname()[1])

@@ -2,12 +2,12 @@
 
 import json
 import os
-import select
 import signal
 import sys
 import threading
 import time
 import weakref
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,7 +105,7 @@ class _Process:
         except BrokenPipeError:
             return None
         while not answer.endswith(b"\n"):
-            if not select.select([self._in], [], [], max(0.0, until - time.monotonic()))[0]:
+            if not wait([self._in], max(0.0, until - time.monotonic())):
                 os.kill(self._pid, signal.SIGKILL)
                 return None
             if not (block := os.read(self._in, 1 << 20)):

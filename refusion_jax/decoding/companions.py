@@ -55,9 +55,10 @@ def check_companions(model: Transformer, settings: Settings) -> None:
     """
     for name in settings.companions:
         if not hasattr(model, name):
-            raise SettingError(
-                "decode",
-                name,
-                getattr(settings, name),
-                f"the decoder {settings.method!r} needs a model here, a run with the same tokenizer",
-            )
+            raise lacking(settings, name)
+
+
+def lacking(settings: Settings, name: str) -> SettingError:
+    """What to tell a user who has not given a companion."""
+    why = f"the decoder {settings.method!r} needs a model here, a run with the same tokenizer"
+    return SettingError("decode", name, getattr(settings, name), why)

@@ -238,13 +238,22 @@ def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
         raise UserError(f"{request.name}: {error} of what fits behind its {len(request.prompt)} tokens") from error
 
 
+def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:
+    """Refuses a text without tokens, or with one that the model does not know.
+
+    Raises:
+      UserError: naming the text.
+    """
+    if not given:
+        raise UserError(f"{name}: is empty; it needs at least one token")
+    if not 0 <= min(given) <= max(given) < num_tokens:
+        raise UserError(f"{name}: holds an id outside 0 to {num_tokens - 1}")
+
+
 def _check(request: Request, num_tokens: int, room: int) -> None:
     given = [token for piece in request.pieces if not isinstance(piece, int) for token in piece]
     gaps = [piece for piece in request.template if isinstance(piece, int)]
-    if not given:
-        raise UserError(f"{request.name}: is empty; it needs at least one token")
-    if not 0 <= min(given) <= max(given) < num_tokens:
-        raise UserError(f"{request.name}: holds an id outside 0 to {num_tokens - 1}")
+    check_tokens(request.name, given, num_tokens)
     if request.template and (not gaps or min(gaps) < 1):
         raise UserError(f"{request.name}: a template needs gaps, each of at least one token")
     if request.length > room:

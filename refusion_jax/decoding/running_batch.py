@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import ArrayLike, Bool, Int32, UInt32
 
@@ -27,6 +26,7 @@ from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Given, Known, Request
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.runtime.distributed import fetch
 from refusion_jax.runtime.sharding import constrain, make_mesh, shard_count
 
 UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
@@ -149,7 +149,7 @@ class RunningBatch:
         """Waits for the device and fetches what the rows have decoded."""
         s = self._state
         with jax.set_mesh(self._mesh):
-            active, counts, *progress = _fetch((s.active, self._counts, s.record, s.forwards, s.rounds), self._mesh)
+            active, counts, *progress = fetch((s.active, self._counts, s.record, s.forwards, s.rounds))
         if self._recorder:
             self._recorder.add_forwards(counts)
         return Progress(active, *progress)
@@ -168,11 +168,6 @@ def _same(one: np.ndarray, other: np.ndarray) -> int:
     length = min(one.shape[1], other.shape[1])
     differs = (one[:, :length] != other[:, :length]).any(axis=0)
     return int(differs.argmax()) if differs.any() else length
-
-
-def _fetch(arrays: Any, mesh: Mesh) -> Any:
-    """Fetches whole arrays to this host."""
-    return multihost_utils.process_allgather(arrays, tiled=True) if mesh.is_multi_process else jax.device_get(arrays)
 
 
 def mesh_of(model: Transformer) -> Mesh:

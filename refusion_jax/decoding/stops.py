@@ -32,8 +32,15 @@ class Stops:
 
     def without_beginning(self, text: str) -> str:
         """The text without an end that may be the beginning of a stop string."""
-        begins = (stop[:length] for stop in self.texts for length in range(1, len(stop)))
-        return text[: len(text) - max((len(begin) for begin in begins if text.endswith(begin)), default=0)]
+        return text[: min((_begins_at_end(text, stop) for stop in self.texts), default=len(text))]
 
     def _begin(self, text: str) -> int | None:
         return min((at for stop in self.texts if (at := text.find(stop)) >= 0), default=None)
+
+
+def _begins_at_end(text: str, stop: str) -> int:
+    """Where the longest end of the text that begins a stop string starts; the end of the text where there is none."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return at if at >= 0 else len(text)

@@ -90,8 +90,9 @@ def generate(
         ends = is_over and (lambda at, tokens, numbers=numbers: is_over(numbers[at], tokens))
         for at, answer in stream(model, some, is_over=ends):
             now, compiled_now = time.monotonic(), _compiling.seconds
-            yield numbers[at], answer, max(now - began - (compiled_now - compiled), 0.0)
-            began, compiled = time.monotonic(), _compiling.seconds
+            seconds = max(now - began - (compiled_now - compiled), 0.0)
+            began, compiled = now, compiled_now  # the device decodes while the caller works
+            yield numbers[at], answer, seconds
 
 
 class _CompileClock:

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.runtime.distributed import fetch
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import declared
 from refusion_jax.systems.interface import System
@@ -249,12 +249,16 @@ class TokenScore:
 
 
 def token_scores(
-    model: Transformer, prompt: Sequence[int], continuation: Sequence[int], method: str, slot_size: int
-) -> list[TokenScore]:
-    """The terms of `log_likelihood` with slots in text order, one for each token of the continuation.
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    method: str,
+    slot_size: int,
+) -> list[list[TokenScore]]:
+    """The terms of `log_likelihood` with slots in text order: for each text one for each token of its continuation.
 
     Args:
-      model, prompt, continuation, slot_size: of `log_likelihood`, for one text.
+      model, prompts, continuations, slot_size: of `log_likelihood`.
       method: of `likelihoods`.
 
     Raises:
@@ -263,17 +267,16 @@ def token_scores(
     system = system_of(method)
     if system.feed is None or system.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
-    ((prompt, continuation),) = _checked(model, [prompt], [continuation], slot_size, "left_to_right", 0)
-    if not len(continuation):
-        return []
-    text = Text(prompt, continuation, slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0), "the text")
-    feed = system.feed(text)
-    ((_, (log_p, _, best, best_log_p)),) = _run(model, [feed], _with_best)
-    scores = {
-        int(feed.places[at]): TokenScore(float(log_p[at]), int(best[at]), float(best_log_p[at]))
-        for at in np.flatnonzero(feed.weights)
-    }
-    return [scores[place] for place in range(len(continuation))]
+    texts = _checked(model, prompts, continuations, slot_size, "left_to_right", 0)
+    numbers = [number for number, (_, continuation) in enumerate(texts) if len(continuation)]
+    how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
+    feeds = [system.feed(Text(*texts[number], *how, f"text {number}")) for number in numbers]
+    scores: list[list[TokenScore]] = [[] for _ in texts]
+    for at, (log_p, _, best, best_log_p) in _run(model, feeds, _with_best):
+        fed = np.flatnonzero(feeds[at].weights)
+        in_text_order = fed[np.argsort(feeds[at].places[fed])]
+        scores[numbers[at]] = [TokenScore(float(log_p[i]), int(best[i]), float(best_log_p[i])) for i in in_text_order]
+    return scores
 
 
 def _run(model: Transformer, feeds: Sequence[Feed], program: Callable) -> Iterator[tuple[int, list[np.ndarray]]]:
@@ -287,7 +290,7 @@ def _run(model: Transformer, feeds: Sequence[Feed], program: Callable) -> Iterat
     graphdef, params = nnx.split(model)
     for rows in _batched(packed([len(feed) for feed in feeds], T), B):
         with jax.set_mesh(mesh_of(model)):
-            arrays = _fetched(program(graphdef, params, lay_out(feeds, rows, B, T)))
+            arrays = fetch(program(graphdef, params, lay_out(feeds, rows, B, T)))
         for row, numbers in enumerate(rows):
             at = 0
             for number in numbers:
@@ -332,13 +335,6 @@ def lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> dic
             arrays["segment"][row, here] = segment
             at += len(feed)
     return arrays
-
-
-def _fetched(arrays: tuple[jax.Array, ...]) -> tuple[np.ndarray, ...]:
-    """Fetches whole arrays to this host."""
-    if all(x.is_fully_addressable for x in arrays):
-        return jax.device_get(arrays)
-    return multihost_utils.process_allgather(arrays, tiled=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)

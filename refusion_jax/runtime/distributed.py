@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -120,6 +121,13 @@ def together(peer_seconds: float = 300.0) -> Iterator[None]:
         if peers:
             peers.leave()
         raise
+
+
+def fetch(arrays: Any) -> Any:
+    """Whole arrays on this host; on every host where several hold parts of them. A collective call then."""
+    if all(x.is_fully_addressable for x in jax.tree.leaves(arrays)):
+        return jax.device_get(arrays)
+    return multihost_utils.process_allgather(arrays, tiled=True)
 
 
 def all_agree(flag: bool) -> bool:

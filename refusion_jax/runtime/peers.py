@@ -11,11 +11,11 @@ then "beat" both ways, "bye" or "end CODE" by one that leaves, and from the firs
 
 import contextlib
 import os
-import select
 import socket
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.preemption import EXIT_CODE
@@ -62,7 +62,7 @@ class Peers:
         beat = time.monotonic()
         while len(self._gone) < len(self._sockets):
             there = {peer: connection for peer, connection in self._sockets.items() if peer not in self._gone}
-            ready, _, _ = select.select(there.values(), [], [], BEAT_SECONDS)
+            ready = wait(there.values(), BEAT_SECONDS)
             for peer, connection in there.items():
                 if connection in ready:
                     self._listen(peer, connection)

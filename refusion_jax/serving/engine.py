@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from refusion_jax.decoding.queue import Answer, read_answer
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.running_batch import RunningBatch, batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
@@ -41,7 +41,7 @@ class Engine:
     """A model with its batch of rows, decoded by a thread of its own."""
 
     def __init__(self, model: Transformer, settings: Settings, rows: int):
-        """Compiles nothing yet.
+        """Allocates the cache of all rows; the forwards are compiled by `start`.
 
         Args:
           model: from `load_model`, on devices of this process alone.
@@ -79,7 +79,9 @@ class Engine:
     @property
     def load(self) -> dict[str, int]:
         """How many rows there are, how many of them are decoding, and how many jobs wait for one."""
-        return {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": sum(map(len, list(self._waiting)))}
+        with self._changed:
+            waiting = sum(not job.is_over for jobs in self._waiting for job in jobs)
+        return {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": waiting}
 
     def check(self, request: Request) -> Request:
         """The request with its settings completed; the device is not asked.
@@ -99,6 +101,16 @@ class Engine:
             )
         return request
 
+    def check_prompt(self, tokens: Sequence[int], name: str) -> None:
+        """Refuses a prompt that is not to be continued and that the model cannot read.
+
+        Raises:
+          UserError: naming it.
+        """
+        check_tokens(name, tokens, self._config.num_tokens)
+        if len(tokens) > self.settings.cache_length:
+            raise UserError(f"{name}: has {len(tokens)} tokens, of at most {self.settings.cache_length}")
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues the jobs of one caller, all or none.
 
@@ -108,8 +120,11 @@ class Engine:
         with self._changed:
             if self._is_closed or self.failure:
                 raise BusyError("the server is about to end")
-            if jobs and self.load["waiting"] + len(jobs) > MOST_WAITING:
-                raise BusyError(f"{self.load['waiting']} answers are waiting for a row, of at most {MOST_WAITING}")
+            alive = [[job for job in own if not job.is_over] for own in self._waiting]  # the others' clients are gone
+            self._waiting = collections.deque(collections.deque(own) for own in alive if own)
+            waiting = sum(map(len, alive))
+            if jobs and waiting + len(jobs) > MOST_WAITING:
+                raise BusyError(f"{waiting} answers are waiting for a row, of at most {MOST_WAITING}")
             if jobs:
                 self._waiting.append(collections.deque(jobs))
             self._changed.notify()
@@ -118,7 +133,7 @@ class Engine:
         """Starts the thread, and compiles by decoding an answer.
 
         Args:
-          failed: called once, from the thread, if it cannot go on; `failure` says why.
+          failed: called once, from the thread, if it cannot go on, now or later; `failure` says why.
         """
         self._failed, done = failed, threading.Event()
 
@@ -129,8 +144,6 @@ class Engine:
         self._thread.start()
         self.submit([Job(self._largest[1], report, lambda error: done.set(), is_watched=True)])
         done.wait()
-        if self.failure:
-            raise self.failure
 
     def close(self) -> None:
         """Ends the thread; what is not answered yet fails."""

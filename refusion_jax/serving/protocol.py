@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _MOST_CHOICES = 1024  # answers in a response
-_MOST_STOPS, _LONGEST_STOP = 64, 4096
+_MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
 # What clients send as a matter of course, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -112,7 +112,7 @@ class Completion(_Asked):
     def _fields_fit_together(self) -> "Completion":
         if self.stream and self.logprobs is not None:
             raise ValueError("logprobs: answers are scored when they are finished, which is not for a stream")
-        if self.suffix is not None and self.max_tokens is None:
+        if self.suffix is not None and not self.max_tokens:
             raise ValueError("suffix: needs max_tokens, the length of the gap before it")
         if len(self.prompt) * self.n > _MOST_CHOICES:
             raise ValueError(f"prompt: with n={self.n} for each of them, at most {_MOST_CHOICES // self.n} are served")
@@ -131,7 +131,12 @@ class Message(_Strict):
 
     role: Literal["system", "user", "assistant"]
     content: str | list[TextPart]
-    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_empty(cls, message: Any) -> Any:
+        """OpenAI's client hands back its own answers with all the fields that they might have had."""
+        return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
 
     @property
     def text(self) -> str:

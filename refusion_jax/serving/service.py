@@ -91,6 +91,8 @@ class Service:
         if limit:
             template = (limit, *suffix) if suffix else ()
             request = self.engine.check(Request(ids, template, settings, name=name))
+        else:
+            self.engine.check_prompt(ids, name)
         requests = [request and dataclasses.replace(request, noise=number) for number in range(body.n)]
         return [Wanted(ids, text, one, limit, stops) for one in requests]
 
@@ -101,7 +103,8 @@ class Service:
             if name in _OWN_FIELDS:
                 raise UserError(f"decode.{name}: is the field {_OWN_FIELDS[name]!r} of the request")
             if name not in changeable:
-                raise UserError(f"decode.{name}: no setting that a request may have; these are {sorted(changeable)}")
+                known = ", ".join(sorted(changeable))
+                raise UserError(f"decode: {name!r} is no setting that a request may have; these are {known}")
         fields = {own: getattr(body, field) for own, field in _OWN_FIELDS.items() if own != "max_new_tokens"}
         own = body.decode | {name: value for name, value in fields.items() if value is not None}
         plain = dataclasses.replace(self._settings, **own | {"max_new_tokens": 0})
@@ -156,28 +159,43 @@ class Service:
             raise UserError(f"tokens: hold an id outside 0 to {self.tokenizer.size - 1}")
         return self.tokenizer.decode(ids)
 
-    def scores(self, wanted: Wanted, answer: Sequence[int], echo: bool, best: bool) -> dict[str, Any]:
-        """The `logprobs` of a completion: of the prompt too where it is echoed, whose first token has none.
+    def echoes(self, wanted: Sequence[Wanted]) -> list[str]:
+        """The prompts as text, as they were given where they were."""
+        return [self.tokenizer.decode(one.prompt) if one.text is None else one.text for one in wanted]
+
+    def scores(
+        self, wanted: Sequence[Wanted], answers: Sequence[Sequence[int]], echo: bool, best: bool
+    ) -> list[dict[str, Any]]:
+        """The `logprobs` of completions: of the prompt too where it is echoed, whose first token has none.
 
         Args:
-          wanted: with the prompt.
-          answer: its tokens.
-          echo: whether the prompt is part of the text.
+          wanted: with the prompts.
+          answers: the tokens of each.
+          echo: whether the prompts are part of the texts.
           best: whether to tell the most probable token of each place.
 
         Raises:
           UserError: where the likelihood of a token is not known.
         """
         how = {"method": self._settings.method, "slot_size": getattr(self._settings, "slot_size", 1)}
-        prompt = wanted.prompt if echo else []
-        scored = [None] if prompt else []
-        scored += token_scores(self._model, prompt[:1], prompt[1:], **how) if prompt else []
-        scored += token_scores(self._model, wanted.prompt, answer, **how)
-        texts = [self.tokenizer.decode([token]) for token in (*prompt, *answer)]
+        prompts = [one.prompt for one in wanted]
+        given = [prompt if echo else [] for prompt in prompts]
+        contexts = [prompt[:1] for prompt in given] + prompts
+        scored = token_scores(self._model, contexts, [prompt[1:] for prompt in given] + [*answers], **how)
+        firsts = [[None] * bool(prompt) for prompt in given]
+        parts = zip(given, answers, firsts, scored[: len(wanted)], scored[len(wanted) :], strict=True)
+        return [
+            self._logprobs([*prompt, *answer], [*first, *of_prompt, *of_answer], best)
+            for prompt, answer, first, of_prompt, of_answer in parts
+        ]
+
+    def _logprobs(self, tokens: list[int], scored: list[TokenScore | None], best: bool) -> dict[str, Any]:
+        """The field of one completion, from the scores of its tokens."""
+        texts = [self.tokenizer.decode([token]) for token in tokens]
         offsets = [0]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
-        top = [one and self._top(one, token) for one, token in zip(scored, (*prompt, *answer), strict=True)]
+        top = [one and self._top(one, token) for one, token in zip(scored, tokens, strict=True)]
         return {
             "tokens": texts,
             "token_logprobs": [one and one.log_p for one in scored],

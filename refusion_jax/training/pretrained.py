@@ -9,7 +9,7 @@ from flax import nnx
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.decoding.companions import check_vocabulary, with_companions
+from refusion_jax.decoding.companions import check_vocabulary, lacking, missing, with_companions
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
@@ -63,16 +63,18 @@ def load_for(
     """`load_model`, with the companions that the settings of a decoder name.
 
     Raises:
-      SettingError: where one of them has another tokenizer.
+      SettingError: where one of them is not named, or has another tokenizer.
     """
     companions = {}
+    for name in missing(settings):
+        raise lacking(settings, name)
     for name in settings.companions:
-        if other := getattr(settings, name):
-            check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))
-            files = [find_tokenizer_file(_tokenizer_place(epath.Path(place))) for place in (path, other)]
-            if all(files) and files[0].read_bytes() != files[1].read_bytes():
-                raise SettingError("decode", name, other, f"has another tokenizer than {path}")
-            companions[name] = load_model(other, dtype, mesh, settings.weights)
+        other = getattr(settings, name)
+        check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))
+        files = [find_tokenizer_file(_tokenizer_place(epath.Path(place))) for place in (path, other)]
+        if all(files) and files[0].read_bytes() != files[1].read_bytes():
+            raise SettingError("decode", name, other, f"has another tokenizer than {path}")
+        companions[name] = load_model(other, dtype, mesh, settings.weights)
     return with_companions(load_model(path, dtype, mesh, settings.weights), **companions)
 
 

@@ -1,0 +1,174 @@
+"""The answer to one request: jobs of the engine, and what they report as a response or as a stream of events."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from refusion_jax.decoding.queue import Answer
+from refusion_jax.runtime.errors import UserError
+from refusion_jax.serving.engine import BusyError, Job
+from refusion_jax.serving.errors import error_body
+from refusion_jax.serving.protocol import Chat, Completion
+from refusion_jax.serving.service import Service, Wanted
+from refusion_jax.serving.writer import Piece
+
+_BETWEEN_LOOKS = 0.2  # seconds between two checks of whether a client is still there
+
+
+class Reply:
+    """The answer to one HTTP request: some choices, decoded side by side."""
+
+    def __init__(self, service: Service, body: Completion | Chat, prefix: str, kind: str, wanted: list[Wanted]):
+        self._service, self._body, self._wanted = service, body, wanted
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        self._pieces: asyncio.Queue[tuple[int, Piece | Exception, Answer | None]] = asyncio.Queue()
+        self._jobs: list[Job] = []
+        self._tokens = [0] * len(wanted)  # of each answer so far
+
+    def _submit(self, is_watched: bool) -> None:
+        """Has the engine decode; pieces then arrive in the queue."""
+        loop = asyncio.get_running_loop()
+
+        def put(item: tuple[int, Piece | Exception, Answer | None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self._pieces.put_nowait, item)
+
+        for number, one in enumerate(self._wanted):
+            if one.request is None:
+                self._pieces.put_nowait((number, Piece("", [], "length", []), None))
+            else:
+                self._jobs.append(_job(number, one, self._service, put, is_watched or bool(one.stops.texts)))
+        self._service.engine.submit(self._jobs)
+
+    async def _arriving(self) -> AsyncIterator[tuple[int, Piece, Answer | None]]:
+        """(number of the choice, piece, answer so far) until all choices are complete."""
+        missing = len(self._wanted)
+        while missing:
+            number, piece, answer = await self._pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            self._tokens[number] = len(piece.tokens)
+            missing -= piece.finish_reason is not None
+            yield number, piece, answer
+
+    def _forget(self) -> None:
+        """Frees the rows of what is not finished."""
+        for job in self._jobs:
+            job.is_over = True
+
+    async def whole(
+        self, request: Request, fields: Callable[[list[Piece]], Awaitable[list[dict[str, Any]]]]
+    ) -> dict[str, Any]:
+        """All choices in one response; a client that goes away frees its rows.
+
+        Args:
+          request: whose client is waiting.
+          fields: the whole answers -> the fields of each choice that hold them.
+        """
+        said: list[list[Piece]] = [[] for _ in self._wanted]
+        ends: list[dict[str, Any]] = [{} for _ in self._wanted]
+
+        async def collect() -> None:
+            async for number, piece, answer in self._arriving():
+                said[number].append(piece)
+                ends[number] = self._end(piece, answer, [c for p in said[number] for c in p.commits])
+
+        self._submit(is_watched=False)
+        collecting = asyncio.ensure_future(collect())
+        try:
+            while not (await asyncio.wait({collecting}, timeout=_BETWEEN_LOOKS))[0]:
+                if await request.is_disconnected():
+                    raise HTTPException(499, "the client is gone")
+            await collecting
+        finally:
+            collecting.cancel()
+            self._forget()
+        answers = [dataclasses.replace(own[-1], text="".join(piece.text for piece in own)) for own in said]
+        both = zip(await fields(answers), ends, strict=True)
+        choices = [{"index": number, **own, **end} for number, (own, end) in enumerate(both)]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    async def stream(
+        self, fields: Callable[[str], dict[str, Any]], begins_with_role: bool = False
+    ) -> StreamingResponse:
+        """The choices as server-sent events, each with the text that has become certain.
+
+        Args:
+          fields: text -> the fields of a choice that hold it.
+          begins_with_role: whether each choice begins with an event that says who speaks, as chats do.
+        """
+        self._submit(is_watched=True)
+        return StreamingResponse(self._events(fields, begins_with_role), media_type="text/event-stream")
+
+    async def _events(self, fields: Callable[[str], dict[str, Any]], begins_with_role: bool) -> AsyncIterator[str]:
+        usage = self._body.stream_options and self._body.stream_options.include_usage
+        none = {"usage": None} if usage else {}
+
+        def event(choices: Sequence[dict[str, Any]], more: dict[str, Any] = none) -> str:
+            return f"data: {json.dumps({**self._head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+
+        try:
+            for number, one in enumerate(self._wanted):
+                start = {"delta": {"role": "assistant", "content": ""}} if begins_with_role else None
+                if getattr(self._body, "echo", False):
+                    start = fields(*self._service.echoes([one]))
+                if start:
+                    yield event([{"index": number, **start, "finish_reason": None}])
+            async for number, piece, answer in self._arriving():
+                if piece.text or piece.finish_reason or (self._body.commits and piece.commits):
+                    yield event([{"index": number, **fields(piece.text), **self._end(piece, answer, piece.commits)}])
+            if usage:
+                yield event([], {"usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        except (UserError, BusyError, RuntimeError) as error:  # the status has been sent already
+            yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
+        finally:
+            self._forget()
+
+    def _end(self, piece: Piece, answer: Answer | None, commits: list[tuple[int, int]]) -> dict[str, Any]:
+        """Why an answer has ended, if it has, and what it took."""
+        fields: dict[str, Any] = {"finish_reason": piece.finish_reason}
+        if self._body.commits:
+            fields["commits"] = commits
+        if piece.finish_reason and answer:
+            fields |= {"forwards": answer.forwards, "rounds": answer.rounds}
+        return fields
+
+    def _usage(self) -> dict[str, int]:
+        given = sum(len(one.prompt) for one in self._wanted[:: self._body.n])
+        return {
+            "prompt_tokens": given,
+            "completion_tokens": sum(self._tokens),
+            "total_tokens": given + sum(self._tokens),
+        }
+
+
+def _job(number: int, one: Wanted, service: Service, put: Callable, is_watched: bool) -> Job:
+    """The job of one answer, whose pieces are put into a queue."""
+    writer = service.writer(one)
+
+    def report(answer: Answer, is_finished: bool) -> bool:
+        piece = writer.read(answer, is_finished)
+        put((number, piece, answer))
+        return piece.finish_reason is None
+
+    return Job(one.request, report, lambda error: put((number, error, None)), is_watched or _ends_early(one))
+
+
+def _ends_early(one: Wanted) -> bool:
+    """Whether fewer tokens are wanted than the decoder writes, which writes whole units."""
+    return one.limit < sum(length for _, length, _ in one.request.gaps)
