@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -56,8 +58,13 @@ def test_every_family_is_asked_for_and_none_of_it_is_trained_on(budget):
     config, (validation, test) = CONFIGS(budget), held_out(CONFIGS(budget), BUDGETS[budget])
     mixture = families.mixture(config.data.difficulty)
     assert {problem.family for problem in validation} == set(mixture.families)
-    trained = {p.query for p in mixture.problems("train", 3000, config.seed)}
-    assert not {p.query for p in validation + test} & trained
+    trained = {asked(mixture, p) for p in mixture.problems("train", 3000, config.seed)}
+    assert not {asked(mixture, p) for p in validation + test} & trained
+
+
+def asked(mixture, problem):
+    """What a problem asks, however it is worded."""
+    return mixture.families[problem.family].asks(problem.query)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -254,6 +261,35 @@ def get_config():
     c.update(KEYS)
     return c
 """
+
+
+TRAINING = """
+import sys
+from pathlib import Path
+from absl import flags
+from refusion_jax.benchmarks import headline
+from refusion_jax.benchmarks.headline import comparison
+from refusion_jax.benchmarks.headline.pieces import Pieces
+from refusion_jax.benchmarks.headline.plan import whole_run
+
+own = flags.FlagValues()
+headline.define_flags(own)
+own(["headline", "--budget=tiny", "--systems=ar", f"--output={sys.argv[1]}"])
+plan, losses = headline._plan(own), [{"step": 1, "loss": 1.0, "tokens": 1}]
+comparison.train = lambda *_: print("trained") or {"losses": losses, "seconds": 1.0, "tokens": 1}
+comparison.load_tokenizer = comparison.check_fit = lambda *_: None
+whole = comparison.Comparison(Path(sys.argv[1]), plan, Pieces(Path(sys.argv[1]), {}))
+whole._trained([whole_run("ar", seed, 1e-3, plan.file) for seed in (0, 1)])
+"""
+
+
+def test_while_others_train_the_comparison_itself_asks_for_no_device(tmp_path):
+    """A TPU, and the memory of a GPU, belong to one process; where JAX is pointed nowhere, asking is an error."""
+    where = os.environ | {"JAX_PLATFORMS": "nowhere"}
+    code = [sys.executable, "-c", TRAINING, str(tmp_path)]
+    done = subprocess.run(code, cwd=ROOT, env=where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("trained") == 2
 
 
 @pytest.mark.slow

@@ -80,7 +80,10 @@ def test_an_owner_that_was_taken_over_notices_and_leaves_the_lease_alone(tmp_pat
 def test_junk_is_no_owner_for_ever(tmp_path, monkeypatch, junk):
     monkeypatch.setattr(owner, "DEAD_SECONDS", 0.1)
     (tmp_path / owner.FILE).write_bytes(junk)
-    owner.acquire(epath.Path(tmp_path)).close()
+    own = owner.acquire(epath.Path(tmp_path))
+    assert (tmp_path / owner.FILE).read_bytes() != junk
+    own.close()
+    assert not (tmp_path / owner.FILE).exists()
 
 
 def test_a_second_training_is_refused_in_one_line_and_hurts_nothing(tmp_path):

@@ -146,6 +146,10 @@ def test_the_last_named_answer_is_read():
         "The final answer is as follows.\n$\\boxed{5}$",
         "The final answer is 5. I have checked it.",
         "**The final answer is 5**",
+        "The final answer is **5**.",
+        "The Final Answer is 5",
+        r"The final answer is \(5\).",
+        r"The final answer is \[5\].",
         "The final answer is $\\boxed{5}$, which is prime.",
     ],
 )
@@ -155,6 +159,7 @@ def test_an_answer_is_found_behind_its_name_however_it_is_set(text):
 
 def test_a_comma_belongs_to_a_number_but_not_to_a_pair():
     assert scoring.final_answer(r"\boxed{12,345,000}") == scoring.final_answer(r"\boxed{12345000}")
+    assert scoring.final_answer(r"The final answer is \(1,200\).") == "1200"
     for pair, number in ((r"\boxed{(1,200)}", r"\boxed{(1200)}"), (r"\boxed{\{1,234\}}", r"\boxed{\{1234\}}")):
         assert scoring.final_answer(pair) != scoring.final_answer(number)
 

@@ -19,17 +19,16 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out
 from refusion_jax.benchmarks.decode import read_way
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.runtime import flag_values
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.settings import scope
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_for, load_tokenizer
 
-_MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 _SLOT_THRESHOLDS = (0.9, 0.6, 0.3)
 
 
@@ -56,12 +55,11 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a slot size, checkpoint and way, then a table."""
-    if not own.checkpoint:
-        raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
+    checkpoints, ways = checkpoints_of(own), list(dict.fromkeys(own.way or default_ways()))
     slot_sizes = flag_values.read_counts("slot_sizes", own.slot_sizes)
     table = Table("slot size", "checkpoint", "way", "exact match", "tokens/forward")
-    for size, checkpoint in itertools.product(slot_sizes, own.checkpoint):
-        for record in measure(checkpoint, own.way or default_ways(), size, own.problems, own.batch_size):
+    for size, checkpoint in itertools.product(slot_sizes, checkpoints):
+        for record in measure(checkpoint, ways, size, own.problems, own.batch_size):
             print(json.dumps(record), flush=True)
             score = f"{record['accuracy']:.1%}", f"{record['tokens_per_forward']:.2f}"
             table.add_row(str(size), checkpoint, record["way"], *score)
@@ -71,9 +69,9 @@ def main(own: flags.FlagValues) -> None:
 def measure(checkpoint: str, ways: list[str], slot_size: int, count: int, batch_size: int) -> list[dict]:
     """Exact match and tokens a forward of each way, with slots of one size."""
     tokenizer = load_tokenizer(checkpoint)
-    problems = list(tasks.problems("test", count, seed=0))
+    problems = held_out(count)
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
-    shared = {"max_new_tokens": _MAX_NEW_TOKENS, "slot_size": slot_size, "batch_size": batch_size}
+    shared = {"max_new_tokens": MAX_NEW_TOKENS, "slot_size": slot_size, "batch_size": batch_size}
     settings = {way: read_way(way, shared, checkpoint) for way in ways}
     right, tokens, forwards = (collections.Counter() for _ in range(3))
     compiled = {

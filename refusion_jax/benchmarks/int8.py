@@ -22,12 +22,11 @@ from rich.table import Table
 
 from refusion_jax.batch.batch import Batch, is_labelled, loss_terms
 from refusion_jax.batch.rows import Rows, noise_keys
-from refusion_jax.data import tasks
+from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out, share_right
 from refusion_jax.data.examples import Example
 from refusion_jax.data.packing import pack, tokenize
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.inspection import corrupted
@@ -35,7 +34,6 @@ from refusion_jax.training.pretrained import choose_method, load_model, load_tok
 from refusion_jax.training.workdir import read_config
 
 _WAYS = (("same", "same"), ("int8", "same"), ("same", "int8"), ("int8", "int8"))  # weights, cache
-_MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -48,12 +46,11 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a way, then a table."""
-    if not own.checkpoint:
-        raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
+    (checkpoint,) = checkpoints_of(own)
     columns = ("weight_bytes", "cache_bytes_per_token", "logit_error", "loss", "right", "answers_kept", "tokens_kept")
     formats = ("{:,}", "{:,}", "{:.2%}", "{:.4f}", "{:.1%}", "{:.1%}", "{:.1%}")
     table = Table("weights", "cache", *(name.replace("_", " ") for name in columns))
-    for record in measure(own.checkpoint, own.dtype, own.problems, own.batch_size):
+    for record in measure(checkpoint, own.dtype, own.problems, own.batch_size):
         print(json.dumps(record), flush=True)
         values = (how.format(record[name]) for how, name in zip(formats, columns, strict=True))
         table.add_row(record["weights"], record["cache"], *values)
@@ -64,7 +61,7 @@ def measure(checkpoint: str, dtype: str, count: int, batch_size: int) -> Iterato
     """Yields one record for each combination, the first without rounding."""
     model, tokenizer = load_model(checkpoint, dtype), load_tokenizer(checkpoint)
     config = read_config(find_step(epath.Path(checkpoint))[0])
-    problems = list(tasks.problems("test", count, seed=0))
+    problems = held_out(count)
     examples = [Example(problem.query, problem.response, problem.query) for problem in problems]
     packed = pack(tokenize(examples, tokenizer, config.row_length, "error"), config.row_length)
     batch = corrupted(config, tokenizer, Rows(**packed[:]), noise_keys(0, 0, len(packed)))
@@ -73,13 +70,12 @@ def measure(checkpoint: str, dtype: str, count: int, batch_size: int) -> Iterato
     exact_logits, exact_answers = None, None
     for weights, cache in _WAYS:
         rounded, how = model.rounded(weights, cache), {"weights": weights, "cache": cache}
-        settings = DecodeSettings(method, max_new_tokens=_MAX_NEW_TOKENS, batch_size=batch_size, **how)
+        settings = DecodeSettings(method, max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size, **how)
         answers, (logits, loss) = decode(model, prompts, settings).tokens, likelihood(rounded, batch)
         if exact_answers is None:
             exact_logits, exact_answers = logits, answers
         pairs = list(zip(answers, exact_answers, strict=True))
         same = sum(a == b for pair in pairs for a, b in zip(*pair, strict=False))
-        right = sum(tasks.is_correct(p, tokenizer.decode(a)) for p, a in zip(problems, answers, strict=True))
         yield {
             "benchmark": "int8",
             **how,
@@ -90,7 +86,7 @@ def measure(checkpoint: str, dtype: str, count: int, batch_size: int) -> Iterato
             "logit_error": float(jnp.sqrt(jnp.mean((logits - exact_logits) ** 2)) / jnp.std(exact_logits)),
             "loss": loss,
             "perplexity": math.exp(loss),
-            "right": right / count,
+            "right": share_right(problems, answers, tokenizer),
             "answers_kept": sum(a == b for a, b in pairs) / count,
             "tokens_kept": same / sum(map(len, exact_answers)),
         }

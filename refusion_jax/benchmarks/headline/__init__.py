@@ -26,6 +26,7 @@ papers' claims about speed at the price of 59 M parameters, which do not fit in 
 (benchmarks/replay/beside.py).
 """
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -41,6 +42,7 @@ from refusion_jax.benchmarks.headline.plan import BUDGETS, Plan
 from refusion_jax.benchmarks.replay.beside import read_shape
 from refusion_jax.config import check
 from refusion_jax.data.manifest import is_prepared
+from refusion_jax.data.packing import usable
 from refusion_jax.data.sources import read_examples
 from refusion_jax.runtime import cli, flag_values
 from refusion_jax.runtime.errors import UserError
@@ -113,7 +115,7 @@ def _plan(own: flags.FlagValues) -> Plan:
         raise UserError(f"--text={budget.text}: its eval.path names no held-out text")
     for each in filter(None, (config, text)):
         if not any(map(is_prepared, each.data.path.split(","))):
-            next(iter(read_examples(each.data, 0)))  # before anything is trained
+            usable(itertools.islice(read_examples(each.data, 0), 1), each.data.on_error)  # before anything is trained
     for flag, is_directory in (("output", True), ("plots", True), ("page", False)):
         if own[flag].value:
             flag_values.check_output(flag, Path(own[flag].value), is_directory)
@@ -139,7 +141,7 @@ def _seeds_of(entries: list[str], seeds: int) -> dict[str, int]:
     for entry in entries or every:
         name, colon, number = entry.partition(":")
         if name not in trainable():
-            raise UserError(f"--systems={entry}: unknown; known: {', '.join(every)}")
+            raise UserError(f"--systems={entry}: unknown; known: {', '.join(trainable())}")
         if colon and number not in map(str, range(1, _MOST_SEEDS + 1)):
             raise UserError(f"--systems={entry}: behind the colon, give a number of seeds from 1 to {_MOST_SEEDS}")
         found[name] = int(number) if colon else seeds

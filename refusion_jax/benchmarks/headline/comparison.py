@@ -57,6 +57,8 @@ from refusion_jax.systems.registry import find_system
 from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.pretrained import load_model, load_tokenizer
 
+_TIMED = ("measure", "turns")  # kinds of pieces; the others do not ask for the device
+
 
 class Comparison:
     """The pieces of one comparison, finished and to do."""
@@ -351,7 +353,8 @@ class Comparison:
         if key in self._pieces.records:
             return self._pieces.records[key]
         began = time.monotonic()
-        record = make() | {"commit": self._commit, "where": results.where()}
+        record = make() | {"commit": self._commit}
+        record |= {"where": results.where()} if kind in _TIMED else {}
         self._took[kind].append(time.monotonic() - began)
         self._pieces.add(key, record)
         unknown = any(count and not self._took[kind] for kind, count in self._left.items())

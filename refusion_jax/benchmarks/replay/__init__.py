@@ -34,6 +34,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out
 from refusion_jax.benchmarks.decode import read_way
 from refusion_jax.benchmarks.replay.beside import Beside, beside, read_shape
 from refusion_jax.data import tasks
@@ -42,12 +43,10 @@ from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.runtime import flag_values
-from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.runtime.errors import SettingError
 from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
-
-_MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -63,12 +62,11 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a shape, batch size and way, then a table."""
-    if not own.checkpoint:
-        raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
+    checkpoints = checkpoints_of(own)
     shapes = [None, *(read_shape("shapes", text) for text in own.shapes)]
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
-    ways = {way: read_way(way, {"max_new_tokens": _MAX_NEW_TOKENS}) for way in own.way or default_system().decoders}
-    place_of = {way: find_checkpoint(own.checkpoint, settings.method) for way, settings in ways.items()}
+    ways = {way: read_way(way, {"max_new_tokens": MAX_NEW_TOKENS}) for way in own.way or default_system().decoders}
+    place_of = {way: find_checkpoint(checkpoints, settings.method) for way, settings in ways.items()}
     loaded = {place: load_model(place) for place in dict.fromkeys(place_of.values())}
     tokenizers = {place: load_tokenizer(place) for place in loaded}
     table = Table("parameters", "batch", "way", "right", "tokens/forward", "tokens/s", "speedup", "by CPU time")
@@ -126,7 +124,7 @@ def measure(subjects: dict[str, Subject], count: int, turns: int) -> list[dict[s
     Returns:
       A record of each way: its accuracy, tokens a forward, and speed.
     """
-    problems = list(tasks.problems("test", count * turns, seed=0))
+    problems = held_out(count * turns)
     runs = {way: Run(subject, [problem.query for problem in problems]) for way, subject in subjects.items()}
     for run in runs.values():
         run.decode(range(min(count, run.settings.batch_size)))  # compiles

@@ -31,7 +31,8 @@ def score_math(doc: dict, results: list[str]) -> dict[str, float]:
     return {"exact_match": float(gold is not None and gold == answer), "math_verify": float(same)}
 
 
-_NAMED = re.compile(r"final answer is:?\s*(.+?)(?:\.\s|\s*(?:\n|$))")  # to the end of the sentence or the line
+# To the end of the sentence or the line.
+_NAMED = re.compile(r"final answer is:?\s*(.+?)(?:\.\s|\s*(?:\n|$))", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 _UNBRACED = re.compile(r".*?(?=\$|\n|\\\)|\\\]|\Z)")  # what follows a box without braces
 
@@ -69,12 +70,13 @@ def _plain(answer: str) -> str:
     answer = (
         answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\left", "").replace("\\right", "")
     )
+    answer = re.sub(r"\\[()\[\]]", "", answer)  # around a formula
     answer = re.sub(r"\\[!,;: ]|\\%|\^\{?\\circ\}?|\\\$|\$|\s", "", answer)
     if not re.search(r"[(\[]|\\\{", answer):  # in a pair, set or interval a comma stands between numbers
         answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
     answer = re.sub(r"\\frac([0-9A-Za-z])", r"\\frac{\1}", answer)  # \frac43 is \frac{4}{3}
     answer = re.sub(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})([0-9A-Za-z])", r"\1{\2}", answer)
-    return answer.strip("*").rstrip(".")
+    return answer.strip("*.")
 
 
 def shuffle_options(docs: datasets.Dataset) -> datasets.Dataset:
