@@ -1,7 +1,7 @@
 """The runs of `bench headline`: every system on the same rows, with the same transformer and optimizer.
 
 --config=configs/headline.py:tiny     a smoke test: a run takes a minute on two CPU cores
---config=configs/headline.py:small    a model of 0.7 million parameters: a run takes six minutes
+--config=configs/headline.py:small    a model of 0.7 million parameters: a run takes 4 to 17 minutes
 --config=configs/headline.py:gpu      one of 54 M parameters, for a GPU
 --config=configs/headline.py:gpu_text the same on text, the source code of Python's standard library
 

@@ -1,4 +1,4 @@
-"""A model of 14 M parameters for real text: a night on a laptop, minutes on a GPU or a TPU chip.
+"""A model of 13 M parameters for real text: a night on a laptop, minutes on a GPU or a TPU chip.
 
 --config=configs/small.py          --config.data.path='my/*.jsonl'     your own prompts and answers, or texts
 --config=configs/small.py:stdlib   the source code of Python's standard library, which is always at hand

@@ -1,13 +1,15 @@
 """Measures how good a trained model is: tasks of lm-evaluation-harness with our decoders, or the likelihood of data.
 
-  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=gsm8k,humaneval --output=results/mine
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=gsm8k,arc_c --output=results/mine
+  python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=humaneval --output=results/mine --allow_code_execution
   python -m refusion_jax.evaluate --checkpoint=runs/mine --tasks=my_task --include_path=my_tasks --output=results/mine
 
   python -m refusion_jax.evaluate --checkpoint=runs/mine --data=prepared/mine/held_out --output=results/mine
 
 Tasks are those of lm_eval, your own task files in --include_path, and the seven benchmarks of the ReFusion paper with
-the authors' prompts and settings: gsm8k, math, humaneval, mbpp, mmlu_pro, arc_c and gpqa (their files are in
-refusion_jax/evaluation/tasks). They download their data, or take DIR/TASK.jsonl of --task_data=DIR.
+the authors' prompts and decode settings (--thinking: also that of their chat template): gsm8k, math, humaneval, mbpp,
+mmlu_pro, arc_c and gpqa (their files are in refusion_jax/evaluation/tasks). They download their data, or take
+DIR/TASK.jsonl of --task_data=DIR.
 
 DIR (the --output) will hold results.json (lm_eval's, with `decoding`: tokens_per_second, tokens_per_forward,
 mean_tokens, forwards, truncated_share), samples_TASK.jsonl (every prompt, answer and score) and journal/: run the same

@@ -47,7 +47,9 @@ _SLICES = flags.DEFINE_integer(
 )
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
-_FEEDS = flags.DEFINE_multi_string("feeds", [], "With --what=decode: estimate the time of recorded feeds; or several")
+_FEEDS = flags.DEFINE_multi_string(
+    "feeds", [], "With --what=decode: estimate the time of recorded feeds; may be repeated"
+)
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows a chip")
 _MEMORY_ONLY = flags.DEFINE_bool(
     "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"

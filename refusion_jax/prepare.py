@@ -3,9 +3,10 @@
   python -m refusion_jax.prepare --input='my/*.jsonl' --output=prepared/mine --tokenizer=my.model --row_length=4096
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path=prepared/mine
 
-Reads .jsonl, .json (a list), Parquet and ArrayRecord files; any other file is plain text. An object has a query and a
-response, or a text, or messages (of which the last is the answer). A prompt with its response is never cut. Memory does
-not grow with the input. Killed, the same command goes on where it was; the number of workers changes no byte.
+Reads .jsonl, .ndjson, .json (a list), Parquet and ArrayRecord; other files are plain text, compressed ones are refused.
+An object has a query and a response, or a text, or messages (of which the last is the answer). A prompt with its
+response is never cut. Memory does not grow with the input. Killed, the same command goes on where it was; the number of
+workers changes no byte.
 DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl and the tokenizer.
 """
 
@@ -51,7 +52,10 @@ _SHAPING = [
         "held_out", 0.0, "Share of documents, chosen by their text, that go to DIR/held_out instead", 0.0, 0.5
     ),
     flags.DEFINE_enum(
-        "on_error", "stop", ["stop", "skip"], "At an example that is malformed or longer than a row: stop, or count"
+        "on_error",
+        "stop",
+        ["stop", "skip"],
+        "An example that is malformed or longer than a row stops it, or is left out and listed in dropped.jsonl",
     ),
     flags.DEFINE_integer("shard_mib", 64, "MiB of input that make a shard, and bound a worker's memory", 1, 1024),
     flags.DEFINE_string("query_field", "", "JSON field of the prompt; empty: query, question or prompt"),

@@ -292,7 +292,8 @@ def test_help_tells_the_default_that_the_command_uses(command, flag, default):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "generate", "train_tokenizer", "quickstart", "goodput", "prepare", "inspect_data"]
+    "command",
+    "train generate evaluate serve plan convert drill train_tokenizer quickstart goodput prepare inspect_data".split(),
 )
 def test_help_explains_every_flag(command):
     out, _ = run(command, "--help")

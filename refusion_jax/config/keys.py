@@ -98,9 +98,8 @@ _MODEL = {
 _DATA = {
     "path": Setting(
         "tasks",
-        "tasks | families | stdlib | a file, directory or glob, also on gs://: .jsonl, .parquet, text ... | DIR or "
-        "DIR,DIR of `prepare`; tasks:held_out, families:held_out and stdlib:held_out are of the same kinds, but never "
-        "in the others",
+        "tasks | families | stdlib | a file or glob, also on gs://: .jsonl, .parquet, text ... | DIR or DIR,DIR of "
+        "`prepare`; append :held_out to tasks, families or stdlib for a disjoint held-out set",
     ),
     "weights": Setting((), "share of each prepared directory in data.path, such as (3,1); empty: by their rows"),
     "verify": Setting(False, "compare each prepared row that is read with its checksum"),

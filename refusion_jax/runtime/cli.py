@@ -256,8 +256,9 @@ def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
 
 def explained(own: Setting, default: Any = None) -> str:
     """What --help says of a setting; None: with its own default."""
-    used = own.default if default is None else default
-    return own.help if used == "" else f"{own.help} (default: {used})"
+    if default is not None:
+        return f"{own.help.partition('; 0:')[0]} (default: {default})"  # of the command, whatever a 0 means elsewhere
+    return own.help if own.default == "" else f"{own.help} (default: {own.default})"
 
 
 def _help(

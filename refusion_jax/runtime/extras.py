@@ -19,4 +19,4 @@ def needs(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'refusion-jax[{extra}]'") from error
+        raise UserError(f"{error.name} is not installed: pip install -e '.[{extra}]' in the project's root") from error

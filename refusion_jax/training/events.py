@@ -11,6 +11,7 @@ DIR/events.jsonl holds one object for each event, over all sessions (starts) of 
   compile     seconds to compile the step (or to find it in the compilation cache)
   steps       first, last; seconds that devices worked on them; data_seconds that devices waited for rows
   save        step, seconds that the loop was blocked by the checkpoint
+  evaluate    step, seconds of held-out loss and tasks
   end         step, reason: complete | preempted; seconds to finish writing
 
 Goodput is the share of the time since the first start that devices spent on steps that count. Steps that had to be
