@@ -198,7 +198,7 @@ def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
     again = Pieces(tmp_path / "all", {"budget": "tiny"})
     assert again.records == {"one": {"x": 1}}
     again.add("two", {"x": 2})
-    with pytest.raises(UserError, match="another process is at work there"):
+    with pytest.raises(UserError, match="pieces.jsonl is being written by another process"):
         Pieces(tmp_path / "all", {"budget": "tiny"})
     again.close()
     last = Pieces(tmp_path / "all", {"budget": "tiny"})

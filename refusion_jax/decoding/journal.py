@@ -5,10 +5,8 @@ the file at once and synchronized to disk about once a second.
 """
 
 import contextlib
-import fcntl
 import json
 import os
-import stat
 import time
 from collections.abc import Container
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 from refusion_jax.runtime.errors import Failure, UserError
 from refusion_jax.runtime.json_input import parse_log
-from refusion_jax.runtime.storage import write_all
+from refusion_jax.runtime.line_log import LineLog
 
 _SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed process loses none
 
@@ -40,40 +38,20 @@ class Journal:
             journal.
         """
         self.path, self._call, self._keys = path, call, keys
-        self._file: int | None = None
+        self._log: LineLog | None = None
         self._synced = time.monotonic()
         self.records: dict[int | str, dict[str, Any]] = {}
         if os.path.lexists(path):
-            self._open(0)
-            self._read()
+            self._log = LineLog(path, create=False)
+            self._read(self._log)
 
-    def _open(self, flags: int) -> None:
-        try:
-            if flags & os.O_CREAT:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o666)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{self.path} is being written by another process; name another output") from error
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror}") from error
-        about = os.fstat(self._file)
-        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
-            raise UserError(f"{self.path} is no file of this user: move it away")
-
-    def _read(self) -> None:
-        size = os.fstat(self._file).st_size
-        content = b""
-        while len(content) < size and (block := os.pread(self._file, size - len(content), len(content))):
-            content += block
-        end = content.rfind(b"\n") + 1
-        first, _, rest = content[:end].partition(b"\n")
-        if not end and content:  # the first line was cut off, unless this is no journal
-            if not b'{"call": '.startswith(content[:9]):
-                raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
-        elif content:
+    def _read(self, log: LineLog) -> None:
+        lines, cut_off = log.read()
+        first, _, rest = lines.partition(b"\n")
+        if lines:
             self._check_call(first)
-        os.ftruncate(self._file, end)  # drops a line that a kill or a full disk has cut off
+        elif cut_off and not b'{"call": '.startswith(cut_off[:9]):
+            raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
         self.records = {key: record for key, record in _records(rest).items() if self._is_key(key)}
 
     def _is_key(self, key: object) -> bool:
@@ -97,20 +75,17 @@ class Journal:
           Failure: where it cannot be written; earlier answers stay in the file.
           UserError: where another process has begun to write the same output.
         """
-        if self._file is None:
-            self._open(os.O_CREAT)
-        if not os.fstat(self._file).st_size:
-            self._write({"call": self._call})
-        self._write({"key": key, "record": record})
-        self.records[key] = record
-        if time.monotonic() - self._synced > _SYNC_SECONDS:
-            os.fsync(self._file)
-            self._synced = time.monotonic()
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
         try:
-            write_all(self._file, line)
+            if self._log is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._log = LineLog(self.path, create=True)
+            if not self._log.size:
+                self._log.append(_line({"call": self._call}))
+            self._log.append(_line({"key": key, "record": record}))
+            self.records[key] = record
+            if time.monotonic() - self._synced > _SYNC_SECONDS:
+                self._log.sync()
+                self._synced = time.monotonic()
         except OSError as error:
             raise Failure(
                 f"{self.path} cannot be written: {error.strerror}; {len(self.records)} answers are kept in it, and the "
@@ -119,15 +94,19 @@ class Journal:
 
     def close(self) -> None:
         """Closes the file without deleting it."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def delete(self) -> None:
         """Deletes the file, once the output holds all answers."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self.close()
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, ensure_ascii=False).encode()
 
 
 def read_records(path: Path) -> dict[int | str, dict[str, Any]]:

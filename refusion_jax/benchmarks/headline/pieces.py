@@ -4,15 +4,14 @@ Each line of DIR/pieces.jsonl holds a piece: its key and its record. DIR/compari
 belong to.
 """
 
-import fcntl
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from refusion_jax.runtime.errors import UserError
 from refusion_jax.runtime.json_input import parse_log, read_object
-from refusion_jax.runtime.storage import write_all, write_file
+from refusion_jax.runtime.line_log import LineLog
+from refusion_jax.runtime.storage import write_file
 
 _CALL, _FILE = "comparison.json", "pieces.jsonl"
 
@@ -38,28 +37,19 @@ class Pieces:
             )
         if not about.exists():
             write_file(about, json.dumps(call, indent=2) + "\n")
-        self._file = os.open(directory / _FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._file)
-            raise UserError(f"--output={directory}: another process is at work there") from error
-        with open(self._file, "rb", closefd=False) as file:
-            text = file.read()
-        if text and not text.endswith(b"\n"):  # the last line was cut off by a kill
-            os.write(self._file, b"\n")
+        self._log = LineLog(directory / _FILE, create=True)
         self.records: dict[str, dict[str, Any]] = {}
-        for piece in parse_log(text):
+        for piece in parse_log(self._log.read()[0]):
             is_piece = isinstance(piece, dict) and isinstance(piece.get("piece"), str)
             if is_piece and isinstance(piece.get("record"), dict):
                 self.records[piece["piece"]] = piece["record"]
 
     def add(self, key: str, record: dict[str, Any]) -> None:
         """Writes a finished piece to disk."""
-        write_all(self._file, json.dumps({"piece": key, "record": record}).encode() + b"\n")
-        os.fsync(self._file)
+        self._log.append(json.dumps({"piece": key, "record": record}).encode())
+        self._log.sync()
         self.records[key] = record
 
     def close(self) -> None:
         """Releases the lock."""
-        os.close(self._file)
+        self._log.close()
