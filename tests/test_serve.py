@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import httpx
 import hypothesis
 import openai
 import pytest
-from conftest import BOS, ROOT, run, serving, settings, sharp_model
+from conftest import BOS, ROOT, run, serving, settings, sharp_model, start
 from hypothesis import strategies as st
 from local_task import task_writer
 
@@ -498,3 +499,20 @@ def test_a_port_is_taken_before_a_model_is_loaded():
     with listen("127.0.0.1", 0) as first:
         with pytest.raises(UserError, match=r"--port=\d+: Address already in use"):
             listen("127.0.0.1", first.getsockname()[1])
+
+
+def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(trained_run):
+    """On SIGTERM, as supervisors send it."""
+    server = start("serve", "--port=0", f"--checkpoint={trained_run}", "--decode.batch_size=4")
+    try:
+        address = re.search(r"http://\S+(?=/v1)", server.stdout.readline())[0]
+        how = {"json": {"prompt": TEXTS[0], "max_tokens": 32, "n": 64, "temperature": 2.0}}
+        with concurrent.futures.ThreadPoolExecutor(1) as client:
+            answer = client.submit(post, address, "/v1/completions", **how)
+            wait_until(lambda: httpx.get(f"{address}/health").json()["decoding"])
+            server.send_signal(signal.SIGTERM)
+            assert len(answer.result().json()["choices"]) == 64
+        assert server.communicate(timeout=60) == ("", "")
+        assert server.returncode == -signal.SIGTERM
+    finally:
+        server.kill()
