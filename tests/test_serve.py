@@ -339,6 +339,13 @@ def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, cuts, limit,
     assert reason == ("stop" if any(stop in whole for stop in stops) else "length")
 
 
+@hypothesis.given(st.text("ab", max_size=9), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_what_may_begin_a_stop_string_is_held_back_and_no_more(text, stops):
+    beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
+    held = max((length for length in range(len(text) + 1) if text[len(text) - length :] in beginnings), default=0)
+    assert Stops(tuple(stops)).without_beginning(text) == text[: len(text) - held]
+
+
 class Bytes:
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
@@ -444,17 +451,19 @@ def test_those_who_have_gone_keep_nobody_out(engine):
         return False
 
     engine.submit([told.job(i, request, hold, is_watched=True) for i in range(2)])
-    assert busy.acquire(timeout=60)
-    gone = [Told().job(i, request) for i in range(MOST_WAITING)]
-    engine.submit(gone)
-    with pytest.raises(BusyError, match=f"{MOST_WAITING} answers are waiting"):
+    try:
+        assert busy.acquire(timeout=60)
+        gone = [Told().job(i, request) for i in range(MOST_WAITING)]
+        engine.submit(gone)
+        with pytest.raises(BusyError, match=f"{MOST_WAITING} answers are waiting"):
+            engine.submit([told.job("late", request)])
+        for job in gone:
+            job.is_over = True
+        assert engine.load["waiting"] == 0
         engine.submit([told.job("late", request)])
-    for job in gone:
-        job.is_over = True
-    assert engine.load["waiting"] == 0
-    engine.submit([told.job("late", request)])
-    assert engine.load["waiting"] == 1
-    release.set()
+        assert engine.load["waiting"] == 1
+    finally:
+        release.set()
     assert told.wait(3) == [0, 1, "late"]
 
 
