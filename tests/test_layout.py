@@ -64,7 +64,13 @@ def test_files_say_what_they_are_for(path):
 
 
 # Generated code is run, when the user says so, in a process that is shut in; drills and comparisons start runs.
-STARTS_PROCESSES = ("evaluation.sandbox", "training.faults", "benchmarks.headline.runs", "benchmarks.authors")
+STARTS_PROCESSES = (
+    "evaluation.sandbox",
+    "training.faults",
+    "benchmarks.headline.runs",
+    "benchmarks.authors",
+    "benchmarks.serve",
+)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
