@@ -56,7 +56,7 @@ def main(own: flags.FlagValues) -> None:
     read_way(own.way, {"max_new_tokens": MAX_NEW_TOKENS}, checkpoint)  # or it is refused before anything is started
     with needs("serve"):
         import fastapi  # noqa: F401  # by the server
-    table = Table("clients", "how", "right", "tokens/s", "requests/s", "first text, ms", "answer, ms", "95 %, ms")
+    table = Table("clients", "how", "right", "tokens/s", "requests/s", "first, ms", "answer, ms", "95 %, ms")
     for record in measure(checkpoint, own.way, own.rows, clients, own.requests):
         print(json.dumps(record), flush=True)
         right, tokens = f"{record['accuracy']:.1%}", f"{record['tokens_per_second']:,.0f}"
@@ -101,7 +101,7 @@ def load(server: "_Server", problems: Sequence[Problem], clients: int, is_stream
         "clients": clients,
         "how": "stream" if is_stream else "whole",
         "requests": len(problems),
-        "accuracy": statistics.mean(tasks.is_correct(p, one.text) for p, one in zip(problems, seen, strict=True)),
+        "accuracy": sum(tasks.is_correct(p, one.text) for p, one in zip(problems, seen, strict=True)) / len(problems),
         "tokens": sum(one.tokens for one in seen),
         "tokens_per_second": sum(one.tokens for one in seen) / seconds,
         "requests_per_second": len(problems) / seconds,
