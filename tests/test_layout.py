@@ -52,6 +52,12 @@ def test_imports_run_one_way():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_tests_import_one_command_at_most():
+    """Commands have flags of the same names, which a process can define once; a worker imports every test."""
+    imported = {other for path in (ROOT / "tests").glob("*.py") for other in imports(path) if is_command(other)}
+    assert len(imported - {PACKAGE.name}) <= 1, imported
+
+
 def test_the_top_level_holds_commands_alone():
     for path in PACKAGE.glob("*.py"):
         assert path.name == "__init__.py" or 'if __name__ == "__main__":' in path.read_text(), f"{path} is no command"

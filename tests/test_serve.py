@@ -23,7 +23,7 @@ from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import token_scores
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.serve import listen
+from refusion_jax.serving.address import listen
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
 from refusion_jax.serving.errors import LARGEST_BODY
 from refusion_jax.serving.writer import Writer
