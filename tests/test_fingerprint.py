@@ -88,5 +88,5 @@ def test_answers_of_another_tokenizer_are_kept_apart():
     for content in (b"one", b"one", b"another"):
         tokenizer = types.SimpleNamespace(files={"tokenizer.json": content}, encode=lambda texts: [[5, 6]], bos_id=-1)
         lm = EvaluatedModel(tiny_model(), tokenizer, name="tiny", method="refusion", flags={})
-        keys.add(lm.asked([request])[0].key)
+        keys.add(lm.samples([request])[0].key)
     assert len(keys) == 2

@@ -311,8 +311,8 @@ def _asked(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[int, list[st
     """The journal keys of a task's samples, by problem number."""
     keys: dict[int, list[str]] = {}
     requests = [i for i in task.instances if i.request_type == "generate_until" for _ in range(i.repeats)]
-    for request, asked in zip(requests, lm.asked(requests), strict=True):
-        keys.setdefault(request.doc_id, []).append(asked.key)
+    for request, sample in zip(requests, lm.samples(requests), strict=True):
+        keys.setdefault(request.doc_id, []).append(sample.key)
     return keys
 
 
@@ -320,7 +320,7 @@ def _settings_of(lm: EvaluatedModel, task: lm_eval.api.task.Task) -> dict[str, A
     """The decode settings of a task's first problem."""
     requests = [i for i in task.instances if i.request_type == "generate_until"][:1]
     how = {"chat": lm.chat, "thinking": lm.thinking}
-    return how | (dataclasses.asdict(lm.asked(requests)[0].settings) if requests else {})
+    return how | (dataclasses.asdict(lm.samples(requests)[0].settings) if requests else {})
 
 
 def summarize(keys: list[str], lm: EvaluatedModel) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _TEXTS = 256  # scored between two writes to the journal
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Sample:
     """One sample to decode."""
 
     key: str
@@ -150,10 +150,10 @@ class EvaluatedModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, each cut before its first stop string."""
-        asked, hosts = self.asked(requests), Hosts(self.model)
-        own = hosts.own_share(len(asked))
-        missing = [number for number in own if asked[number].key not in self.known]
-        some = [asked[number] for number in missing]
+        samples, hosts = self.samples(requests), Hosts(self.model)
+        own = hosts.own_share(len(samples))
+        missing = [number for number in own if samples[number].key not in self.known]
+        some = [samples[number] for number in missing]
         wanted = [self._request(a, number) for a, number in zip(some, missing, strict=True)]
 
         def is_over(at: int, tokens: list[int]) -> bool:
@@ -164,8 +164,8 @@ class EvaluatedModel(TemplateLM):
         for at, answer, seconds in _shown(generate(self.model, wanted, looking), len(wanted), "decoding"):
             self._keep(some[at].key, self._record(some[at], answer, seconds))
             self.cache_hook.add_partial("generate_until", requests[missing[at]].args, self.known[some[at].key]["text"])
-        records = hosts.exchange([self.known[asked[number].key] for number in own], len(asked))
-        self.known |= {a.key: record for a, record in zip(asked, records, strict=True)}  # with those of other hosts
+        records = hosts.exchange([self.known[samples[number].key] for number in own], len(samples))
+        self.known |= {a.key: record for a, record in zip(samples, records, strict=True)}  # with those of other hosts
         return [record["text"] for record in records]
 
     def check(self, requests: list[Instance]) -> None:
@@ -183,16 +183,16 @@ class EvaluatedModel(TemplateLM):
                 f"models: take tasks whose output_type is generate_until"
             )
         generated = [request for request in requests if request.request_type == "generate_until"]
-        wanted = [self._request(a, number) for number, a in enumerate(self.asked(generated))]
+        wanted = [self._request(a, number) for number, a in enumerate(self.samples(generated))]
         check_fits(self.model, wanted)
 
-    def _request(self, asked: Asked, number: int) -> Request:
-        return Request(asked.prompt, settings=asked.settings, noise=asked.noise, name=f"sample {number}")
+    def _request(self, sample: Sample, number: int) -> Request:
+        return Request(sample.prompt, settings=sample.settings, noise=sample.noise, name=f"sample {number}")
 
-    def asked(self, requests: list[Instance]) -> list[Asked]:
+    def samples(self, requests: list[Instance]) -> list[Sample]:
         """The sample to decode for each request; a repeated request gets another sample each time."""
         times: collections.Counter[str] = collections.Counter()
-        asked = []
+        samples = []
         for request in requests:
             context, options = request.args
             wanted = self._settings(request.task_name, options)
@@ -218,8 +218,8 @@ class EvaluatedModel(TemplateLM):
             ids = self.tok_encode(context)
             prompt = shorten(ids, settings, self._room)
             limit, is_cut = wanted["max_new_tokens"], len(prompt) < len(ids)
-            asked.append(Asked(key, prompt, settings, noise, Stops(tuple(until)), limit, is_cut))
-        return asked
+            samples.append(Sample(key, prompt, settings, noise, Stops(tuple(until)), limit, is_cut))
+        return samples
 
     def _settings(self, task: str, options: dict[str, Any]) -> dict[str, Any]:
         """Decode settings of a request: flags override the request's options, which override those of the task file."""
@@ -232,10 +232,10 @@ class EvaluatedModel(TemplateLM):
             values["temperature"] = float(values["temperature"] or 0)
         return values | self._flags
 
-    def _record(self, asked: Asked, answer: Answer, seconds: float) -> dict[str, Any]:
+    def _record(self, sample: Sample, answer: Answer, seconds: float) -> dict[str, Any]:
         """The record of an answer in the journal."""
-        tokens = answer.tokens[: asked.limit]
-        text, is_stopped = asked.until.cut(self._tokenizer.decode(tokens))
+        tokens = answer.tokens[: sample.limit]
+        text, is_stopped = sample.until.cut(self._tokenizer.decode(tokens))
         reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
         if is_stopped:  # what was decoded behind the stop string is of no use: nobody is credited with it
             tokens = tokens_of(text, tokens, self._tokenizer)
@@ -244,7 +244,7 @@ class EvaluatedModel(TemplateLM):
             "tokens": len(tokens),
             "forwards": answer.forwards,
             "finish_reason": reason,
-            "is_cut": asked.is_cut,
+            "is_cut": sample.is_cut,
             "seconds": round(seconds, 6),
             "host": jax.process_index(),
         }

@@ -35,17 +35,17 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: Completion, request: Request):
         _check_model(body.model, service)
-        wanted = await anyio.to_thread.run_sync(service.completion, body)
-        reply = Reply(service, body, "cmpl", "text_completion", wanted)
+        choices = await anyio.to_thread.run_sync(service.completion, body)
+        reply = Reply(service, body, "cmpl", "text_completion", choices)
         if body.stream:
             return await reply.stream(lambda text: {"text": text, "logprobs": None})
 
         async def fields(answers: list[Piece]) -> list[dict[str, Any]]:
-            echoed = await anyio.to_thread.run_sync(service.echoes, wanted) if body.echo else [""] * len(wanted)
-            scores: list[dict[str, Any] | None] = [None] * len(wanted)
+            echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
+            scores: list[dict[str, Any] | None] = [None] * len(choices)
             if body.logprobs is not None:
                 how = [piece.tokens for piece in answers], body.echo, bool(body.logprobs)
-                scores = await anyio.to_thread.run_sync(service.scores, wanted, *how, limiter=one_at_a_time)
+                scores = await anyio.to_thread.run_sync(service.scores, choices, *how, limiter=one_at_a_time)
             texts = [echo + piece.text for echo, piece in zip(echoed, answers, strict=True)]
             return [{"text": text, "logprobs": own} for text, own in zip(texts, scores, strict=True)]
 
@@ -54,16 +54,16 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chats(body: Chat, request: Request):
         _check_model(body.model, service)
-        wanted = await anyio.to_thread.run_sync(service.chat, body)
+        choices = await anyio.to_thread.run_sync(service.chat, body)
         if body.stream:
-            reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", wanted)
+            reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
             return await reply.stream(lambda text: {"delta": {"content": text} if text else {}}, begins_with_role=True)
 
         async def fields(answers: list[Piece]) -> list[dict[str, Any]]:
             messages = [{"role": "assistant", "content": piece.text} for piece in answers]
             return [{"message": message, "logprobs": None} for message in messages]
 
-        return await Reply(service, body, "chatcmpl", "chat.completion", wanted).whole(request, fields)
+        return await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields)
 
     # What lm-eval's local-completions asks to tokenize as the model does.
 

@@ -34,7 +34,7 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class _Asked(_Strict):
+class _Body(_Strict):
     """The fields that completions and chats share."""
 
     model: str | None = Field(None, description="The name in /v1/models, or nothing")
@@ -85,7 +85,7 @@ class _Asked(_Strict):
         return [text for text in stop if text] if stop else None  # every answer would end before an empty one
 
 
-class Completion(_Asked):
+class Completion(_Body):
     """The body of POST /v1/completions."""
 
     prompt: Any = Field(description="A text, token ids, or a list of either")
@@ -150,7 +150,7 @@ class TemplateArguments(_Strict):
     enable_thinking: bool = False
 
 
-class Chat(_Asked):
+class Chat(_Body):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=1024)

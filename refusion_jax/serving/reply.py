@@ -18,7 +18,7 @@ from refusion_jax.runtime.errors import UserError
 from refusion_jax.serving.engine import BusyError, Job
 from refusion_jax.serving.errors import error_body
 from refusion_jax.serving.protocol import Chat, Completion
-from refusion_jax.serving.service import Service, Wanted
+from refusion_jax.serving.service import Choice, Service
 from refusion_jax.serving.writer import Piece
 
 _BETWEEN_LOOKS = 0.2  # seconds between two checks of whether a client is still there
@@ -27,8 +27,8 @@ _BETWEEN_LOOKS = 0.2  # seconds between two checks of whether a client is still 
 class Reply:
     """The answer to one HTTP request: some choices, decoded side by side."""
 
-    def __init__(self, service: Service, body: Completion | Chat, prefix: str, kind: str, wanted: list[Wanted]):
-        self._service, self._body, self._wanted = service, body, wanted
+    def __init__(self, service: Service, body: Completion | Chat, prefix: str, kind: str, choices: list[Choice]):
+        self._service, self._body, self._choices = service, body, choices
         self._head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -37,7 +37,7 @@ class Reply:
         }
         self._pieces: asyncio.Queue[tuple[int, Piece | Exception, Answer | None]] = asyncio.Queue()
         self._jobs: list[Job] = []
-        self._tokens = [0] * len(wanted)  # of each answer so far
+        self._tokens = [0] * len(choices)  # of each answer so far
 
     def _submit(self, is_watched: bool) -> None:
         """Has the engine decode; pieces then arrive in the queue."""
@@ -47,7 +47,7 @@ class Reply:
             with contextlib.suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(self._pieces.put_nowait, item)
 
-        for number, one in enumerate(self._wanted):
+        for number, one in enumerate(self._choices):
             if one.request is None:
                 self._pieces.put_nowait((number, Piece("", [], "length", []), None))
             else:
@@ -56,7 +56,7 @@ class Reply:
 
     async def _arriving(self) -> AsyncIterator[tuple[int, Piece, Answer | None]]:
         """(number of the choice, piece, answer so far) until all choices are complete."""
-        missing = len(self._wanted)
+        missing = len(self._choices)
         while missing:
             number, piece, answer = await self._pieces.get()
             if isinstance(piece, Exception):
@@ -79,8 +79,8 @@ class Reply:
           request: whose client is waiting.
           fields: the whole answers -> the fields of each choice that hold them.
         """
-        said: list[list[Piece]] = [[] for _ in self._wanted]
-        ends: list[dict[str, Any]] = [{} for _ in self._wanted]
+        said: list[list[Piece]] = [[] for _ in self._choices]
+        ends: list[dict[str, Any]] = [{} for _ in self._choices]
 
         async def collect() -> None:
             async for number, piece, answer in self._arriving():
@@ -122,7 +122,7 @@ class Reply:
             return f"data: {json.dumps({**self._head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
 
         try:
-            for number, one in enumerate(self._wanted):
+            for number, one in enumerate(self._choices):
                 start = {"delta": {"role": "assistant", "content": ""}} if begins_with_role else None
                 if getattr(self._body, "echo", False):
                     start = fields(*self._service.echoes([one]))
@@ -149,7 +149,7 @@ class Reply:
         return fields
 
     def _usage(self) -> dict[str, int]:
-        given = sum(len(one.prompt) for one in self._wanted[:: self._body.n])
+        given = sum(len(one.prompt) for one in self._choices[:: self._body.n])
         return {
             "prompt_tokens": given,
             "completion_tokens": sum(self._tokens),
@@ -157,7 +157,7 @@ class Reply:
         }
 
 
-def _job(number: int, one: Wanted, service: Service, put: Callable, is_watched: bool) -> Job:
+def _job(number: int, one: Choice, service: Service, put: Callable, is_watched: bool) -> Job:
     """The job of one answer, whose pieces are put into a queue."""
     writer = service.writer(one)
 
@@ -169,6 +169,6 @@ def _job(number: int, one: Wanted, service: Service, put: Callable, is_watched: 
     return Job(one.request, report, lambda error: put((number, error, None)), is_watched or _ends_early(one))
 
 
-def _ends_early(one: Wanted) -> bool:
+def _ends_early(one: Choice) -> bool:
     """Whether fewer tokens are wanted than the decoder writes, which writes whole units."""
     return one.limit < sum(length for _, length, _ in one.request.gaps)

@@ -22,7 +22,7 @@ _OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "to
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class Choice:
     """One answer that a client wants."""
 
     prompt: list[int]
@@ -49,21 +49,21 @@ class Service:
         self._ends = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
         self._encoding = threading.Lock()  # a tokenizer is told for each call what special tokens mean to it
 
-    def completion(self, body: Completion) -> list[Wanted]:
+    def completion(self, body: Completion) -> list[Choice]:
         """The answers to a completion, n for each prompt.
 
         Raises:
           UserError: where a field cannot be served.
         """
         suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix"),)
-        wanted = []
+        choices = []
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
             ids = self.encode(prompt, name, begins=True) if isinstance(prompt, str) else prompt
-            wanted += self._answers(body, ids, prompt if isinstance(prompt, str) else None, name, suffix)
-        return wanted
+            choices += self._answers(body, ids, prompt if isinstance(prompt, str) else None, name, suffix)
+        return choices
 
-    def chat(self, body: Chat) -> list[Wanted]:
+    def chat(self, body: Chat) -> list[Choice]:
         """The answers to a conversation: n of them.
 
         Raises:
@@ -84,7 +84,7 @@ class Service:
 
     def _answers(
         self, body: Completion | Chat, ids: list[int], text: str | None, name: str, suffix: tuple[list[int], ...]
-    ) -> list[Wanted]:
+    ) -> list[Choice]:
         settings, limit = self._own_settings(body, len(ids))
         stops = Stops(tuple(body.stop or ()))
         request = None
@@ -94,7 +94,7 @@ class Service:
         else:
             self.engine.check_prompt(ids, name)
         requests = [request and dataclasses.replace(request, noise=number) for number in range(body.n)]
-        return [Wanted(ids, text, one, limit, stops) for one in requests]
+        return [Choice(ids, text, one, limit, stops) for one in requests]
 
     def _own_settings(self, body: Completion | Chat, given: int) -> tuple[Settings, int]:
         """(decode settings of a request with so many given tokens, the most tokens of its answer)."""
@@ -117,9 +117,9 @@ class Service:
         whole = max(-(-body.max_tokens // plain.multiple), 1) * plain.multiple
         return dataclasses.replace(plain, max_new_tokens=whole), body.max_tokens
 
-    def writer(self, wanted: Wanted) -> Writer:
+    def writer(self, choice: Choice) -> Writer:
         """What cuts its answer into pieces of text."""
-        return Writer(self.tokenizer, wanted.stops, wanted.limit)
+        return Writer(self.tokenizer, choice.stops, choice.limit)
 
     def encode(self, text: str, name: str, begins: bool = False) -> list[int]:
         """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.
@@ -159,17 +159,17 @@ class Service:
             raise UserError(f"tokens: hold an id outside 0 to {self.tokenizer.size - 1}")
         return self.tokenizer.decode(ids)
 
-    def echoes(self, wanted: Sequence[Wanted]) -> list[str]:
+    def echoes(self, choices: Sequence[Choice]) -> list[str]:
         """The prompts as text, as they were given where they were."""
-        return [self.tokenizer.decode(one.prompt) if one.text is None else one.text for one in wanted]
+        return [self.tokenizer.decode(one.prompt) if one.text is None else one.text for one in choices]
 
     def scores(
-        self, wanted: Sequence[Wanted], answers: Sequence[Sequence[int]], echo: bool, best: bool
+        self, choices: Sequence[Choice], answers: Sequence[Sequence[int]], echo: bool, best: bool
     ) -> list[dict[str, Any]]:
         """The `logprobs` of completions: of the prompt too where it is echoed, whose first token has none.
 
         Args:
-          wanted: with the prompts.
+          choices: with the prompts.
           answers: the tokens of each.
           echo: whether the prompts are part of the texts.
           best: whether to tell the most probable token of each place.
@@ -178,12 +178,12 @@ class Service:
           UserError: where the likelihood of a token is not known.
         """
         how = {"method": self._settings.method, "slot_size": getattr(self._settings, "slot_size", 1)}
-        prompts = [one.prompt for one in wanted]
+        prompts = [one.prompt for one in choices]
         given = [prompt if echo else [] for prompt in prompts]
         contexts = [prompt[:1] for prompt in given] + prompts
         scored = token_scores(self._model, contexts, [prompt[1:] for prompt in given] + [*answers], **how)
         firsts = [[None] * bool(prompt) for prompt in given]
-        parts = zip(given, answers, firsts, scored[: len(wanted)], scored[len(wanted) :], strict=True)
+        parts = zip(given, answers, firsts, scored[: len(choices)], scored[len(choices) :], strict=True)
         return [
             self._logprobs([*prompt, *answer], [*first, *of_prompt, *of_answer], best)
             for prompt, answer, first, of_prompt, of_answer in parts
