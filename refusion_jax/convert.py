@@ -6,8 +6,6 @@
 Tokenizer files are carried along. `generate` reads both kinds of directory as they are.
 """
 
-import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -20,10 +18,11 @@ from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.runtime import cli, flag_values, sharding
 from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import LARGEST_FILE, check_file, write_file
+from refusion_jax.runtime.storage import LARGEST_FILE, check_file
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.checkpoint_weights import save_params
 from refusion_jax.training.pretrained import find_objective, find_tokenizer, load_model
+from refusion_jax.training.workdir import write_model_config
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read")
 _TO = flags.DEFINE_string("to", None, "Directory to make")
@@ -55,7 +54,7 @@ def to_orbax(source: Path, target: Path, dtype: str, mask_token_id: int | None) 
         task = progress.add_task("reading", total=huggingface.count_tensors(config))
         params = huggingface.load_params(source, params, lambda: progress.advance(task))
     save_params(target, params)
-    write_file(target / "model.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    write_model_config(target, config, find_objective(source))
 
 
 def main() -> None:

@@ -116,12 +116,11 @@ def test_what_transformers_has_no_words_for_survives_both_directions(tmp_path):
     huggingface.save(load_model(source), source, objective="dream")
     (source / "tokenizer.model").write_bytes(tokenizer.model)
     run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/ours")
-    run("convert", "--format=huggingface", f"--from={source}", f"--to={tmp_path}/again")
+    run("convert", "--format=huggingface", f"--from={tmp_path}/ours", f"--to={tmp_path}/again")
     for path in (source, tmp_path / "ours", tmp_path / "again"):
         config = read_model_config(epath.Path(path))
         assert (config.shifted, config.block_size) == (True, 16)
         assert load_tokenizer(path).mask_id == config.mask_token_id == tokenizer.mask_id
-    for path in (source, tmp_path / "again"):
         assert choose_method(epath.Path(path), None) == "dream"
         with pytest.raises(UserError, match="was trained with objective=dream, which decodes with dream"):
             choose_method(epath.Path(path), "refusion")

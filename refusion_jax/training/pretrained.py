@@ -167,8 +167,7 @@ def find_objective(path: epath.Path) -> str | None:
     """The system that trained a model, where that is known; the path is as for `load_model`."""
     if huggingface.is_huggingface(path):
         return huggingface.read_objective(path)
-    run = find_step(path)[0]
-    return workdir.read_config(run).objective if (run / "config.json").exists() else None
+    return workdir.read_objective(find_step(path)[0])
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:

@@ -1,7 +1,7 @@
 """The directory of a run: its config, its tokenizer, and the shape of its model.
 
 DIR/config.json         the config the run was last started with
-DIR/model.json          the shape of the model, and what its token ids mean
+DIR/model.json          the shape of the model, and what its token ids mean; of a converted one, which system trained it
 DIR/tokenizer.model     the sentencepiece model, or the files of a Hugging Face tokenizer (tokenizer.json ...)
 DIR/checkpoints/STEP/   see checkpoints.py
 DIR/metrics.jsonl, DIR/tensorboard/, DIR/events.jsonl (where the time went), DIR/compilation_cache/
@@ -61,7 +61,7 @@ def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelCo
     if jax.process_index() == 0:
         for name, content in tokenizer.files.items():
             write_file(workdir / name, content)
-        write_file(workdir / "model.json", json.dumps(dataclasses.asdict(model), indent=2) + "\n")
+        write_model_config(workdir, model)
         write_file(workdir / "config.json", config.to_json(indent=2) + "\n")
 
 
@@ -81,6 +81,12 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     return config
 
 
+def write_model_config(workdir: epath.Path, model: ModelConfig, objective: str | None = None) -> None:
+    """Writes the shape of a model; and the system that trained it, where no config of a run says so."""
+    content = dataclasses.asdict(model) | ({"objective": objective} if objective else {})
+    write_file(workdir / "model.json", json.dumps(content, indent=2) + "\n")
+
+
 def read_model_config(workdir: epath.Path) -> ModelConfig:
     """The shape of a run's model.
 
@@ -88,4 +94,18 @@ def read_model_config(workdir: epath.Path) -> ModelConfig:
       UserError: where the file cannot be read.
     """
     path = workdir / "model.json"
-    return to_model_config(path, read_object(path))
+    content = read_object(path)
+    content.pop("objective", None)
+    return to_model_config(path, content)
+
+
+def read_objective(workdir: epath.Path) -> str | None:
+    """The system that trained the model of a run, or one that was converted, where that is known.
+
+    Raises:
+      UserError: where a file cannot be read.
+    """
+    if (workdir / "config.json").exists():
+        return read_config(workdir).objective
+    given = read_object(workdir / "model.json").get("objective")
+    return given if isinstance(given, str) else None
