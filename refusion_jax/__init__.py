@@ -8,7 +8,7 @@ _HOME = {
     "DecodeSettings": "refusion_jax.systems.api",
     "Decoded": "refusion_jax.systems.api",
     "Request": "refusion_jax.decoding.requests",
-    "UserError": "refusion_jax.runtime.errors",
+    "UserError": "refusion_jax.cli.errors",
     "decode": "refusion_jax.systems.api",
     "load_model": "refusion_jax.training.pretrained",
     "load_tokenizer": "refusion_jax.training.pretrained",
@@ -29,16 +29,16 @@ def __dir__() -> list[str]:
 
 
 def _explain(_: type, error: BaseException, __: object) -> None:
-    """Ends a command that cannot be imported as `cli.guard` ends one that runs: JAX reads the environment then."""
-    from refusion_jax.runtime import cli
-    from refusion_jax.runtime.errors import UserError, first_line
+    """Ends a command that cannot be imported as `command.guard` ends one that runs: JAX reads the environment then."""
+    from refusion_jax.cli import command
+    from refusion_jax.cli.errors import UserError, first_line
 
     def main() -> None:
         if isinstance(error, ValueError):  # nothing but the environment has values then
             raise UserError(f"a variable of the environment: {first_line(error)}") from error
         raise error
 
-    cli.guard(main)
+    command.guard(main)
 
 
 if sys.argv[:1] == ["-m"]:  # as it is while `python -m refusion_jax.COMMAND` looks for the command

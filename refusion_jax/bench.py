@@ -13,9 +13,9 @@ import sys
 from absl import flags
 
 from refusion_jax.benchmarks import __path__ as place
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.flagfiles import with_flagfiles
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.flagfiles import with_flagfiles
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(place) if not module.name.startswith("_"))
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     if not argv:
         raise UserError(f"bench: name a benchmark, one of {', '.join(NAMES)}; --help explains")
     name, *rest = argv
-    if name in cli.HELP_FLAGS:
+    if name in command.HELP_FLAGS:
         print(f"{__doc__.strip()}\n\nbench NAME --help explains the flags of each: {', '.join(NAMES)}.")
         return
     if name not in NAMES:
@@ -37,8 +37,8 @@ def main(argv: list[str]) -> None:
     benchmark = importlib.import_module(f"refusion_jax.benchmarks.{name}")
     own = flags.FlagValues()
     benchmark.define_flags(own)
-    if cli.HELP_FLAGS & set(rest):
-        print(cli.help_page(benchmark.__doc__, [own[flag] for flag in own]))
+    if command.HELP_FLAGS & set(rest):
+        print(command.help_page(benchmark.__doc__, [own[flag] for flag in own]))
         return
     if unexpected := own([f"bench {name}", *rest])[1:]:
         raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
@@ -53,4 +53,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    cli.guard(run)
+    command.guard(run)

@@ -14,11 +14,12 @@ import jax
 from absl import flags
 from rich.progress import Progress
 
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.storage import LARGEST_FILE, check_file
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.runtime import cli, flag_values, sharding
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import LARGEST_FILE, check_file
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.checkpoint_weights import save_params
 from refusion_jax.training.pretrained import find_objective, find_tokenizer, load_model
@@ -90,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command.run(main)

@@ -25,16 +25,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
 
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import read_object
 from refusion_jax.config import check, explained, names
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import read_object
 from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.events import FILE, account, read_events, read_log
 from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
 from refusion_jax.training.metrics import read_metrics
 
-_CONFIG = cli.define_config("Config file; its flags go to `train`")
+_CONFIG = command.define_config("Config file; its flags go to `train`")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for both runs; new, or that of a drill before")
 _COUNT = flags.DEFINE_integer("faults", 12, "How many faults strike", 1, 100_000)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the kinds of faults and their moments")
@@ -193,4 +193,4 @@ def drill(straight: Subject, faulty: Subject, kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, lambda: explained(_CONFIG.value), names)
+    command.run(main, lambda: explained(_CONFIG.value), names)

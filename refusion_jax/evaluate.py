@@ -33,17 +33,17 @@ import jax
 from absl import flags
 from etils import epath
 
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.extras import needs
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.prepared import PreparedRows
+from refusion_jax.distributed.processes import together
+from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.huggingface import is_huggingface
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.distributed import together
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.extras import needs
-from refusion_jax.runtime.sharding import make_mesh
-from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import system_of
 from refusion_jax.training import heldout
@@ -79,7 +79,7 @@ _DRAWS = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices of a host", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = cli.define_settings(all_settings(), "decode", defaults={"max_new_tokens": "the task's, or 256"})
+_SETTINGS = command.define_settings(all_settings(), "decode", defaults={"max_new_tokens": "the task's, or 256"})
 _OF_TASKS = (_INCLUDE, _TASK_DATA, _FEWSHOT, _CHAT, _THINKING, _EXECUTE, _UNSAFE)
 _OF_SCORING = ("method", "weights", "slot_size", "seed")  # settings of decoding that the likelihood has, too
 
@@ -121,7 +121,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         raise UserError(
             f"--data={data}: was made with another tokenizer than that of {checkpoint}; prepare it with that"
         )
-    model = load_model(checkpoint, _DTYPE.value, _mesh(), cli.given(_SETTINGS).get("weights", "same"))
+    model = load_model(checkpoint, _DTYPE.value, _mesh(), command.given(_SETTINGS).get("weights", "same"))
     measured = {}
     if is_own:
         config = read_config(find_step(checkpoint)[0])
@@ -139,19 +139,19 @@ def check_scoring_alone() -> None:
       UserError: naming the first.
     """
     useless = [flag.name for flag in _OF_TASKS if flag.present]
-    useless += [f"decode.{name}" for name in cli.given(_SETTINGS) if name not in _OF_SCORING]
+    useless += [f"decode.{name}" for name in command.given(_SETTINGS) if name not in _OF_SCORING]
     if useless:
         raise UserError(f"--{useless[0]}: is of no use with --data, whose text is scored, not decoded")
 
 
 def _method(checkpoint: epath.Path) -> str:
     """The decoder that the flags name, or that the model was trained for."""
-    return choose_method(checkpoint, cli.given(_SETTINGS).get("method"))
+    return choose_method(checkpoint, command.given(_SETTINGS).get("method"))
 
 
 def _scoring() -> dict:
     """How the flags have the likelihood computed."""
-    asked = {name: value for name, value in cli.given(_SETTINGS).items() if name in ("slot_size", "seed")}
+    asked = {name: value for name, value in command.given(_SETTINGS).items() if name in ("slot_size", "seed")}
     return asked | {"order": _ORDER.value, "draws": _DRAWS.value}
 
 
@@ -182,7 +182,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     has_template = tokenizer.has_chat_template
     if _CHAT.value and not has_template:
         raise UserError(f"--chat: the tokenizer of {checkpoint} has no chat template")
-    asked = {name: value for name, value in cli.given(_SETTINGS).items() if name != "method"}
+    asked = {name: value for name, value in command.given(_SETTINGS).items() if name != "method"}
     check_settings(method, asked)
     settings = DecodeSettings(method, **asked)
     tasks = benchmark.load_tasks(plan)
@@ -230,4 +230,4 @@ def write_results(output: Path, results: dict) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command.run(main)

@@ -43,18 +43,18 @@ from etils import epath
 from rich.console import Console
 from rich.progress import track
 
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.settings import declared, scope
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
 from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
+from refusion_jax.distributed.compiled_code import keep_for_user
+from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.storage import absolute, is_remote, open_patiently, write_file
 from refusion_jax.model.huggingface import is_huggingface
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.compiled_code import keep_for_user
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.settings import declared, scope
-from refusion_jax.runtime.sharding import make_mesh
-from refusion_jax.runtime.storage import absolute, is_remote, open_patiently, write_file
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 from refusion_jax.training.checkpoint_directory import find_step
@@ -75,17 +75,17 @@ _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begin
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = cli.define_settings(all_settings(), "decode")
+_SETTINGS = command.define_settings(all_settings(), "decode")
 
 
 def useless_flags() -> list[str]:
     """Flags of settings that the chosen decoder does not have; of those it has, the help becomes its own."""
-    method = cli.given(_SETTINGS).get("method")
+    method = command.given(_SETTINGS).get("method")
     if _CHECKPOINT.value:
         method = choose_method(epath.Path(_CHECKPOINT.value), method)
     own = declared(find_decoder(method or decoders_for(default_system().name)[0]).settings)
     for name in own:
-        flags.FLAGS[f"decode.{name}"].help = cli.explained(own[name])
+        flags.FLAGS[f"decode.{name}"].help = command.explained(own[name])
     return [f"decode.{name}" for name in _SETTINGS if name not in own]
 
 
@@ -198,7 +198,7 @@ def main() -> None:
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")
-    given = cli.given(_SETTINGS)
+    given = command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
     settings = DecodeSettings(**given)
@@ -279,4 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, hidden=useless_flags)
+    command.run(main, hidden=useless_flags)

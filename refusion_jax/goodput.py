@@ -8,8 +8,8 @@ import json
 from absl import flags
 from etils import epath
 
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import UserError
 from refusion_jax.training import events
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run")
@@ -28,4 +28,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command.run(main)

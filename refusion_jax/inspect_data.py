@@ -16,15 +16,15 @@ from etils import epath
 from rich.console import Console
 
 from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, default_config, explained, names
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.training.inspection import corrupted, show_row, training_batch, verify
 
-_CONFIG = cli.define_config("Config file of the training, such as configs/quickstart.py")
+_CONFIG = command.define_config("Config file of the training, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run of that config, for its tokenizer; without one it is trained again"
 )
@@ -74,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, lambda: explained(_CONFIG.value), names)
+    command.run(main, lambda: explained(_CONFIG.value), names)

@@ -24,19 +24,19 @@ import ml_collections
 from absl import flags
 from rich.console import Console
 
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, explained, names
 from refusion_jax.decoding.recording import read_recording
+from refusion_jax.distributed.chips import find_chip
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.feeds_report import feeds_table, plan_feeds
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
 from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.chips import find_chip
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import decoders_for
 
-_CONFIG = cli.define_config("Config file, such as configs/refusion_8b.py")
+_CONFIG = command.define_config("Config file, such as configs/refusion_8b.py")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
 _SLICES = flags.DEFINE_integer(
     "slices",
@@ -56,7 +56,7 @@ _MEMORY_ONLY = flags.DEFINE_bool(
 )
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows a forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
-_DECODE = cli.define_settings(all_settings(), "decode")
+_DECODE = command.define_settings(all_settings(), "decode")
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
         recordings = {file: read_recording(file, "feeds") for file in _FEEDS.value}
         show_feeds(plan_feeds(config, topology, slices, recordings))
     elif _WHAT.value == "decode":
-        given = cli.given(_DECODE)
+        given = command.given(_DECODE)
         method = given.setdefault("method", decoders_for(config.objective)[0])
         check_settings(method, given)
         settings = DecodeSettings(**given)
@@ -105,7 +105,7 @@ def check_use() -> None:
     """
     others = (flags.FLAGS[name] for name in ("what", "feeds", "rows_per_chip", "search", "memory_only"))
     given = {flag.name for flag in others if flag.value != flag.default}
-    given |= {f"decode.{name}" for name in cli.given(_DECODE)}
+    given |= {f"decode.{name}" for name in command.given(_DECODE)}
     settings = {f"decode.{name}" for name in _DECODE}
     batch = {"rows_per_chip", "search"}
     if _HLO.value is not None:
@@ -186,4 +186,4 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
 
 if __name__ == "__main__":
     prepare_environment()
-    cli.run(main, lambda: explained(_CONFIG.value), names)
+    command.run(main, lambda: explained(_CONFIG.value), names)

@@ -20,14 +20,14 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.companions import missing
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
 from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.metrics import read_metrics
@@ -37,7 +37,7 @@ from refusion_jax.training.workdir import read_config
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
 _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", 3, 100_000)
 _DEFAULTS = {"batch_size": 1}
-_SETTINGS = cli.define_settings(
+_SETTINGS = command.define_settings(
     {name: own for name, own in all_settings().items() if name not in ("method", "max_new_tokens")},
     "decode",
     defaults=_DEFAULTS,
@@ -162,11 +162,11 @@ def main() -> None:
     if seconds is None:
         raise UserError(f"--workdir={workdir}: holds no metrics.jsonl of a training run")
     problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
-    given = _DEFAULTS | cli.given(_SETTINGS)
+    given = _DEFAULTS | command.given(_SETTINGS)
     figures, settings, decoded = report(workdir, seconds, problems, given, started)
     show(figures, problems, decoded, load_tokenizer(workdir), settings.unit)
     write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command.run(main)

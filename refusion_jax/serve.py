@@ -23,11 +23,11 @@ import jax
 from absl import flags
 from etils import epath
 
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.compiled_code import keep_for_user
-from refusion_jax.runtime.errors import Failure, UserError, first_line
-from refusion_jax.runtime.extras import needs
-from refusion_jax.runtime.sharding import make_mesh
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import Failure, UserError, first_line
+from refusion_jax.cli.extras import needs
+from refusion_jax.distributed.compiled_code import keep_for_user
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.training.pretrained import choose_method, load_for, load_tokenizer, read_model_config
 
@@ -45,7 +45,7 @@ _CACHE = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
 _TENSOR = flags.DEFINE_integer("mesh.tensor", 1, "Split heads and weights over this many devices", lower_bound=1)
-_SETTINGS = cli.define_settings(
+_SETTINGS = command.define_settings(
     all_settings(),
     "decode",
     defaults={
@@ -70,7 +70,7 @@ def main() -> None:
         from refusion_jax.serving.engine import Engine
         from refusion_jax.serving.service import Service
     checkpoint = epath.Path(_CHECKPOINT.value)
-    given = cli.given(_SETTINGS)
+    given = command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
     config, tokenizer = read_model_config(checkpoint), load_tokenizer(checkpoint)
@@ -97,7 +97,7 @@ def main() -> None:
     try:
         engine.start(failed=lambda: setattr(server, "should_exit", True))
         if not engine.failure:
-            cli.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            command.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             server.run(sockets=[listening])
     finally:
         engine.close()
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command.run(main)

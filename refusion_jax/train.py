@@ -28,22 +28,23 @@ import ml_collections
 from absl import flags
 from etils import epath
 
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.extras import needs
 from refusion_jax.config import check, check_mesh, explained, make_objective, names
 from refusion_jax.config.model import model_config
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import epochs, global_batches
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.compiled_code import keep_compiled
+from refusion_jax.distributed.owner import check_vacant, owned
+from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, ToldToGo
+from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
+from refusion_jax.distributed.profiling import Profile
+from refusion_jax.distributed.storage import LogDirectory
+from refusion_jax.distributed.watchdog import Watchdog
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime import cli, sharding
-from refusion_jax.runtime.compiled_code import keep_compiled
-from refusion_jax.runtime.distributed import all_agree, check_same, check_shared, together
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.extras import needs
-from refusion_jax.runtime.owner import check_vacant, owned
-from refusion_jax.runtime.preemption import EXIT_CODE, Preemption, ToldToGo
-from refusion_jax.runtime.profiling import Profile
-from refusion_jax.runtime.storage import LogDirectory
-from refusion_jax.runtime.watchdog import Watchdog
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training import events, recovery
 from refusion_jax.training.checkpoint_directory import is_complete, saved_steps
@@ -56,7 +57,7 @@ from refusion_jax.training.recovery import Health, LeftOut, leave_out
 from refusion_jax.training.train_step import TrainState, init_state, wide_to_int
 from refusion_jax.training.workdir import check_same_run, claim
 
-_CONFIG = cli.define_config("Config file, such as configs/quickstart.py")
+_CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
@@ -301,7 +302,7 @@ def fresh_state(run: Run) -> TrainState:
 def say(line: str) -> None:
     """Prints on one host only."""
     if jax.process_index() == 0:
-        cli.say(line)
+        command.say(line)
 
 
 def main() -> None:
@@ -314,4 +315,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, lambda: explained(_CONFIG.value), names)
+    command.run(main, lambda: explained(_CONFIG.value), names)

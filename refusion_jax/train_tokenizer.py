@@ -10,15 +10,15 @@ from pathlib import Path
 
 from absl import flags
 
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config
 from refusion_jax.data.dataset import corpus
 from refusion_jax.data.packing import usable
 from refusion_jax.data.pieces import find_files
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.distributed.storage import write_file
 
 _INPUT = flags.DEFINE_string("input", None, "What `train` takes as --config.data.path: a file, a glob, stdlib ...")
 _OUTPUT = flags.DEFINE_string("output", None, "The model file to write")
@@ -54,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command.run(main)

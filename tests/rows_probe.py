@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from refusion_jax.batch.rows import noise_keys
 from refusion_jax.data.loader import global_batches
 from refusion_jax.data.packing import PackedRows
-from refusion_jax.runtime import distributed, sharding
+from refusion_jax.distributed import processes, sharding
 
 BATCH, LENGTH = 16, 8
 MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "sequence": 2}, {"tensor": 8}, {"sequence": 8}]
@@ -48,7 +48,7 @@ def digest(mesh: dict[str, int], first: int, last: int) -> str:
 
 
 if __name__ == "__main__":
-    distributed.initialize()
+    processes.initialize()
     digests = [digest(mesh, 2, 5) for mesh in MESHES]
     if jax.process_index() == 0:
         print(json.dumps({"processes": jax.process_count(), "digests": digests}))

@@ -10,9 +10,9 @@ from conftest import PROMPTS, settings, sharp_model
 from flax import nnx
 
 from refusion_jax import decode
+from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.transformer import logical_axes
-from refusion_jax.runtime.sharding import make_mesh, sharding
 
 V, D = 64, 16
 

@@ -16,9 +16,9 @@ from refusion_jax.decoding import memory, running_batch
 from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.decoding.stops import Stops
+from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.evaluation.generation import check_fits, generate, settle, shorten
 from refusion_jax.model.transformer import KeyValues, logical_axes
-from refusion_jax.runtime.sharding import make_mesh, sharding
 from refusion_jax.systems.api import decoder_for, stream
 
 

@@ -7,10 +7,10 @@ import statistics
 import pytest
 from conftest import run
 
+from refusion_jax.distributed.chips import CHIPS, find_chip
 from refusion_jax.planning import calibration
 from refusion_jax.planning.calibration import calibrate, left_out_errors, read_runs
 from refusion_jax.planning.compiler import prepare_environment
-from refusion_jax.runtime.chips import CHIPS, find_chip
 
 RUNS = read_runs()
 

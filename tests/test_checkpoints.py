@@ -20,9 +20,9 @@ from flax import nnx
 
 from refusion_jax import UserError
 from refusion_jax.benchmarks import save as save_benchmark
+from refusion_jax.cli.errors import Failure
+from refusion_jax.distributed import checksums, sharding
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.runtime import checksums, sharding
-from refusion_jax.runtime.errors import Failure
 from refusion_jax.training import checkpoints as checkpoints_module
 from refusion_jax.training.checkpoint_directory import TEMPORARY, find_step, is_complete, saved_steps
 from refusion_jax.training.checkpoint_weights import restore_params

@@ -9,8 +9,8 @@ import pytest
 from conftest import start
 
 from refusion_jax import UserError
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import Failure, SettingError
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import Failure, SettingError
 
 
 def ended(error, capsys) -> tuple[int, str]:
@@ -18,7 +18,7 @@ def ended(error, capsys) -> tuple[int, str]:
         raise error
 
     with pytest.raises(SystemExit) as end:
-        cli.guard(main)
+        command.guard(main)
     return end.value.code, capsys.readouterr().err
 
 
@@ -58,8 +58,8 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(capsys
 
 @pytest.mark.parametrize("path", ["", "x" * 256, "a/" * 2048, "\udcff" * 300])
 def test_what_can_be_no_path_is_refused_by_its_flag(path):
-    values = cli.flags.FlagValues()
-    cli.flags.DEFINE_string("workdir", None, "", flag_values=values)
+    values = command.flags.FlagValues()
+    command.flags.DEFINE_string("workdir", None, "", flag_values=values)
     values(["program", f"--workdir={path}"])
     with pytest.raises(UserError, match="--workdir=.*: is (empty|too long for a path)"):
         flag_values.check_values(values)
@@ -101,6 +101,6 @@ def test_a_directory_that_is_gone_is_said_to_be(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(SystemExit) as end:
-        cli.guard(lambda: flag_values.check_output("output", Path("x")))
+        command.guard(lambda: flag_values.check_output("output", Path("x")))
     assert end.value.code == 2
     assert capsys.readouterr().err == "error: the directory that this was started in is not there any more\n"

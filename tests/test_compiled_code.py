@@ -6,7 +6,7 @@ import jax
 import pytest
 from etils import epath
 
-from refusion_jax.runtime.compiled_code import find_danger, keep_compiled
+from refusion_jax.distributed.compiled_code import find_danger, keep_compiled
 
 
 def test_a_directory_of_ones_own_is_trusted_and_one_that_others_can_write_is_not(tmp_path):

@@ -8,12 +8,12 @@ from conftest import config_with, tiny_config
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, config
+from refusion_jax.cli.settings import declared
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding.requests import prepare
+from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.settings import declared
 from refusion_jax.systems.api import all_settings
 from refusion_jax.systems.registry import decoders, trainable
 

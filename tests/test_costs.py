@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from refusion_jax.distributed.chips import Calibration, find_chip
 from refusion_jax.planning.costs import GATHER_BY_SUM, Collective, Costs, Operation, count, keys_seen
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.planning.hlo import parse
-from refusion_jax.runtime.chips import Calibration, find_chip
 
 LOOP = """
 HloModule loop

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from refusion_jax.distributed import sharding
 from refusion_jax.model import cross_entropy as ce
 from refusion_jax.model.cross_entropy import linear_cross_entropy
-from refusion_jax.runtime import sharding
 
 B, T, D, V = 8, 12, 16, 100
 

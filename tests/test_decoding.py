@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.queue import Answer, read_answer
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.runtime.chips import free_tokens
+from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.systems.refusion import decoder as slot_decoder
 from refusion_jax.systems.refusion.decoder import PlanAndInfill

@@ -13,8 +13,8 @@ import pytest
 import rows_probe
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
 
-from refusion_jax.runtime import distributed
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed import processes
 from refusion_jax.training import events
 from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
@@ -306,4 +306,4 @@ def test_an_environment_that_names_only_some_peers_is_refused(monkeypatch, varia
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=said):
-        distributed.initialize()
+        processes.initialize()

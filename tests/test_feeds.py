@@ -12,10 +12,10 @@ from conftest import BOS, PROMPTS, run, settings, sharp_model, tiny_config
 from refusion_jax import UserError
 from refusion_jax.decoding.recording import Answers, Feeds, Forwards, Prefills, Recorder, Recording, read_recording
 from refusion_jax.decoding.requests import prepare
+from refusion_jax.distributed.chips import find_chip
+from refusion_jax.distributed.sharding import MESH_AXES
 from refusion_jax.planning.feeds import BATCH_SIZES, Target, Workload, forward_costs, price
 from refusion_jax.planning.feeds_report import price_all
-from refusion_jax.runtime.chips import find_chip
-from refusion_jax.runtime.sharding import MESH_AXES
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import decoders, find_decoder
 

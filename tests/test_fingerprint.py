@@ -13,9 +13,9 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 
 from refusion_jax.decoding.companions import with_companions
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.evaluation.harness import EvaluatedModel, fingerprint
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.sharding import make_mesh
 
 
 def altered(model, change):

@@ -6,7 +6,7 @@ import pytest
 from conftest import run
 
 from refusion_jax import UserError
-from refusion_jax.runtime.flagfiles import with_flagfiles
+from refusion_jax.cli.flagfiles import with_flagfiles
 
 
 @pytest.fixture

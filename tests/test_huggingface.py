@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
+from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.runtime import sharding
 from refusion_jax.training.pretrained import choose_method, read_model_config
 
 SHAPES = {

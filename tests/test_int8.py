@@ -13,9 +13,9 @@ from test_golden import SHIPPED
 from refusion_jax import decode, load_model
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import prepare
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.int8 import Int8Array, widened
-from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.systems import registry
 
 QUICK = ("ar",)  # the others compile for minutes together

@@ -7,8 +7,8 @@ import resource
 import pytest
 
 from refusion_jax import UserError
+from refusion_jax.cli.errors import Failure
 from refusion_jax.decoding.journal import Journal
-from refusion_jax.runtime.errors import Failure
 
 CALL = {"model": "a", "prompts": "b", "settings": "c"}
 ANSWERS = [{"id": i, "text": "\u2028" * i} for i in range(5)]

@@ -6,7 +6,7 @@ import pytest
 
 from refusion_jax.data.loader import global_batches
 from refusion_jax.data.packing import PackedRows
-from refusion_jax.runtime import sharding
+from refusion_jax.distributed import sharding
 
 ROWS, BATCH, LENGTH = 20, 8, 4
 

@@ -7,8 +7,8 @@ from conftest import causal, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax.batch.visibility import CAUSAL
+from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.model import flops
-from refusion_jax.runtime.chips import peak_flops
 from refusion_jax.training.metrics import read_metrics
 
 

@@ -12,7 +12,7 @@ from etils import epath
 from test_preemption import wait_for_steps
 
 from refusion_jax import UserError
-from refusion_jax.runtime import owner
+from refusion_jax.distributed import owner
 
 
 def test_a_second_owner_is_refused_until_the_first_leaves(tmp_path):
@@ -27,7 +27,7 @@ def test_a_second_owner_is_refused_until_the_first_leaves(tmp_path):
 
 
 def test_a_killed_owner_on_this_machine_is_followed_at_once(tmp_path):
-    program = f"from refusion_jax.runtime import owner; owner.acquire(owner.epath.Path({str(tmp_path)!r}))"
+    program = f"from refusion_jax.distributed import owner; owner.acquire(owner.epath.Path({str(tmp_path)!r}))"
     program += "; print(1, flush=True); import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     process.stdout.readline()

@@ -10,11 +10,11 @@ from test_visibility import TwoStreams
 
 from refusion_jax.batch.folding import fold, fold_visibility, unfold
 from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, BlockCausal, Pattern, Visibility
+from refusion_jax.distributed import sharding
 from refusion_jax.model.attention import attention
 from refusion_jax.model.packed_attention import backend_for, packed_attention
 from refusion_jax.model.splash import splash_attention
 from refusion_jax.model.triton import triton_attention
-from refusion_jax.runtime import sharding
 
 B, T, N, K, H = 4, 256, 4, 2, 128
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from refusion_jax import UserError
-from refusion_jax.runtime.peers import roll_call
+from refusion_jax.distributed.peers import roll_call
 
 
 def free_port() -> int:
@@ -60,7 +60,7 @@ def connect(port):
 
 LEAVER = """
 import sys, threading
-from refusion_jax.runtime.peers import roll_call
+from refusion_jax.distributed.peers import roll_call
 peers = roll_call(sys.argv[1], 3, 2, 60)
 for thread in threading.enumerate():
     if thread.name == "peers":
@@ -103,7 +103,7 @@ def test_a_port_in_use_is_refused_at_once():
 
 SURVIVOR = """
 import os, sys, time
-from refusion_jax.runtime.peers import roll_call
+from refusion_jax.distributed.peers import roll_call
 peers = roll_call(sys.argv[1], 3, int(sys.argv[2]), 60)
 print("there", flush=True)
 if sys.argv[2] == sys.argv[4]:
@@ -141,7 +141,9 @@ def test_one_that_dies_or_fails_is_named_by_all_others_which_leave(victim, how, 
 
 
 def test_a_process_that_hangs_shows_its_stacks_and_leaves_to_be_started_again():
-    program = "import time; from refusion_jax.runtime.watchdog import Watchdog; dog = Watchdog(0.005); dog.alive(7)\n"
+    program = (
+        "import time\nfrom refusion_jax.distributed.watchdog import Watchdog\ndog = Watchdog(0.005); dog.alive(7)\n"
+    )
     program += "def stuck():\n    time.sleep(60)\nstuck()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75
@@ -150,7 +152,7 @@ def test_a_process_that_hangs_shows_its_stacks_and_leaves_to_be_started_again():
 
 
 def test_what_gives_no_sign_of_life_may_take_longer():
-    program = "import time; from refusion_jax.runtime.watchdog import Watchdog; dog = Watchdog(0.005)\n"
+    program = "import time; from refusion_jax.distributed.watchdog import Watchdog; dog = Watchdog(0.005)\n"
     program += "with dog.paused():\n    time.sleep(2)\nprint('done')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "done\n")

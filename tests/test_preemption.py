@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from test_train import computed
 
-from refusion_jax.runtime import preemption
+from refusion_jax.distributed import preemption
 from refusion_jax.training import events
 from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
@@ -76,7 +76,7 @@ IN_A_FINALIZER = "type('Dying', (), {'__del__': lambda _: os.kill(os.getpid(), 1
 
 @pytest.mark.parametrize("moment", [IN_A_CALLBACK, IN_A_FINALIZER])
 def test_a_signal_is_heard_where_python_drops_exceptions(moment):
-    program = "import gc, os, time; from refusion_jax.runtime.preemption import Preemption; Preemption();"
+    program = "import gc, os, time; from refusion_jax.distributed.preemption import Preemption; Preemption();"
     command = [sys.executable, "-c", f"{program} {moment}; time.sleep(60)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == preemption.EXIT_CODE, done.stderr

@@ -27,7 +27,7 @@ from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.rows import check_row, decode_row, encode_row
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
-from refusion_jax.runtime.cores import available_cores
+from refusion_jax.distributed.cores import available_cores
 
 FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
 REFUSING = (

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from local_task import task_writer
 
 from refusion_jax import DecodeSettings, Request, decode, load_model, load_tokenizer, log_likelihood
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import token_scores
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.serving.address import listen
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
 from refusion_jax.serving.errors import LARGEST_BODY

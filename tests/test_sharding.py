@@ -14,8 +14,8 @@ from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import noise_keys
 from refusion_jax.config import default_config, make_objective
 from refusion_jax.config.model import model_config
+from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.runtime import sharding
 from refusion_jax.training.program import train_program
 
 ONES = dict.fromkeys(sharding.MESH_AXES, 1)

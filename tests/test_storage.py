@@ -13,8 +13,8 @@ from object_store import ObjectStore
 from test_readme import tiny_qwen3
 
 from refusion_jax import UserError
-from refusion_jax.runtime import storage
-from refusion_jax.runtime.json_input import read_lines
+from refusion_jax.cli.json_input import read_lines
+from refusion_jax.distributed import storage
 from refusion_jax.training import events
 
 COMPUTED = ("step", "loss", "grad_norm", "tokens")

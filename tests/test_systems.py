@@ -17,12 +17,12 @@ from refusion_jax import UserError, decode
 from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.masking import PADDING
 from refusion_jax.batch.rows import Rows
+from refusion_jax.cli.settings import setting
 from refusion_jax.config import make_objective
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import logical_axes
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.settings import setting
 from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.training.train_step import init_state, make_train_step, state_shardings

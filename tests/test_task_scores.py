@@ -12,7 +12,7 @@ from local_task import GENERATE, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.config import check
-from refusion_jax.runtime.sharding import make_mesh
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.program import train_program
 from refusion_jax.training.task_scores import TaskScores

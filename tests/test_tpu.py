@@ -16,12 +16,12 @@ from conftest import ROOT, causal, run
 from test_config import load
 
 from refusion_jax import UserError
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.chips import find_chip
 from refusion_jax.model.splash import splash_attention
 from refusion_jax.planning.compiler import prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_train
 from refusion_jax.planning.search import fix_for, search
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.chips import find_chip
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 pytestmark = [

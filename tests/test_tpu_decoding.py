@@ -11,13 +11,13 @@ from test_tpu import config_of, pytestmark  # noqa: F401  the marks are for the 
 
 from refusion_jax import DecodeSettings
 from refusion_jax.config.model import model_config
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.chips import find_chip, free_tokens
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import compile_program, prepare_environment
 from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.feeds import Load, Target, forward_costs
 from refusion_jax.planning.programs import lower_decode
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.chips import find_chip, free_tokens
 
 ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block behind the text; all rows plan the next, too
 

@@ -10,8 +10,8 @@ from conftest import MASK, tiny_config
 from flax import nnx
 
 from refusion_jax.config import default_config, make_objective
+from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.runtime import sharding
 from refusion_jax.systems.refusion import slots
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
 
 from refusion_jax.batch.rows import Rows, document_start, keys_for, row_index, text_positions
-from refusion_jax.runtime.settings import Setting
+from refusion_jax.cli.settings import Setting
 
 # The config key of `pad_answers`, for systems whose decoders fill more masks than the answer has tokens.
 PADDING = Setting(

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Problem
-from refusion_jax.runtime.errors import UserError
 
 MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 

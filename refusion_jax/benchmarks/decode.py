@@ -33,17 +33,17 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import feeds
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.running_batch import batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import SettingError, UserError
-from refusion_jax.runtime.sharding import shard_count
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_model
@@ -80,7 +80,7 @@ def define_flags(own: flags.FlagValues) -> None:
 def define_shared(own: flags.FlagValues) -> None:
     """The flags --decode.NAME of what all ways share; --way names the method, and --batch_sizes the sizes."""
     shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
-    cli.define_settings(shared, "decode", own, _DEFAULTS)
+    command.define_settings(shared, "decode", own, _DEFAULTS)
 
 
 def read_shared(own: flags.FlagValues) -> dict[str, Any]:

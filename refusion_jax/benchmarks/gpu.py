@@ -31,16 +31,16 @@ from refusion_jax.benchmarks import _markdown as markdown
 from refusion_jax.benchmarks import authors
 from refusion_jax.benchmarks import decode as decoding
 from refusion_jax.benchmarks import train as training
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
+from refusion_jax.distributed.chips import peak_flops
+from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.attention import attention
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.triton import triton_attention
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.chips import peak_flops
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.sharding import make_mesh
-from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_model
@@ -95,7 +95,7 @@ def main(own: flags.FlagValues) -> None:
             records.append(record | {"benchmark": "gpu", "part": part.name})
             print(json.dumps(records[-1]), flush=True)
         write_file(Path(own.output) / "results.json", json.dumps(head | {"records": records}, indent=2) + "\n")
-    write_file(Path(own.output) / "section.md", section(head, records, cli.as_written("bench gpu", own)))
+    write_file(Path(own.output) / "section.md", section(head, records, command.as_written("bench gpu", own)))
 
 
 def parts(own: flags.FlagValues) -> list[Part]:

@@ -20,10 +20,10 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.batch.batch import Batch, is_labelled
+from refusion_jax.cli import flag_values
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.layers import head_product
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import flag_values
 from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.pretrained import load_model

@@ -5,9 +5,9 @@
 
 For each run it prints the published step time (plus the time of what our remat policy recomputes and theirs does not),
 our estimate for the same shape and chips before calibration, their ratio, and the error of predicting the run from the
-others of its generation. The factor and spread of each generation follow; refusion_jax/runtime/chips.py holds them for
-`plan`. The counts of our programs are stored; --compile makes them again with the installed TPU compiler, which takes
-some minutes.
+others of its generation. The factor and spread of each generation follow; refusion_jax/distributed/chips.py holds them
+for `plan`. The counts of our programs are stored; --compile makes them again with the installed TPU compiler, which
+takes some minutes.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.cli import flag_values
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import calibration
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment
-from refusion_jax.runtime import flag_values
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
 
 
 def define_flags(own: flags.FlagValues) -> None:

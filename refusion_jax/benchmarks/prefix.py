@@ -16,12 +16,12 @@ import numpy as np
 from absl import flags
 
 from refusion_jax.benchmarks.decode import SIZES, random_model
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.requests import Request, prepare, shared_prefix
 from refusion_jax.decoding.running_batch import admitted, batch_rows, mesh_of
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 from refusion_jax.systems.registry import default_system
 

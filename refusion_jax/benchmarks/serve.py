@@ -29,11 +29,11 @@ from rich.table import Table
 
 from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out
 from refusion_jax.benchmarks.decode import read_way
+from refusion_jax.cli import flag_values
+from refusion_jax.cli.errors import Failure
+from refusion_jax.cli.extras import needs
 from refusion_jax.data import tasks
 from refusion_jax.data.problems import Problem
-from refusion_jax.runtime import flag_values
-from refusion_jax.runtime.errors import Failure
-from refusion_jax.runtime.extras import needs
 from refusion_jax.systems.registry import default_system
 
 _OF_CLIENTS = ("requests_per_second", "first_ms", "answer_ms", "answer_ms_95")

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import ml_collections
 
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.config.keys import keys, keys_of
-from refusion_jax.runtime import cli, sharding
-from refusion_jax.runtime.errors import SettingError, UserError
+from refusion_jax.distributed import sharding
 from refusion_jax.systems.api import DecodeSettings, check_settings, read_settings
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, find_decoder, find_system
@@ -32,7 +33,7 @@ def default_config() -> ml_collections.ConfigDict:
 def explained(config: ml_collections.ConfigDict | None) -> dict[str, str]:
     """Flag -> what --help says of it, of the keys that matter to a config's system; of None, to the default system."""
     chosen = (config or default_config()).objective
-    return {f"config.{name}": cli.explained(key) for name, key in keys_of(chosen).items()}
+    return {f"config.{name}": command.explained(key) for name, key in keys_of(chosen).items()}
 
 
 def names() -> list[str]:

@@ -3,9 +3,9 @@
 A system's own keys are declared in its room and stand in a section of their own.
 """
 
+from refusion_jax.cli.settings import Setting
 from refusion_jax.data import families
 from refusion_jax.model import remat
-from refusion_jax.runtime.settings import Setting
 from refusion_jax.systems.registry import default_system, systems, trainable
 
 _MOST_STEPS = 2**31 - 1  # steps are counted in int32

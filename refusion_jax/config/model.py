@@ -2,9 +2,9 @@
 
 import ml_collections
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.registry import find_system
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.templates import TemplateError, Templates
-from refusion_jax.runtime.errors import UserError
 
 
 class ChatTemplate:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import ml_collections
 from etils import epath
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Example
 from refusion_jax.data.fast_tokenizer import (
     find_tokenizer_file,
@@ -18,7 +19,6 @@ from refusion_jax.data.packing import pack, tokenize, usable
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer, plain_prompt
-from refusion_jax.runtime.errors import UserError
 
 
 def load_dataset(

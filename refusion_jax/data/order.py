@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 
 _BLOCK = 4096  # places after which the pattern of sources repeats: weights are kept to 1/4096
 

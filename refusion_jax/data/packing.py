@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from absl import logging
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

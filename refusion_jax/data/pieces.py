@@ -18,6 +18,8 @@ from pathlib import Path
 from array_record.python.array_record_module import ArrayRecordReader
 from etils import epath
 
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import LONGEST_LINE, kind_of
 from refusion_jax.data.examples import (
     OPENING,
     Bad,
@@ -30,9 +32,7 @@ from refusion_jax.data.examples import (
     parse,
     to_example,
 )
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import LONGEST_LINE, kind_of
-from refusion_jax.runtime.storage import LARGEST_FILE, is_remote
+from refusion_jax.distributed.storage import LARGEST_FILE, is_remote
 
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}

@@ -12,9 +12,9 @@ import numpy as np
 from etils import epath
 from grain.sources import ArrayRecordDataSource
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.manifest import Manifest, Shard, read_manifest
 from refusion_jax.data.rows import check_row, decode_row
-from refusion_jax.runtime.errors import UserError
 
 
 class PreparedRows:

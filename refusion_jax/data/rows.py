@@ -17,7 +17,7 @@ import zlib
 
 import numpy as np
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 
 
 def token_type(vocabulary: int) -> np.dtype:

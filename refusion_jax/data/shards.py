@@ -22,7 +22,7 @@ from refusion_jax.data.manifest import Shard, file_checksum
 from refusion_jax.data.packing import encode_prompts, fit
 from refusion_jax.data.pieces import Piece, read
 from refusion_jax.data.rows import encode_row, token_type
-from refusion_jax.runtime.storage import replacing
+from refusion_jax.distributed.storage import replacing
 
 SPLITS = ("train", "held_out")
 _BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import ml_collections
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data import families, pieces, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.problems import Problem
-from refusion_jax.runtime.errors import UserError
 
 GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
 HELD_OUT = "held_out"  # as in families:held_out

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import sentencepiece
 from etils import epath
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Messages
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import read_file
+from refusion_jax.distributed.storage import read_file
 
 MASK_PIECE = "<mask>"
 _LONGEST_LINE = 2048  # characters; longer lines of the corpus are cut

@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 
 _LONGEST = 2 << 20  # bytes that texts of a batch may become together; the library takes 16 more for each
 _FACTOR = 4  # and this times their own: "▁" has three bytes where " " has one

@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 from etils import epath
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Bad
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -23,8 +24,7 @@ from refusion_jax.data.manifest import PROGRESS
 from refusion_jax.data.pieces import Piece
 from refusion_jax.data.shards import SPLITS, Report, Settings, digests, make_shard
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.distributed.storage import write_file
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
+from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
-from refusion_jax.runtime.sharding import constrain
 
 
 @jax.tree_util.register_dataclass

@@ -6,9 +6,9 @@ as an attribute of the main model, under the name of its setting.
 
 from flax import nnx
 
+from refusion_jax.cli.errors import SettingError
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import SettingError
 
 _SAME = ("num_tokens", "pad_token_id", "bos_token_id", "eos_token_id")
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.sharding import shard_count_here
 
 _PARTS = 64  # bins, at most, for the number of cache entries that a row reads
 

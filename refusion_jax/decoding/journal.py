@@ -12,9 +12,9 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.runtime.errors import Failure, UserError
-from refusion_jax.runtime.json_input import parse_log
-from refusion_jax.runtime.line_log import LineLog
+from refusion_jax.cli.errors import Failure, UserError
+from refusion_jax.cli.json_input import parse_log
+from refusion_jax.distributed.line_log import LineLog
 
 _SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed process loses none
 

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime.errors import UserError
 
 # Default and help of the setting `shift`, which decoders have that serve models of several systems; see `is_shifted`.
 SHIFT = "auto", "Whether the token at j is read from the logits at j - 1: yes | no | auto (what a run's model says; no)"

@@ -7,11 +7,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from refusion_jax.cli.errors import SettingError
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.distributed.sharding import shard_count
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import SettingError
-from refusion_jax.runtime.sharding import shard_count
 
 REFILL = 8  # a batch is refilled by eighths, as each refill costs a prefill and a host-device synchronization
 _GIB = 2**30

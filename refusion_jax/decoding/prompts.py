@@ -4,14 +4,14 @@ import dataclasses
 import json
 from pathlib import Path
 
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import JsonError, parse_text, read_lines
+from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import JsonError, parse_text, read_lines
-from refusion_jax.runtime.settings import scope
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
+from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.settings import RowSettings, Settings
 from refusion_jax.model.transformer import KeyValues, ModelConfig
-from refusion_jax.runtime.errors import SettingError, UserError
-from refusion_jax.runtime.settings import scope
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
 _CHUNK = 256  # given tokens a forward of the prefill, at most

@@ -25,9 +25,9 @@ from refusion_jax.decoding.memory import REFILL, check_memory
 from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Given, Known, Request
 from refusion_jax.decoding.sampling import Record
+from refusion_jax.distributed.processes import fetch
+from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
 from refusion_jax.model.transformer import KeyValues, Transformer
-from refusion_jax.runtime.distributed import fetch
-from refusion_jax.runtime.sharding import constrain, make_mesh, shard_count
 
 UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
 

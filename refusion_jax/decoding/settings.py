@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jaxtyping import ArrayLike, Float32, Int32
 
+from refusion_jax.cli.errors import SettingError
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime.errors import SettingError
-from refusion_jax.runtime.settings import declared, setting
 
 _MOST_NEW_TOKENS = 128  # unless asked for
 _NEVER_CHOSEN = 3  # tokens at most: mask, padding, and EOS before what is given

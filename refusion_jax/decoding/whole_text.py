@@ -17,8 +17,8 @@ from jaxtyping import Array, Float32, Int32
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.masked_text import MaskedText
+from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.sharding import shard_count_here
 
 _WIDTHS = 4  # number of compiled widths, at most
 

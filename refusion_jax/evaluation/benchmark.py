@@ -21,11 +21,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.templates import TemplateError, Templates
+from refusion_jax.distributed.time_limit import time_limit
 from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel, key_of
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.time_limit import time_limit
 
 PINNED = Path(__file__).parent / "tasks"
 # Its progress bars would break up the log of a training run.

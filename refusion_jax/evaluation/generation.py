@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.running_batch import admitted, batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.settings import scope
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 
 _SHORTEST_PROMPT = 16  # tokens of a truncated prompt, at least

@@ -21,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.console import Console
 from rich.progress import track
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.journal import Journal
@@ -33,7 +34,6 @@ from refusion_jax.evaluation.generation import check_fits, generate, settle, sho
 from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.registry import system_of
 
 _NEW_TOKENS = 256  # lm_eval's default, where neither flags nor task set it

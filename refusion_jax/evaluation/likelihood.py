@@ -17,12 +17,12 @@ import numpy as np
 from flax import nnx
 
 from refusion_jax.batch.visibility import Visibility
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.decoding.running_batch import mesh_of
+from refusion_jax.distributed.processes import fetch
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.distributed import fetch
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.settings import declared
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 from refusion_jax.systems.registry import default_system, system_of

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.cores import available_cores
 from refusion_jax.evaluation import jail
-from refusion_jax.runtime.cores import available_cores
-from refusion_jax.runtime.errors import UserError
 
 _GRACE = 30  # seconds to set up the sandbox on a busy machine
 _LOG = 2000  # characters of stderr that are kept

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from refusion_jax.distributed import sharding
 from refusion_jax.model.int8 import Int8Array, factors, is_int8
-from refusion_jax.runtime import sharding
 
 _FEWEST = 8  # tokens; on CPU the int8 product of one token is a loop, ten times slower than that of eight
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from refusion_jax.runtime import sharding
+from refusion_jax.distributed import sharding
 
 BLOCK = 2048  # tokens: enough to keep a matrix unit busy
 CHUNK = 16_384  # rows of the head: 128 MiB of float32 logits a block

@@ -17,12 +17,12 @@ import safetensors
 from flax import nnx
 from safetensors.numpy import save_file
 
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import read_object
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.distributed.storage import check_file, is_remote
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import read_object
-from refusion_jax.runtime.storage import check_file, is_remote
 
 # Ours -> (theirs, how many leading axes of ours are the input; 0: the same array in both).
 _LAYER = {

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from refusion_jax.distributed.sharding import constrain, device_kind_here
 from refusion_jax.model.int8 import Int8Array, factors, is_int8
-from refusion_jax.runtime.sharding import constrain, device_kind_here
 
 
 def weight(
@@ -22,7 +22,7 @@ def weight(
     Args:
       rngs: source of randomness.
       shape: of the weight.
-      axes: a logical name per axis; `refusion_jax.runtime.sharding.RULES` maps each to mesh axes.
+      axes: a logical name per axis; `refusion_jax.distributed.sharding.RULES` maps each to mesh axes.
       std: standard deviation of the initial normal draw; None means ones (the scale of a norm).
       summed: names of the axes that its product sums over; empty if it is in no product.
     """

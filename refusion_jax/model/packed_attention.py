@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, Visibility
+from refusion_jax.distributed import sharding
 from refusion_jax.model import triton
 from refusion_jax.model.attention import attention
 from refusion_jax.model.splash import SMALLEST_TILE, splash_attention
-from refusion_jax.runtime import sharding
 
 BACKENDS = ("xla", "splash", "triton")
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import JsonError, build
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import JsonError, build
 
 _LARGEST = {
     "vocab_size": 2**24,

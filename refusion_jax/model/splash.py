@@ -30,8 +30,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.batch.folding import Folded
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.distributed import sharding
 from refusion_jax.model import remat
-from refusion_jax.runtime import sharding
 
 # Side of the tiles that the kernel works on: the largest of these that divides S. On v6e tiles of 1,024 make the kernel
 # a third faster (github.com/apple/axlearn/pull/958; MaxText's configs for v6e have 1,024 and 2,048, those for v4, v5e

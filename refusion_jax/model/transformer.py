@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.folding import fold, fold_visibility, unfold
 from refusion_jax.batch.visibility import Visibility
+from refusion_jax.distributed.sharding import constrain, shard_count_here
 from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import cached_attention
@@ -36,7 +37,6 @@ from refusion_jax.model.layers import (
 )
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP
-from refusion_jax.runtime.sharding import constrain, shard_count_here
 
 
 @dataclasses.dataclass(frozen=True)

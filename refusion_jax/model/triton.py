@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from refusion_jax.batch.visibility import CAUSAL, Visibility
-from refusion_jax.runtime import sharding
+from refusion_jax.distributed import sharding
 
 TILE = 128  # side of the tiles that the kernel works on
 HEAD_DIMS = (16, 32, 64, 128)  # that it takes

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from importlib import resources
 
 from refusion_jax.config import default_config
+from refusion_jax.distributed.chips import Calibration, find_chip
 from refusion_jax.planning.compiler import compile_program, tpu_devices
 from refusion_jax.planning.costs import Collective, Costs, Operation, count
 from refusion_jax.planning.estimate import estimate
 from refusion_jax.planning.programs import lower_train
-from refusion_jax.runtime.chips import Calibration, find_chip
 
 FILE = "published_runs.json"
 

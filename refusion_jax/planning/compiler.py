@@ -20,10 +20,10 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
+from refusion_jax.cli.errors import SettingError, UserError, without_stderr
+from refusion_jax.distributed.chips import find_chip
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import hlo
-from refusion_jax.runtime.chips import find_chip
-from refusion_jax.runtime.errors import SettingError, UserError, without_stderr
-from refusion_jax.runtime.storage import write_file
 
 _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
 _MOST_CHIPS, _MOST_SLICES = 1 << 14, 1 << 10  # in a slice, which is more than any has; in a run

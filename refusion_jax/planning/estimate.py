@@ -13,8 +13,8 @@ collectives that run beside arithmetic without being fused with it are taken to 
 import dataclasses
 import math
 
+from refusion_jax.distributed.chips import Chip
 from refusion_jax.planning.costs import Costs, Operation
-from refusion_jax.runtime.chips import Chip
 
 # The part of overlapped but unfused collectives that is not hidden. With none, half and all of it, the mean error of
 # predicting each published run from the others is 3.7, 3.3 and 3.0 %. Half is chosen because the published runs used

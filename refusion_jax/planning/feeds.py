@@ -31,10 +31,10 @@ import jax.numpy as jnp
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.memory import REFILL
 from refusion_jax.decoding.recording import Recording
+from refusion_jax.distributed.chips import Chip
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.planning.costs import Collective, Costs, Operation
 from refusion_jax.planning.estimate import estimate
-from refusion_jax.runtime.chips import Chip
 
 BATCH_SIZES = tuple(2**i for i in range(9))
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import ml_collections
 from rich.table import Table
 
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.config import check_mesh
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding.recording import Recording
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.chips import find_chip
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.planning.feeds import BATCH_SIZES, Price, Target, Workload, price
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.chips import find_chip
-from refusion_jax.runtime.errors import SettingError, UserError
 
 
 def plan_feeds(

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh
 
+from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import check, check_mesh
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding import running_batch
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed import sharding
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.planning.compiler import tpu_devices
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.errors import SettingError
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.training.program import abstract_rows, train_program
 

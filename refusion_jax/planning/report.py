@@ -8,16 +8,16 @@ import jax
 import ml_collections
 from rich.table import Table
 
+from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.chips import Chip, find_chip
 from refusion_jax.planning import hlo, programs
 from refusion_jax.planning.compiler import Compiled, assigned_bytes, compile_program, libtpu_version, tpu_devices
 from refusion_jax.planning.costs import GATHER_BY_SUM, Costs, count
 from refusion_jax.planning.estimate import Estimate, estimate
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.chips import Chip, find_chip
-from refusion_jax.runtime.errors import UserError, first_line
 from refusion_jax.systems.interface import train_flops_per_row
 
 GIB = 2.0**30

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.chips import find_chip
+from refusion_jax.distributed.sharding import make_mesh, shard_count
 from refusion_jax.model.remat import REMAT_POLICIES
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.planning.programs import state_bytes
 from refusion_jax.planning.report import plan_decode, plan_train
-from refusion_jax.runtime.chips import find_chip
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.sharding import make_mesh, shard_count
 
 *_, _SMALL, _SMALLEST = REMAT_POLICIES  # the two that need the least memory
 FIX_SECONDS = 60.0  # on the clock, until no more changes are tried

@@ -2,7 +2,7 @@
 
 import socket
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.queue import Answer, read_answer
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.running_batch import RunningBatch, batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import decoder_for
 
 LOOK = 8  # forwards between two reports to those who are shown an answer as it is written

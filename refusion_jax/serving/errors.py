@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 from refusion_jax.serving.engine import BusyError
 
 LARGEST_BODY = 16 << 20  # bytes of a request

@@ -13,8 +13,8 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.queue import Answer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.serving.engine import BusyError, Job
 from refusion_jax.serving.errors import error_body
 from refusion_jax.serving.protocol import Chat, Completion

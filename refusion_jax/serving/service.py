@@ -5,6 +5,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import check_characters
 from refusion_jax.decoding.requests import Request
@@ -12,8 +14,6 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import TokenScore, token_scores
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.settings import scope
 from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.protocol import Chat, Completion
 from refusion_jax.serving.writer import Writer

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Key
 
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
@@ -53,7 +54,6 @@ from refusion_jax.decoding.requests import (
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.decoding.whole_text import denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.settings import setting
 from refusion_jax.systems.interface import System
 
 

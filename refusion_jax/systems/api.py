@@ -5,6 +5,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.json_input import JsonError, parse_json
+from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.companions import check_companions
 from refusion_jax.decoding.decoder import Decoder
@@ -13,9 +16,6 @@ from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import SettingError, UserError
-from refusion_jax.runtime.json_input import JsonError, parse_json
-from refusion_jax.runtime.settings import Setting, declared
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
 

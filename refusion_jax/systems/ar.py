@@ -18,13 +18,13 @@ from jaxtyping import Array, Int32, Key
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_positions
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 

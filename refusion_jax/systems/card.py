@@ -45,6 +45,7 @@ from refusion_jax.batch.rows import (
     text_positions,
 )
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
+from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
@@ -53,7 +54,6 @@ from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
 KEYS = {

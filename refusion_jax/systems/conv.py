@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.masked_text import MaskedText
@@ -36,7 +37,6 @@ from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, tex
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.decoding.whole_text import WholeText, denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.settings import setting
 from refusion_jax.systems.interface import System
 
 

@@ -44,6 +44,8 @@ from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, pad_answers
 from refusion_jax.batch.rows import Rows, document_start, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
+from refusion_jax.cli.errors import SettingError
+from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
@@ -59,8 +61,6 @@ from refusion_jax.decoding.requests import (
 )
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import SettingError
-from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
 _BLOCK = 16  # as in the paper

@@ -39,6 +39,7 @@ from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, next_in_row, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
+from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
@@ -47,7 +48,6 @@ from refusion_jax.decoding.sampling import probability
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.whole_text import WholeText, denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
 KEYS = {

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache, stored
@@ -45,9 +46,8 @@ from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, check_no_templates, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.decoding.whole_text import in_smallest, smallest, widths
+from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
-from refusion_jax.runtime.settings import setting
-from refusion_jax.runtime.sharding import shard_count_here
 from refusion_jax.systems.interface import System
 
 _BLOCK = 32  # as in the paper

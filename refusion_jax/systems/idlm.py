@@ -46,6 +46,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
+from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer
@@ -53,7 +54,6 @@ from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import best, drawn_from, mask_logits
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
 _BLOCK = 3

@@ -15,11 +15,11 @@ from jaxtyping import Array, Key
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import Pattern
+from refusion_jax.cli.settings import Setting
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.settings import Setting
 from refusion_jax.systems.likelihood import Feed, Text
 
 __all__ = ["Claim", "Decoder", "Objective", "System", "train_flops_per_row"]

@@ -33,6 +33,7 @@ from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
+from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.feeds import Fed, Shape
@@ -41,9 +42,8 @@ from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.decoding.whole_text import WholeText, denoise, smallest, widths
+from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.settings import Setting, setting
-from refusion_jax.runtime.sharding import shard_count_here
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 

@@ -35,7 +35,7 @@ from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import draw_masks
 from refusion_jax.batch.rows import Rows, keys_for, per_document_sum, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
-from refusion_jax.runtime.settings import Setting
+from refusion_jax.cli.settings import Setting
 from refusion_jax.systems import llada
 from refusion_jax.systems.interface import System
 

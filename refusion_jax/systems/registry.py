@@ -11,9 +11,9 @@ import pkgutil
 from collections.abc import Iterable
 
 from refusion_jax import systems as folder
+from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.runtime.errors import SettingError, UserError
-from refusion_jax.runtime.settings import declared
 from refusion_jax.systems.interface import System
 
 ENTRY_POINTS = "refusion_jax.systems"

@@ -44,6 +44,7 @@ from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels
 from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
+from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
@@ -52,7 +53,6 @@ from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.settings import Setting, setting
 from refusion_jax.systems.interface import System
 
 KEYS = {

@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.distributed import sharding
 from refusion_jax.evaluation.likelihood import bytes_of, documents, lay_out, log_probabilities, packed
-from refusion_jax.runtime import sharding
 from refusion_jax.systems.likelihood import Text
 from refusion_jax.systems.registry import find_system
 from refusion_jax.training.train_step import split_batch

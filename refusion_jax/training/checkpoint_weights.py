@@ -7,8 +7,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from refusion_jax.runtime.errors import UserError, first_line
-from refusion_jax.runtime.storage import absolute
+from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.distributed.storage import absolute
 from refusion_jax.training import failed_saves
 from refusion_jax.training.checkpoint_directory import check_whole, find_step, is_step, saved_steps
 from refusion_jax.training.checkpoint_writer import Items, make_checkpointer

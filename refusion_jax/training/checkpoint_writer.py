@@ -7,7 +7,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from refusion_jax.runtime import checksums
+from refusion_jax.distributed import checksums
 from refusion_jax.training.checkpoint_directory import TEMPORARY
 
 _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file after `finalize`

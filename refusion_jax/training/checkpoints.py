@@ -18,10 +18,10 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from refusion_jax.runtime import checksums
-from refusion_jax.runtime.distributed import all_agree
-from refusion_jax.runtime.errors import Failure, UserError, first_line
-from refusion_jax.runtime.storage import absolute, is_remote
+from refusion_jax.cli.errors import Failure, UserError, first_line
+from refusion_jax.distributed import checksums
+from refusion_jax.distributed.processes import all_agree
+from refusion_jax.distributed.storage import absolute, is_remote
 from refusion_jax.training import failed_saves
 from refusion_jax.training.checkpoint_directory import (
     ITEMS,

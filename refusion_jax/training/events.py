@@ -32,9 +32,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from refusion_jax.runtime.json_input import parse_log
-from refusion_jax.runtime.processes import boot_id, started
-from refusion_jax.runtime.storage import Appender, read_file
+from refusion_jax.cli.json_input import parse_log
+from refusion_jax.distributed.proc import boot_id, started
+from refusion_jax.distributed.storage import Appender, read_file
 
 FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")

@@ -20,16 +20,16 @@ from jax.sharding import Mesh
 
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import prepared_paths, read_rows
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.decoding.running_batch import mesh_of
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.processes import check_same
 from refusion_jax.evaluation.likelihood import spread
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.distributed import check_same
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.interface import Objective
 from refusion_jax.training.bits import bits_per_byte
 from refusion_jax.training.program import Program

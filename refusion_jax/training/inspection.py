@@ -11,13 +11,13 @@ from rich.text import Text
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, noise_keys
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.loader import host_batches
 from refusion_jax.data.manifest import file_checksum
 from refusion_jax.data.prepared import PreparedRows
-from refusion_jax.runtime.errors import UserError
 
 _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}
 

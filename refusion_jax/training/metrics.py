@@ -17,11 +17,11 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.summary import text as as_summary
 
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.chips import peak_flops
-from refusion_jax.runtime.errors import first_line
-from refusion_jax.runtime.json_input import parse_log
-from refusion_jax.runtime.storage import Appender, LogDirectory, write_file
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import first_line
+from refusion_jax.cli.json_input import parse_log
+from refusion_jax.distributed.chips import peak_flops
+from refusion_jax.distributed.storage import Appender, LogDirectory, write_file
 from refusion_jax.systems.registry import loss_terms
 from refusion_jax.training.events import read_log
 from refusion_jax.training.train_step import wide_to_int
@@ -130,7 +130,7 @@ class MetricsWriter:
         if self._bar:
             self._bar.update(self._task, completed=record["step"], note=note)
         else:
-            cli.say(f"step {record['step']:>6}  {note}")
+            command.say(f"step {record['step']:>6}  {note}")
 
     def close(self) -> None:
         """Flushes and closes the files."""

@@ -6,16 +6,16 @@ import jax
 from etils import epath
 from flax import nnx
 
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.decoding.companions import check_vocabulary, lacking, missing, with_companions
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.runtime.errors import SettingError, UserError
-from refusion_jax.runtime.sharding import make_mesh
 from refusion_jax.systems.registry import decoders_for, default_system
 from refusion_jax.training import workdir
 from refusion_jax.training.checkpoint_directory import find_step

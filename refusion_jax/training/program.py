@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.xla_options import compiler_options
 from refusion_jax.model.packed_attention import backend_for
 from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
-from refusion_jax.runtime import sharding
-from refusion_jax.runtime.xla_options import compiler_options
 from refusion_jax.systems.interface import Objective
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings

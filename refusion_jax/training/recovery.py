@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import JsonError, build_list, parse_json
-from refusion_jax.runtime.storage import read_file, write_file
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import JsonError, build_list, parse_json
+from refusion_jax.distributed.storage import read_file, write_file
 from refusion_jax.training.train_step import TrainState
 
 FILE = "left_out.json"
@@ -115,7 +115,7 @@ class Health:
         loss, norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
         why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{first_bad(metrics)})"
         if jax.process_index() == 0 and in_a_row == 1:
-            cli.say(f"{why}: its update is left out")
+            command.say(f"{why}: its update is left out")
         return f"{why}, the last of {in_a_row} in a row" if in_a_row >= self._skips else None
 
 

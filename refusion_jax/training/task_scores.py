@@ -15,13 +15,13 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import read_decode
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.distributed.processes import check_same
+from refusion_jax.distributed.sharding import MESH_AXES
 from refusion_jax.evaluation import benchmark
 from refusion_jax.evaluation.harness import EvaluatedModel
-from refusion_jax.runtime.distributed import check_same
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.sharding import MESH_AXES
 from refusion_jax.training.program import Program
 
 _TEXTS = 5  # answers of each task that TensorBoard shows

@@ -20,7 +20,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
-from refusion_jax.runtime import sharding
+from refusion_jax.distributed import sharding
 from refusion_jax.systems.interface import Objective
 
 SPIKE_AFTER = 20  # good steps before spikes are detected

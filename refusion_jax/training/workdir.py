@@ -14,15 +14,15 @@ import jax
 import ml_collections
 from etils import epath
 
+from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.flag_values import check_output
+from refusion_jax.cli.json_input import read_object
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
+from refusion_jax.distributed.storage import check_file, is_remote, write_file
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.runtime.errors import UserError, first_line
-from refusion_jax.runtime.flag_values import check_output
-from refusion_jax.runtime.json_input import read_object
-from refusion_jax.runtime.storage import check_file, is_remote, write_file
 
 _FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "left_out.json")
 _FILES += ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -38,13 +38,13 @@ from refusion_jax.benchmarks.decode import (
     read_shared,
     read_way,
 )
+from refusion_jax.cli import flag_values
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.cores import available_cores
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import flag_values
-from refusion_jax.runtime.cores import available_cores
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
 from refusion_jax.training.pretrained import load_model

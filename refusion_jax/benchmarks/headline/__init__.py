@@ -40,12 +40,12 @@ from refusion_jax.benchmarks.headline.comparison import Comparison
 from refusion_jax.benchmarks.headline.pieces import Pieces
 from refusion_jax.benchmarks.headline.plan import BUDGETS, Plan
 from refusion_jax.benchmarks.replay.beside import read_shape
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.packing import usable
 from refusion_jax.data.sources import read_examples
-from refusion_jax.runtime import cli, flag_values
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
@@ -121,8 +121,8 @@ def _plan(own: flags.FlagValues) -> Plan:
             flag_values.check_output(flag, Path(own[flag].value), is_directory)
     if own.page:
         report.split_page(Path(own.page), own.budget)
-    command = cli.as_written("bench headline", own, leave_out=("page", "plots"))
-    plan = Plan(own.budget, budget, config, text, file, systems, own.adapt_from, own.studies, command)
+    as_written = command.as_written("bench headline", own, leave_out=("page", "plots"))
+    plan = Plan(own.budget, budget, config, text, file, systems, own.adapt_from, own.studies, as_written)
     plan.check()
     return plan
 
@@ -159,7 +159,7 @@ def read_config(flag: str, file: str) -> ml_collections.ConfigDict:
       UserError: where there is no such config.
     """
     holder, argv = flags.FlagValues(), [f"--config={file}"]
-    if fault := cli.config_fault(argv, ()):
+    if fault := command.config_fault(argv, ()):
         raise UserError(str(fault).replace("--config=", f"--{flag}="))
     config_flags.DEFINE_config_file("config", None, flag_values=holder)
     try:

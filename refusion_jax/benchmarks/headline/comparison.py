@@ -46,13 +46,13 @@ from refusion_jax.benchmarks.headline.plan import (
 )
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.replay.beside import beside, read_shape
+from refusion_jax.cli import command
 from refusion_jax.data.families import mixture
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Problem
+from refusion_jax.distributed.compiled_code import keep_compiled
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.compiled_code import keep_compiled
-from refusion_jax.runtime.storage import write_file
 from refusion_jax.systems.registry import find_system
 from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.pretrained import load_model, load_tokenizer
@@ -174,7 +174,7 @@ class Comparison:
 
     def _train(self, run: Run) -> dict[str, Any]:
         record = {"system": run.system, "seed": run.seed, "name": run.name, "command": run.command(self._directory)}
-        trained = train(run, self._directory, cli.say)
+        trained = train(run, self._directory, command.say)
         if run.config == self._file:  # before any other run is trained for problems that do not fit
             tokenizer = load_tokenizer(self._directory / "runs" / run.name)
             check_fit(self._validation + self._test, tokenizer, self._budget)
@@ -359,7 +359,7 @@ class Comparison:
         self._pieces.add(key, record)
         unknown = any(count and not self._took[kind] for kind, count in self._left.items())
         left = sum(statistics.mean(self._took[kind]) * count for kind, count in self._left.items() if self._took[kind])
-        cli.say(
+        command.say(
             f"[{self._total - self._left.total()}/{self._total}] {(time.monotonic() - self._began) / 60:.1f} min, "
             f"{'at least ' * unknown}{left / 60:.0f} min left  {key}{_outcome(record)}"
         )

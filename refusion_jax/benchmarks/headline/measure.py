@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES, Budget, Point
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Mixture, Problem
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import decoder_for, stream
 
 TURNS = 9  # a small model decodes the timed problems in 0.2 s, and single turns differ by a fifth

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import parse_log, read_object
-from refusion_jax.runtime.line_log import LineLog
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import parse_log, read_object
+from refusion_jax.distributed.line_log import LineLog
+from refusion_jax.distributed.storage import write_file
 
 _CALL, _FILE = "comparison.json", "pieces.jsonl"
 

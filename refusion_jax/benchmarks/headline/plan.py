@@ -15,11 +15,11 @@ from typing import Any
 
 import ml_collections
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.data.families import mixture
 from refusion_jax.data.problems import Problem
 from refusion_jax.data.sources import held_out_problems
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.runtime.errors import UserError
 from refusion_jax.systems.api import DecodeSettings
 from refusion_jax.systems.registry import decoders_for, find_decoder, systems
 

@@ -23,9 +23,9 @@ from refusion_jax.benchmarks.headline.curves import (
 from refusion_jax.benchmarks.headline.measure import REPLAY_TURNS, REPLAYED, TURNS
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import JsonError, decode
-from refusion_jax.runtime.storage import write_file
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import JsonError, decode
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from refusion_jax.benchmarks.headline.plan import Plan
-from refusion_jax.runtime.cores import available_cores
+from refusion_jax.distributed.cores import available_cores
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.benchmarks.headline.plan import Run
-from refusion_jax.runtime.errors import Failure
-from refusion_jax.runtime.preemption import EXIT_CODE
+from refusion_jax.cli.errors import Failure
+from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import read_metrics
 
 _POLL_SECONDS = 0.2

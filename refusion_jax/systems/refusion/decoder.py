@@ -32,10 +32,10 @@ from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.distributed.chips import free_tokens
+from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
-from refusion_jax.runtime.chips import free_tokens
-from refusion_jax.runtime.sharding import device_kind_here, shard_count_here
 from refusion_jax.systems.refusion.budget import MOST_ODDS, choose, shapes_of, worthwhile
 from refusion_jax.systems.refusion.canvas import Canvas, slots_a_block, slots_of, tokens_a_forward
 from refusion_jax.systems.refusion.feeding import Block, FeedPlan, PackedFeed, block_of, pack_feed

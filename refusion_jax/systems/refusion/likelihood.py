@@ -16,7 +16,7 @@ Axes: P tokens of the prompt, R of the continuation, N slots.
 
 import numpy as np
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 from refusion_jax.systems.likelihood import Feed, Text
 
 

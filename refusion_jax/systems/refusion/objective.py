@@ -13,8 +13,8 @@ from jaxtyping import Array, Key
 from refusion_jax.batch.batch import Batch, count_documents, mean_over
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
-from refusion_jax.runtime.errors import SettingError
-from refusion_jax.runtime.settings import Setting
+from refusion_jax.cli.errors import SettingError
+from refusion_jax.cli.settings import Setting
 from refusion_jax.systems.refusion import slots
 
 KEYS = {

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 import jax
 from jaxtyping import ArrayLike, Bool, Float32, Int32
 
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import settings as shared
-from refusion_jax.runtime.settings import setting
 
 AUTO = "auto"
 INFILLS = "threshold", "exact", AUTO

@@ -17,7 +17,7 @@ from pathlib import Path
 from absl import logging
 from etils import epath
 
-from refusion_jax.runtime.errors import UserError, first_line
+from refusion_jax.cli.errors import UserError, first_line
 
 LARGEST_FILE = 256 << 20  # bytes of a file that is read as one value
 SYNC_SECONDS = 60.0  # at most this much of a log is lost with a machine that vanishes

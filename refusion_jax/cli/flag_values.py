@@ -8,8 +8,8 @@ from pathlib import Path
 from absl import flags
 from etils import epath
 
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import STORES, is_remote, names_no_store
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.storage import STORES, is_remote, names_no_store
 
 _STORE_SECONDS = 15.0  # until a store must have answered
 # Flags that name a file or directory, in any command.

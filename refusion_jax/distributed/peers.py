@@ -17,8 +17,8 @@ import threading
 import time
 from multiprocessing.connection import wait
 
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.preemption import EXIT_CODE
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.preemption import EXIT_CODE
 
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 60.0  # of silence, after which a process counts as lost

@@ -13,7 +13,7 @@ Everything is for one JAX device, which is a chip, but on TPU7x half of one.
 
 import dataclasses
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import jax
 from etils import epath
 
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.json_input import read_object
-from refusion_jax.runtime.storage import check_file, write_file
+from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.json_input import read_object
+from refusion_jax.distributed.storage import check_file, write_file
 
 PREFIX = "checksums"  # of the lists' names; .N.json follows, N the process that wrote it
 _CHUNK = 1 << 20  # bytes read at a time; each thread holds two of these

@@ -20,10 +20,10 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from refusion_jax.runtime import cli
-from refusion_jax.runtime.errors import Failure, UserError
-from refusion_jax.runtime.peers import Peers, roll_call
-from refusion_jax.runtime.preemption import EXIT_CODE
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import Failure, UserError
+from refusion_jax.distributed.peers import Peers, roll_call
+from refusion_jax.distributed.preemption import EXIT_CODE
 
 _LOST_SECONDS = 2.0
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -65,7 +65,7 @@ def initialize(seconds: float = 300.0) -> Peers | None:
 def _give_up(came: threading.Event, seconds: float) -> None:
     """Ends a process whose peers do not come: JAX would end it with a dump of the machine's stack."""
     if not came.wait(seconds):
-        cli.explain(
+        command.explain(
             TimeoutError(f"not all processes of this run came within {seconds:g} s; --peer_seconds waits longer")
         )
         os._exit(EXIT_CODE)
@@ -99,7 +99,7 @@ def together(peer_seconds: float = 300.0) -> Iterator[None]:
     try:
         peers = initialize(peer_seconds)
     except TimeoutError as error:  # a machine that is slow to start is no mistake of the input: try again
-        cli.explain(error)
+        command.explain(error)
         sys.exit(EXIT_CODE)
     try:
         yield
@@ -111,7 +111,7 @@ def together(peer_seconds: float = 300.0) -> Iterator[None]:
         if not isinstance(error, UserError):
             time.sleep(_LOST_SECONDS)  # if it is because a peer died, the roll call names it and ends this process
         code = 2 if isinstance(error, UserError) else EXIT_CODE if isinstance(error, Failure) else 1
-        traceback.print_exc() if code == 1 else cli.explain(error)
+        traceback.print_exc() if code == 1 else command.explain(error)
         sys.stdout.flush()
         sys.stderr.flush()
         if peers:

@@ -14,7 +14,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 
 # replica: copies over the data-centre network; data: copies inside a slice; fsdp: weights split over the batch's
 # chips; tensor: heads, mlp and vocabulary split; sequence: rows split.

@@ -5,8 +5,8 @@ import os
 import stat
 from pathlib import Path
 
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import write_all
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.storage import write_all
 
 
 class LineLog:

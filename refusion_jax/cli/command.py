@@ -19,10 +19,10 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from refusion_jax.runtime.errors import Failure, SettingError, UserError, first_line
-from refusion_jax.runtime.flag_values import check_values
-from refusion_jax.runtime.flagfiles import with_flagfiles
-from refusion_jax.runtime.settings import Setting
+from refusion_jax.cli.errors import Failure, SettingError, UserError, first_line
+from refusion_jax.cli.flag_values import check_values
+from refusion_jax.cli.flagfiles import with_flagfiles
+from refusion_jax.cli.settings import Setting
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
 HELP_FLAGS = {"--help", "-h"}

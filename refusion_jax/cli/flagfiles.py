@@ -7,8 +7,8 @@ back to itself.
 import os
 from collections.abc import Sequence
 
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import is_remote, read_file
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.storage import is_remote, read_file
 
 _LARGEST = 1 << 20  # bytes
 _LONGEST_NAME = 200  # characters

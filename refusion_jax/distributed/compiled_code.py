@@ -11,8 +11,8 @@ from absl import logging
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from refusion_jax.runtime.errors import UserError
-from refusion_jax.runtime.storage import absolute, is_remote
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.storage import absolute, is_remote
 
 
 def keep_compiled(directory: epath.Path, whose: str) -> None:

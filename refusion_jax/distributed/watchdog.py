@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from refusion_jax.runtime.preemption import EXIT_CODE
+from refusion_jax.distributed.preemption import EXIT_CODE
 
 
 class Watchdog:

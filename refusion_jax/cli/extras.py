@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from refusion_jax.runtime.errors import UserError
+from refusion_jax.cli.errors import UserError
 
 
 @contextlib.contextmanager
