@@ -15,7 +15,6 @@ from absl import flags
 from refusion_jax.benchmarks import __path__ as place
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.flagfiles import with_flagfiles
 
 NAMES = sorted(module.name for module in pkgutil.iter_modules(place) if not module.name.startswith("_"))
 
@@ -48,8 +47,7 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
     """Runs the measurement that the command line names."""
-    sys.argv[1:] = with_flagfiles(sys.argv[1:])
-    main(sys.argv[1:])
+    main(command.expand_flagfiles(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class Calls:
         """A file of flags with something wrong with it."""
         rng, file = self.rng, directory / "f"
         value = f"--{rng.choice(FLAGS['generate'].split())}={rng.choice(NASTY)}"
-        leads = [f"--flagfile={path}" for path in (file, f"{directory}/../{directory.name}/f", "/dev/zero", ".", "")]
+        leads = [f"--flagfile={path}" for path in ("/nowhere", ".", "")]
         lines = [
             f"--checkpoint={self.run}",
             f"--input={directory}/none.jsonl",

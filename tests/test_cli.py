@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import start
+from conftest import run, start
 
 from refusion_jax import UserError
 from refusion_jax.cli import command, flag_values
@@ -104,3 +104,14 @@ def test_a_directory_that_is_gone_is_said_to_be(tmp_path, monkeypatch, capsys):
         command.guard(lambda: flag_values.check_output("output", Path("x")))
     assert end.value.code == 2
     assert capsys.readouterr().err == "error: the directory that this was started in is not there any more\n"
+
+
+def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):
+    (tmp_path / "bad").write_bytes(b"--x\n\xff\xfe\n")
+    (tmp_path / "good").write_text("# a comment\n--output=\n")
+    for file, said in (("none", f"{tmp_path}/none"), ("bad", "--flagfile: .*utf-8"), ("good", "--output=: is empty")):
+        for name in ("generate", "inspect_data"):  # the latter has a --config, which looks at flags of its own
+            if (file, name) != ("good", "inspect_data"):
+                out, err = run(name, f"--flagfile={tmp_path}/{file}", code=2)
+                assert out == ""
+                assert re.fullmatch(f"error: .*{said}.*\n", err), err

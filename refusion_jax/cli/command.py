@@ -21,7 +21,6 @@ from ml_collections import config_flags
 
 from refusion_jax.cli.errors import Failure, SettingError, UserError, first_line
 from refusion_jax.cli.flag_values import check_values
-from refusion_jax.cli.flagfiles import with_flagfiles
 from refusion_jax.cli.settings import Setting
 
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the full trace of what goes wrong, not only one line")
@@ -48,7 +47,7 @@ def run(
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
-        argv = sys.argv = [argv[0], *with_flagfiles(argv[1:])]  # `drill` hands on what it was given
+        argv = sys.argv = [argv[0], *expand_flagfiles(argv[1:])]  # `drill` passes its flags to `train`
         if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
             raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
         if HELP_FLAGS & set(argv):
@@ -80,6 +79,19 @@ def run(
         if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     guard(lambda: app.run(lambda _: guard(main), flags_parser=parse))
+
+
+def expand_flagfiles(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the lines of each `--flagfile=FILE` in its place.
+
+    Raises:
+      flags.Error: where a file cannot be read.
+      UserError: where a file is not UTF-8.
+    """
+    try:
+        return flags.FLAGS.read_flags_from_files(arguments)
+    except UnicodeDecodeError as error:
+        raise UserError(f"--flagfile: {error}") from error
 
 
 def say(line: str) -> None:
@@ -205,7 +217,7 @@ def config_flag(argv: Sequence[str]) -> str:
 def define_config(help: str) -> flags.FlagHolder:
     """The flag --config, and one --config.KEY for every key of the file that it names.
 
-    ml_collections looks at the command line already here, and would read flagfiles before `run` has checked them.
+    ml_collections looks at the command line already here, and would raise for a --flagfile that cannot be read.
     """
     given, sys.argv = sys.argv, sys.argv[:1]
     try:
