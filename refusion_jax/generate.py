@@ -45,6 +45,7 @@ from rich.progress import track
 
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
@@ -53,7 +54,7 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.distributed.storage import absolute, is_remote, open_patiently, write_file
+from refusion_jax.distributed.storage import absolute, open_patiently, write_file
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder

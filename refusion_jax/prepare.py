@@ -21,6 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import LONGEST_ROW, Manifest
@@ -28,7 +29,6 @@ from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.distributed.cores import available_cores
-from refusion_jax.distributed.storage import is_remote
 
 _INPUT = flags.DEFINE_multi_string(
     "input", None, "A file, a glob or a directory (all files below it), local or gs://; may be given several times"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from refusion_jax import UserError
-from refusion_jax.cli.json_input import JsonError, build, parse_json, parse_text, read_lines, read_object
+from refusion_jax.distributed.json_input import JsonError, build, parse_json, parse_text, read_lines, read_object
 
 REFUSED = {
     b'{"a": 1, "a": 2}': "the key 'a' stands there twice",

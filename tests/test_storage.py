@@ -13,8 +13,9 @@ from object_store import ObjectStore
 from test_readme import tiny_qwen3
 
 from refusion_jax import UserError
-from refusion_jax.cli.json_input import read_lines
+from refusion_jax.cli import paths
 from refusion_jax.distributed import storage
+from refusion_jax.distributed.json_input import read_lines
 from refusion_jax.training import events
 
 COMPUTED = ("step", "loss", "grad_norm", "tokens")
@@ -168,8 +169,8 @@ def test_a_local_directory_is_appended_to_where_it_is(tmp_path):
 
 def test_paths_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert storage.is_remote("gs://bucket/run")
-    assert not storage.is_remote(tmp_path)
+    assert paths.is_remote("gs://bucket/run")
+    assert not paths.is_remote(tmp_path)
     assert str(storage.absolute(storage.epath.Path("gs://bucket/run"))) == "gs://bucket/run"
     assert str(storage.absolute(storage.epath.Path("run"))) == str(tmp_path / "run")
 
@@ -229,7 +230,7 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
     + [("a/b, gs://b/x", True), ("gs://b/x,http://x", False)],  # as --config.data.path names several
 )
 def test_a_store_is_known_by_its_prefix_in_every_part_of_a_list(path, is_known):
-    assert (storage.names_no_store(path) == "") == is_known
+    assert (paths.names_no_store(path) == "") == is_known
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, parse_text, read_lines
 from refusion_jax.config import default_config, make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
+from refusion_jax.distributed.json_input import JsonError, parse_text, read_lines
 from refusion_jax.training.program import train_program
 
 

@@ -9,7 +9,7 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.storage import STORES, is_remote, names_no_store
+from refusion_jax.cli.paths import STORES, is_remote, names_no_store
 
 _STORE_SECONDS = 15.0  # until a store must have answered
 # Flags that name a file or directory, in any command.

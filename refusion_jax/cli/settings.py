@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from refusion_jax.cli.errors import SettingError, is_unicode
-from refusion_jax.distributed.storage import names_no_store
+from refusion_jax.cli.paths import names_no_store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ import functools
 
 from etils import epath
 
-from refusion_jax.cli import json_input
 from refusion_jax.cli.errors import is_unicode
-from refusion_jax.cli.json_input import JsonError, kind_of, parse_json
+from refusion_jax.distributed import json_input
+from refusion_jax.distributed.json_input import JsonError, kind_of, parse_json
 
 QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")

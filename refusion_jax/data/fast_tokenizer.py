@@ -9,12 +9,12 @@ import tokenizers
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line, is_unicode, without_stderr
-from refusion_jax.cli.json_input import kind_of, parse_json, read_object
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, plain_prompt
 from refusion_jax.data.tokenizer_growth import TextGrowth
+from refusion_jax.distributed.json_input import kind_of, parse_json, read_object
 from refusion_jax.distributed.storage import read_file
 
 _TRIED = "What\u0301s 2 + 2?\n\t\ufb01 \u4e2d\u00a0\U0001f600"

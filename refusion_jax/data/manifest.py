@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, build, read_object
+from refusion_jax.distributed.json_input import JsonError, build, read_object
 from refusion_jax.distributed.storage import write_file
 
 FORMAT = "refusion_jax rows 1"

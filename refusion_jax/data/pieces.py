@@ -19,7 +19,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import LONGEST_LINE, kind_of
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import (
     OPENING,
     Bad,
@@ -32,7 +32,8 @@ from refusion_jax.data.examples import (
     parse,
     to_example,
 )
-from refusion_jax.distributed.storage import LARGEST_FILE, is_remote
+from refusion_jax.distributed.json_input import LONGEST_LINE, kind_of
+from refusion_jax.distributed.storage import LARGEST_FILE
 
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}

@@ -18,7 +18,7 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, build, read_object
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.data import workers
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
@@ -26,7 +26,8 @@ from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, 
 from refusion_jax.data.pieces import Piece, cut, find_files
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import SPLITS, Report, Settings
-from refusion_jax.distributed.storage import is_remote, write_file
+from refusion_jax.distributed.json_input import JsonError, build, read_object
+from refusion_jax.distributed.storage import write_file
 
 _PARTITION = 1 << 22  # digests compared at a time: 130 MB
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.cli.errors import Failure, UserError
-from refusion_jax.cli.json_input import parse_log
+from refusion_jax.distributed.json_input import parse_log
 from refusion_jax.distributed.line_log import LineLog
 
 _SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed process loses none

@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, parse_text, read_lines
 from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
+from refusion_jax.distributed.json_input import JsonError, parse_text, read_lines
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:

@@ -31,12 +31,12 @@ import numpy as np
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, build, read_object
 from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.feeds import Counts, Shape, part_size
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.json_input import JsonError, build, read_object
 
 _MOST = 2**40  # the largest number that a file may hold
 

@@ -13,7 +13,7 @@ import jax
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import read_object
+from refusion_jax.distributed.json_input import read_object
 from refusion_jax.distributed.storage import check_file, write_file
 
 PREFIX = "checksums"  # of the lists' names; .N.json follows, N the process that wrote it

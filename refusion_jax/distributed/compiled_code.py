@@ -12,7 +12,8 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.storage import absolute, is_remote
+from refusion_jax.cli.paths import is_remote
+from refusion_jax.distributed.storage import absolute
 
 
 def keep_compiled(directory: epath.Path, whose: str) -> None:

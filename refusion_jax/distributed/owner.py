@@ -22,10 +22,11 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
-from refusion_jax.cli.json_input import JsonError, parse_json
+from refusion_jax.cli.paths import is_remote
+from refusion_jax.distributed.json_input import JsonError, parse_json
 from refusion_jax.distributed.proc import boot_id, started
 from refusion_jax.distributed.processes import all_agree
-from refusion_jax.distributed.storage import absolute, check_file, is_remote
+from refusion_jax.distributed.storage import absolute, check_file
 
 FILE = "owner.json"
 BEAT_SECONDS = 5.0  # between two signs of life

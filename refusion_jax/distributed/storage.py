@@ -18,26 +18,14 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.paths import is_remote
 
 LARGEST_FILE = 256 << 20  # bytes of a file that is read as one value
 SYNC_SECONDS = 60.0  # at most this much of a log is lost with a machine that vanishes
-STORES = ("gs://", "s3://", "az://", "hf://")  # that etils knows
 _PATIENCE = 10.0  # seconds until somebody must have opened the other end of a pipe
 
 for _client in ("gcsfs", "s3fs", "adlfs", "fsspec"):  # log whole traces of what they then raise
     loggers.getLogger(_client).setLevel(loggers.CRITICAL)
-
-
-def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path lies in an object store."""
-    return "://" in os.fspath(path)
-
-
-def names_no_store(text: str) -> str:
-    """What is wrong with a path, or paths between commas, neither local nor in a store that we know; "" for nothing."""
-    if all("://" not in path or path.strip().startswith(STORES) for path in text.split(",")):
-        return ""
-    return f"names no store that we know before ://, which are {', '.join(name[:-3] for name in STORES)}"
 
 
 def absolute(path: epath.Path) -> epath.Path:

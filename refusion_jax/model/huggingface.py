@@ -18,9 +18,10 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import read_object
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.distributed.storage import check_file, is_remote
+from refusion_jax.distributed.json_input import read_object
+from refusion_jax.distributed.storage import check_file
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig, Transformer
 

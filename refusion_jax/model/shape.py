@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, build
+from refusion_jax.distributed.json_input import JsonError, build
 from refusion_jax.model.transformer import ModelConfig
 
 _LARGEST = {

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import SettingError, UserError
-from refusion_jax.cli.json_input import JsonError, parse_json
 from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.companions import check_companions
@@ -15,6 +14,7 @@ from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.json_input import JsonError, parse_json
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 

@@ -8,8 +8,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from refusion_jax.cli.errors import Failure, UserError, first_line
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed import checksums
-from refusion_jax.distributed.storage import absolute, is_remote
+from refusion_jax.distributed.storage import absolute
 
 ITEMS = ("params", "optimizer", "data")
 TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of whatever Orbax is still writing

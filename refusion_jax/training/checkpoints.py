@@ -19,9 +19,10 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import Failure, UserError, first_line
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed import checksums
 from refusion_jax.distributed.processes import all_agree
-from refusion_jax.distributed.storage import absolute, is_remote
+from refusion_jax.distributed.storage import absolute
 from refusion_jax.training import failed_saves
 from refusion_jax.training.checkpoint_directory import (
     ITEMS,

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from refusion_jax.cli.json_input import parse_log
+from refusion_jax.distributed.json_input import parse_log
 from refusion_jax.distributed.proc import boot_id, started
 from refusion_jax.distributed.storage import Appender, read_file
 

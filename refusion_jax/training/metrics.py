@@ -19,8 +19,8 @@ from tensorboardX.summary import text as as_summary
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import first_line
-from refusion_jax.cli.json_input import parse_log
 from refusion_jax.distributed.chips import peak_flops
+from refusion_jax.distributed.json_input import parse_log
 from refusion_jax.distributed.storage import Appender, LogDirectory, write_file
 from refusion_jax.systems.registry import loss_terms
 from refusion_jax.training.events import read_log

@@ -17,7 +17,7 @@ from etils import epath
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, build_list, parse_json
+from refusion_jax.distributed.json_input import JsonError, build_list, parse_json
 from refusion_jax.distributed.storage import read_file, write_file
 from refusion_jax.training.train_step import TrainState
 

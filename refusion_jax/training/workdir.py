@@ -16,11 +16,12 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.flag_values import check_output
-from refusion_jax.cli.json_input import read_object
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
-from refusion_jax.distributed.storage import check_file, is_remote, write_file
+from refusion_jax.distributed.json_input import read_object
+from refusion_jax.distributed.storage import check_file, write_file
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import parse_log, read_object
+from refusion_jax.distributed.json_input import parse_log, read_object
 from refusion_jax.distributed.line_log import LineLog
 from refusion_jax.distributed.storage import write_file
 

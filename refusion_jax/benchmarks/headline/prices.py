@@ -13,12 +13,12 @@ from typing import Any
 
 from refusion_jax.benchmarks.decode import shape_of
 from refusion_jax.benchmarks.headline.plan import Budget, Point
-from refusion_jax.cli.json_input import build
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Problem
 from refusion_jax.decoding.recording import Recorder, Recording
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed.chips import find_chip, free_tokens
+from refusion_jax.distributed.json_input import build
 from refusion_jax.distributed.sharding import MESH_AXES
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.planning.feeds import Target

@@ -24,7 +24,7 @@ from refusion_jax.benchmarks.headline.measure import REPLAY_TURNS, REPLAYED, TUR
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.prices import ahead_up_to
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.json_input import JsonError, decode
+from refusion_jax.distributed.json_input import JsonError, decode
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems

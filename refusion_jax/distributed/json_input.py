@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.storage import is_remote, open_patiently, read_file
+from refusion_jax.cli.paths import is_remote
+from refusion_jax.distributed.storage import open_patiently, read_file
 
 DEEPEST = 64  # objects and lists inside each other
 LONGEST_LINE = 16 << 20  # bytes; a line is read whole

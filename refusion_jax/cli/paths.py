@@ -1,0 +1,19 @@
+"""What the text of a path tells: whether it lies in an object store (gs://...), and in which."""
+
+import os
+
+from etils import epath
+
+STORES = ("gs://", "s3://", "az://", "hf://")  # that etils knows
+
+
+def is_remote(path: epath.PathLike) -> bool:
+    """Whether a path lies in an object store."""
+    return "://" in os.fspath(path)
+
+
+def names_no_store(text: str) -> str:
+    """What is wrong with a path, or paths between commas, neither local nor in a known store; "" for nothing."""
+    if all("://" not in path or path.strip().startswith(STORES) for path in text.split(",")):
+        return ""
+    return f"names no store that we know before ://, which are {', '.join(name[:-3] for name in STORES)}"
