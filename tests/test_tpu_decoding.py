@@ -5,16 +5,20 @@ import functools
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from conftest import run
+from flax import nnx
 from test_tpu import config_of, pytestmark  # noqa: F401  the marks are for the tests below
 
 from refusion_jax import DecodeSettings
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip, free_tokens
+from refusion_jax.model.transformer import ModelConfig, Transformer, key_counts
 from refusion_jax.planning import hlo
-from refusion_jax.planning.compiler import compile_program, prepare_environment
+from refusion_jax.planning.compiler import compile_program, prepare_environment, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.feeds import Load, Target, forward_costs
 from refusion_jax.planning.programs import lower_decode
@@ -97,3 +101,34 @@ def test_a_forward_of_8b_moves_hardly_more_than_its_weights_and_the_live_cache()
     others = 2 * c.hidden_size * c.vocab_size / 8 * (PLACES - portion)
     assert costs.flops == pytest.approx(priced.flops - others, rel=0.01)
     assert sum(c.bytes for c in costs.collectives) == pytest.approx(priced.collectives[0].bytes, rel=0.01)
+
+
+LAYERS, KEYS, HEAD = 2, 2080, 128
+
+
+def lower_forward(rows: int, tokens: int) -> jax.stages.Lowered:
+    """A forward on top of a cache of KEYS entries a row, on one chip: one key head, as a chip has of 8B on eight."""
+    mesh = sharding.make_mesh({}, tpu_devices("v5e:2x2", 1)[:1])
+    config = ModelConfig(1024, 512, LAYERS, 4, 1, HEAD, 1024, 1e4, 1e-6, True, 4096, 1000, 0, 1, 2, 3)
+    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), "bfloat16"))
+    graphdef, params = nnx.split(model)
+
+    def inputs():
+        fed = jnp.zeros((rows, tokens), jnp.int32)
+        return fed, fed, model.empty_cache(rows, KEYS), fed[:, 0], jnp.ones((rows, tokens, tokens), bool)
+
+    arguments = sharding.placed((params, *jax.eval_shape(inputs)), sharding.sharding(mesh))
+    with jax.set_mesh(mesh):
+        forward = jax.jit(lambda params, *fed: nnx.merge(graphdef, params).extend_hidden(*fed))
+        return forward.lower(*arguments)
+
+
+def test_attention_over_a_part_of_the_cache_reads_no_more_than_this_part():
+    """An index of the layer followed by a slice of its entries reads all of them: 34 MB a layer in every branch."""
+    prepare_environment()
+    module = compile_program(lower_forward, (32, 8), memory_only=True).module
+    (choice,) = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "conditional"]
+    read = [count(dataclasses.replace(module, entry=branch), chips_per_slice=4).bytes for branch in choice.branches]
+    quarter, half, _ = (2 * 32 * entries * HEAD * 2 for entries in key_counts(KEYS))  # bytes of keys and values
+    assert quarter <= read[0] <= 1.4 * quarter
+    assert half <= read[1] <= 1.4 * half

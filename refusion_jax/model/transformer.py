@@ -226,8 +226,9 @@ class Transformer(nnx.Module):
 
             def over(size):
                 def take(x):
-                    x = jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)  # [B, K, C, H]
-                    return ragged.rows_of_tiles(x[:, :, :size])
+                    # One slice with the size: a slice of the whole layer's entries would be read from memory first.
+                    x = jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), (1, *x.shape[1:3], size, x.shape[4]))[0]
+                    return ragged.rows_of_tiles(x)  # [tiles, K, size, H]
 
                 def run():
                     # The layer is chosen here: handed into a branch, its part of the cache would be a copy.
