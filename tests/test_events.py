@@ -76,7 +76,7 @@ def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):
 def test_a_log_that_cannot_be_read_is_not_an_empty_one(tmp_path):
     assert events.read_log(epath.Path(tmp_path / "none.jsonl")) == ""
     (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"events\.jsonl cannot be read: it is a directory"):
+    with pytest.raises(UserError, match=r"events\.jsonl cannot be read: Is a directory"):
         events.read_log(epath.Path(tmp_path / "events.jsonl"))
 
 

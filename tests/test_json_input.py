@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         with pytest.raises(UserError, match=f"{path} cannot be read: .*{said}"):
             read_object(path)
     for other, said in (
-        (tmp_path, "a directory"),
+        (tmp_path, "Is a directory"),
         (tmp_path / "pipe", "no file"),
         (tmp_path / ("x" * 300), "too long"),
     ):

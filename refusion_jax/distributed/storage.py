@@ -33,14 +33,15 @@ def absolute(path: epath.Path) -> epath.Path:
     return path if is_remote(path) else path.absolute()
 
 
-def read_file(path: epath.PathLike, largest: int | None = LARGEST_FILE) -> bytes:
-    """A whole file; None as `largest` for one of any size.
+def read_file(path: epath.PathLike) -> bytes:
+    """A whole file.
 
     Raises:
-      UserError: naming it, where it cannot be read or would never end.
+      UserError: naming it, where it cannot be read, or is a pipe or device that may never end.
     """
     try:
-        check_file(path, largest)
+        if not is_remote(path) and (Path(path).is_fifo() or Path(path).is_char_device()):
+            raise UserError(f"{path} cannot be read: it is no file")
         return epath.Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -147,7 +147,7 @@ def read_log(path: epath.Path) -> str:
     Raises:
       UserError: where it cannot be read, which must not be taken for an empty one: that would be written over it.
     """
-    return read_file(path, largest=None).decode(errors="replace") if path.exists() else ""
+    return read_file(path).decode(errors="replace") if path.exists() else ""
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

@@ -1,0 +1,59 @@
+"""JSON that is read: a file, or a file of one value a line, into the type that the caller declares.
+
+The type is any that pydantic knows: a dataclass, a model, dict[str, Any]. Types are taken at their word ("3" is no
+number), and fields that a type does not declare are refused.
+"""
+
+import codecs
+import functools
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import pydantic
+from etils import epath
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.storage import read_file
+
+_T = TypeVar("_T")
+_adapter = functools.cache(pydantic.TypeAdapter)
+
+
+def read_json(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> _T:
+    """The value that a file holds.
+
+    Raises:
+      UserError: naming the file, and the line or field at fault.
+    """
+    return parse_json(read_file(path), kind, f"{path}")
+
+
+def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> Iterator[tuple[int, _T]]:
+    """(number from 1, value) of each line of a file that is not blank.
+
+    Lines end at a newline only: U+2028, U+2029 and U+0085 may stand inside a string.
+
+    Raises:
+      UserError: naming the file and line, and the field at fault.
+    """
+    try:
+        with epath.Path(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.removeprefix(codecs.BOM_UTF8).strip():
+                    yield number, parse_json(line, kind, f"{path}:{number}")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def parse_json(content: bytes, kind: type[_T], where: str) -> _T:
+    """The value in some bytes of UTF-8, with or without a byte order mark.
+
+    Raises:
+      UserError: where it is not JSON, or not of this kind: `where`, the field, and what it must be.
+    """
+    try:
+        return _adapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True, extra="forbid")
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise UserError(f"{where}: {field and f'{field}: '}{first['msg']}") from error
