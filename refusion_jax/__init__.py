@@ -10,8 +10,8 @@ _HOME = {
     "Request": "refusion_jax.decoding.requests",
     "UserError": "refusion_jax.cli.errors",
     "decode": "refusion_jax.systems.api",
-    "load_model": "refusion_jax.training.pretrained",
-    "load_tokenizer": "refusion_jax.training.pretrained",
+    "load_model": "refusion_jax.checkpoints.load",
+    "load_tokenizer": "refusion_jax.checkpoints.load",
     "log_likelihood": "refusion_jax.evaluation.likelihood",
 }
 

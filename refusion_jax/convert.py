@@ -14,16 +14,16 @@ import jax
 from absl import flags
 from rich.progress import Progress
 
+from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.load import find_objective, find_tokenizer, load_model
+from refusion_jax.checkpoints.run_directory import write_model_config
+from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import LARGEST_FILE, check_file
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.training.checkpoint_directory import find_step
-from refusion_jax.training.checkpoint_weights import save_params
-from refusion_jax.training.pretrained import find_objective, find_tokenizer, load_model
-from refusion_jax.training.workdir import write_model_config
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read")
 _TO = flags.DEFINE_string("to", None, "Directory to make")

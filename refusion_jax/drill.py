@@ -25,11 +25,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import flags
 
+from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, explained, names
 from refusion_jax.distributed.json_input import read_object
-from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.events import FILE, account, read_events, read_log
 from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
 from refusion_jax.training.metrics import read_metrics

@@ -33,23 +33,23 @@ import jax
 from absl import flags
 from etils import epath
 
+from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.load import choose_method, load_for, load_model, load_tokenizer
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
+from refusion_jax.config.run_config import read_config
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.processes import together
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
+from refusion_jax.evaluation import heldout
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import system_of
-from refusion_jax.training import heldout
-from refusion_jax.training.checkpoint_directory import find_step
-from refusion_jax.training.pretrained import choose_method, load_for, load_model, load_tokenizer
-from refusion_jax.training.workdir import read_config
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"

@@ -43,6 +43,8 @@ from etils import epath
 from rich.console import Console
 from rich.progress import track
 
+from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_for, read_model_config
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
@@ -58,8 +60,6 @@ from refusion_jax.distributed.storage import absolute, open_patiently, write_fil
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
-from refusion_jax.training.checkpoint_directory import find_step
-from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_for, read_model_config
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"

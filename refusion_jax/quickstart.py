@@ -20,8 +20,10 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.checkpoints.load import choose_method, load_for, load_tokenizer
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
+from refusion_jax.config.run_config import read_config
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.companions import missing
@@ -31,8 +33,6 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
 from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.metrics import read_metrics
-from refusion_jax.training.pretrained import choose_method, load_for, load_tokenizer
-from refusion_jax.training.workdir import read_config
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory of the training run")
 _PROBLEMS = flags.DEFINE_integer("problems", 200, "How many held-out problems to decode", 3, 100_000)

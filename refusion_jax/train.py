@@ -28,11 +28,15 @@ import ml_collections
 from absl import flags
 from etils import epath
 
+from refusion_jax.checkpoints.directory import is_complete, saved_steps
+from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params
+from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
 from refusion_jax.config import check, check_mesh, explained, make_objective, names
 from refusion_jax.config.model import model_config
+from refusion_jax.config.run_config import check_same_run, claim
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import epochs, global_batches
@@ -44,18 +48,14 @@ from refusion_jax.distributed.processes import all_agree, check_same, check_shar
 from refusion_jax.distributed.profiling import Profile
 from refusion_jax.distributed.storage import LogDirectory
 from refusion_jax.distributed.watchdog import Watchdog
+from refusion_jax.evaluation.heldout import HeldOut, find_held_out, make_held_out
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.interface import train_flops_per_row
 from refusion_jax.training import events, recovery
-from refusion_jax.training.checkpoint_directory import is_complete, saved_steps
-from refusion_jax.training.checkpoints import Checkpoints
-from refusion_jax.training.heldout import HeldOut, find_held_out, make_held_out
 from refusion_jax.training.metrics import MetricsWriter
-from refusion_jax.training.pretrained import check_fits, find_own_tokenizer, load_params
 from refusion_jax.training.program import Program, abstract_rows, train_program
 from refusion_jax.training.recovery import Health, LeftOut, leave_out
 from refusion_jax.training.train_step import TrainState, init_state, wide_to_int
-from refusion_jax.training.workdir import check_same_run, claim
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
@@ -119,7 +119,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     program = train_program(config, shape, mesh)
     held_out = None
     if held_out_sets := find_held_out(config, tokenizer):
-        held_out = make_held_out(config, held_out_sets, tokenizer, program, mesh)
+        held_out = make_held_out(config, held_out_sets, tokenizer, program.graphdef, program.objective, mesh)
     tasks = None
     if config.eval.tasks:
         with needs("evaluate"):

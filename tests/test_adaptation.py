@@ -10,10 +10,10 @@ from conftest import ROOT, TINY_RUN, run, tiny_model
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
+from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface
-from refusion_jax.training.checkpoint_directory import saved_steps
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

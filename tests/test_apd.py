@@ -6,9 +6,9 @@ from conftest import MASK, PAD, PROMPTS, causal, equipped, forward, settings, sh
 from test_readme import tiny_qwen3
 
 from refusion_jax import UserError, decode
+from refusion_jax.checkpoints.load import load_for
 from refusion_jax.decoding.companions import with_companions
 from refusion_jax.systems.registry import decoders_for
-from refusion_jax.training.pretrained import load_for
 
 
 def test_a_verifier_without_weight_refuses_nothing_and_all_is_written_at_once():

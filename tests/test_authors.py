@@ -7,7 +7,7 @@ from conftest import run
 from test_golden import SHIPPED
 
 from refusion_jax import DecodeSettings, decode
-from refusion_jax.training.pretrained import load_model
+from refusion_jax.checkpoints.load import load_model
 
 MODEL = SHIPPED / "model"
 SETTINGS = {"max_new_tokens": 48, "slot_size": 4, "serial_blocks": 2}

@@ -20,13 +20,14 @@ from flax import nnx
 
 from refusion_jax import UserError
 from refusion_jax.benchmarks import save as save_benchmark
+from refusion_jax.checkpoints import checksums
+from refusion_jax.checkpoints import manager as checkpoints_module
+from refusion_jax.checkpoints.directory import TEMPORARY, find_step, is_complete, saved_steps
+from refusion_jax.checkpoints.manager import Checkpoints
+from refusion_jax.checkpoints.weights import restore_params
 from refusion_jax.cli.errors import Failure
-from refusion_jax.distributed import checksums, sharding
+from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer, logical_axes
-from refusion_jax.training import checkpoints as checkpoints_module
-from refusion_jax.training.checkpoint_directory import TEMPORARY, find_step, is_complete, saved_steps
-from refusion_jax.training.checkpoint_weights import restore_params
-from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.train_step import Guard, init_state, state_shardings
 
 OPTIMIZER = optax.adamw(1e-3)

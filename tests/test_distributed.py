@@ -13,10 +13,10 @@ import pytest
 import rows_probe
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
 
+from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed import processes
 from refusion_jax.training import events
-from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.batch_size=16", "--config.steps=20", "--config.checkpoint.every=100"]

@@ -12,15 +12,15 @@ from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.config import make_objective
+from refusion_jax.config.run_config import read_config
 from refusion_jax.data.packing import PackedRows
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.evaluation.bits import bits_per_byte
+from refusion_jax.evaluation.heldout import HeldOut, evaluate_model, find_held_out, pick, place
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.training.bits import bits_per_byte
-from refusion_jax.training.heldout import HeldOut, evaluate_model, find_held_out, pick, place
 from refusion_jax.training.metrics import read_metrics
-from refusion_jax.training.workdir import read_config
 
 SIZES = {"row_length": 32, "batch_size": 8, "slots.sizes": (2, 4), "eval.every": 1}
 

@@ -14,11 +14,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from refusion_jax import UserError, load_model, load_tokenizer
+from refusion_jax.checkpoints.load import choose_method, read_model_config
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.training.pretrained import choose_method, read_model_config
 
 SHAPES = {
     "1:1, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},

@@ -10,10 +10,10 @@ from flax import nnx
 from refusion_jax.batch.batch import loss_terms
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
+from refusion_jax.config.run_config import read_config
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training.inspection import training_batch
 from refusion_jax.training.program import train_program
-from refusion_jax.training.workdir import read_config
 
 
 def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):

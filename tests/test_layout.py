@@ -15,8 +15,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports run one way: a room imports itself and the rooms before it. Commands, alone at the top, import everything.
 ROOMS = [
-    *("cli", "distributed", "batch", "data", "model", "decoding", "systems", "config", "evaluation"),
-    *("serving", "training", "planning", "benchmarks"),
+    *("cli", "distributed", "batch", "data", "model", "decoding", "systems", "checkpoints"),
+    *("config", "evaluation", "serving", "training", "planning", "benchmarks"),
 ]
 
 

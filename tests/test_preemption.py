@@ -14,9 +14,9 @@ import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from test_train import computed
 
+from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.distributed import preemption
 from refusion_jax.training import events
-from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]

@@ -20,7 +20,7 @@ from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs, host_batches, row_order
 from refusion_jax.data.order import RowOrder
 from refusion_jax.data.prepared import MixedRows, PreparedRows
-from refusion_jax.training.heldout import find_held_out
+from refusion_jax.evaluation.heldout import find_held_out
 from refusion_jax.training.inspection import verify
 from refusion_jax.training.metrics import read_metrics
 

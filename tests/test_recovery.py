@@ -9,8 +9,8 @@ from etils import epath
 from test_checkpoints import make_state
 
 from refusion_jax import UserError
+from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.training import recovery, train_step
-from refusion_jax.training.checkpoint_directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.recovery import Health, LeftOut, leave_out
 

@@ -11,12 +11,13 @@ from conftest import TINY_RUN, run, start
 from local_task import GENERATE, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer
+from refusion_jax.checkpoints.run_directory import read_model_config
 from refusion_jax.config import check
+from refusion_jax.config.run_config import read_config
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.program import train_program
 from refusion_jax.training.task_scores import TaskScores
-from refusion_jax.training.workdir import read_config, read_model_config
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import time
 import pytest
 from conftest import SHARED, TINY_RUN, run, start
 
-from refusion_jax.training.checkpoint_directory import saved_steps
+from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.training.metrics import read_metrics
 
 KEYS = set(

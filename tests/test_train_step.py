@@ -19,7 +19,6 @@ from refusion_jax.training.train_step import (
     init_state,
     make_train_step,
     noise_keys,
-    split_batch,
     state_shardings,
     wide_to_int,
 )
@@ -176,7 +175,7 @@ def test_a_token_count_passes_32_bits():
 
 def test_micro_batches_are_strided_and_lose_no_row():
     x = jnp.arange(12).reshape(12, 1)
-    parts = split_batch(x, 3)
+    parts = sharding.split_batch(x, 3)
     assert parts[:, :, 0].tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 

@@ -33,6 +33,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import feeds
@@ -46,7 +47,6 @@ from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import choose_method, find_tokenizer, load_model
 
 # hidden size, layers, heads, key/value heads, head size, mlp size, vocabulary, tied embeddings; from 0.6b on Qwen3's
 SIZES = {

@@ -31,6 +31,7 @@ from refusion_jax.benchmarks import _markdown as markdown
 from refusion_jax.benchmarks import authors
 from refusion_jax.benchmarks import decode as decoding
 from refusion_jax.benchmarks import train as training
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config
@@ -43,7 +44,6 @@ from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.triton import triton_attention
 from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import load_model
 
 
 @dataclasses.dataclass(frozen=True)

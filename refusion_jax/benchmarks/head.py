@@ -20,14 +20,14 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.batch.batch import Batch, is_labelled
+from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import flag_values
+from refusion_jax.config.run_config import read_config
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.layers import head_product
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.inspection import training_batch
-from refusion_jax.training.pretrained import load_model
-from refusion_jax.training.workdir import read_config
 
 
 def define_flags(own: flags.FlagValues) -> None:

@@ -21,13 +21,13 @@ from rich.table import Table
 
 from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out
 from refusion_jax.benchmarks.decode import read_way
+from refusion_jax.checkpoints.load import load_for, load_tokenizer
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.settings import scope
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import load_for, load_tokenizer
 
 _SLOT_THRESHOLDS = (0.9, 0.6, 0.3)
 

@@ -23,15 +23,15 @@ from rich.table import Table
 from refusion_jax.batch.batch import Batch, is_labelled, loss_terms
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out, share_right
+from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.load import choose_method, load_model, load_tokenizer
+from refusion_jax.config.run_config import read_config
 from refusion_jax.data.examples import Example
 from refusion_jax.data.packing import pack, tokenize
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, decode
-from refusion_jax.training.checkpoint_directory import find_step
 from refusion_jax.training.inspection import corrupted
-from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
-from refusion_jax.training.workdir import read_config
 
 _WAYS = (("same", "same"), ("int8", "same"), ("same", "int8"), ("int8", "int8"))  # weights, cache
 

@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli.errors import Failure
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
-from refusion_jax.training.checkpoints import Checkpoints
 from refusion_jax.training.program import Program, train_program
 from refusion_jax.training.train_step import TrainState
 

@@ -208,3 +208,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(*axes))
+
+
+def split_batch(batch: Any, parts: int) -> Any:
+    """Splits every [B, ...] array into [parts, B / parts, ...], by striding, so that each device keeps its own rows."""
+
+    def split(x):
+        x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(x, None, "batch", *(None,) * (x.ndim - 2))
+
+    return jax.tree.map(split, batch)

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.distributed import checksums
+from refusion_jax.checkpoints import checksums
+from refusion_jax.checkpoints.directory import TEMPORARY, saved_steps
 from refusion_jax.distributed.json_input import parse_log
 from refusion_jax.distributed.preemption import EXIT_CODE
-from refusion_jax.training.checkpoint_directory import TEMPORARY, saved_steps
 from refusion_jax.training.metrics import FILE as METRICS
 
 _POLL_SECONDS = 0.005

@@ -59,6 +59,23 @@ class TrainState:
     opt_state: optax.OptState
     guard: Guard
 
+    def rest(self) -> dict[str, Any]:
+        """The arrays that a checkpoint holds apart from the weights."""
+        return {"step": self.step, "tokens": self.tokens, "opt_state": self.opt_state}
+
+    def counters(self) -> dict[str, float]:
+        """The guard, which a checkpoint holds as JSON."""
+        return {name: value.item() for name, value in jax.device_get(vars(self.guard)).items()}
+
+    def restored(self, params: dict[str, Any], rest: dict[str, Any], counters: dict[str, float]) -> "TrainState":
+        """The state that a checkpoint holds; self has the shapes, dtypes and shardings."""
+        guard = {name: _replicate(counters.get(name, 0), like) for name, like in vars(self.guard).items()}
+        return TrainState(params=params, guard=Guard(**guard), **rest)
+
+
+def _replicate(value: float, target: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.jit(lambda: jnp.asarray(value, target.dtype), out_shardings=target.sharding)()
+
 
 def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
@@ -149,7 +166,7 @@ def make_train_step(
             (loss, terms), grads = jax.lax.scan(
                 lambda total, micro: (jax.tree.map(jnp.add, total, grad_fn(state.params, micro)), None),
                 zeros,
-                split_batch(batch, accumulation),
+                sharding.split_batch(batch, accumulation),
             )[0]
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -176,16 +193,6 @@ def make_train_step(
         return TrainState(state.step + 1, metrics["tokens"], params, opt_state, guard), metrics
 
     return train_step
-
-
-def split_batch(batch: Any, parts: int) -> Any:
-    """Splits every [B, ...] array into [parts, B / parts, ...], by striding, so that each device keeps its own rows."""
-
-    def split(x):
-        x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
-        return sharding.constrain(x, None, "batch", *(None,) * (x.ndim - 2))
-
-    return jax.tree.map(split, batch)
 
 
 def add_wide(words: UInt32[Array, "2"], count: Int32[Array, ""]) -> UInt32[Array, "2"]:

@@ -38,6 +38,7 @@ from refusion_jax.benchmarks.decode import (
     read_shared,
     read_way,
 )
+from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.requests import Request, prepare
@@ -47,7 +48,6 @@ from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import load_model
 
 
 def define_flags(own: flags.FlagValues) -> None:

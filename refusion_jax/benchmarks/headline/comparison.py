@@ -46,6 +46,8 @@ from refusion_jax.benchmarks.headline.plan import (
 )
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.replay.beside import beside, read_shape
+from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
 from refusion_jax.data.families import mixture
 from refusion_jax.data.interface import Tokenizer
@@ -54,8 +56,6 @@ from refusion_jax.distributed.compiled_code import keep_compiled
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import find_system
-from refusion_jax.training.checkpoint_directory import saved_steps
-from refusion_jax.training.pretrained import load_model, load_tokenizer
 
 _TIMED = ("measure", "turns")  # kinds of pieces; the others do not ask for the device
 

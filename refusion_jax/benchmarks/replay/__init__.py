@@ -37,6 +37,7 @@ from rich.table import Table
 from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out
 from refusion_jax.benchmarks.decode import read_way
 from refusion_jax.benchmarks.replay.beside import Beside, beside, read_shape
+from refusion_jax.checkpoints.load import choose_method, load_model, load_tokenizer
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.data import tasks
@@ -46,7 +47,6 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.systems.registry import default_system
-from refusion_jax.training.pretrained import choose_method, load_model, load_tokenizer
 
 
 def define_flags(own: flags.FlagValues) -> None:

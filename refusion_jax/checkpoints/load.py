@@ -6,6 +6,9 @@ import jax
 from etils import epath
 from flax import nnx
 
+from refusion_jax.checkpoints import run_directory
+from refusion_jax.checkpoints.directory import find_step
+from refusion_jax.checkpoints.weights import restore_params
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -17,9 +20,6 @@ from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import decoders_for, default_system
-from refusion_jax.training import workdir
-from refusion_jax.training.checkpoint_directory import find_step
-from refusion_jax.training.checkpoint_weights import restore_params
 
 
 def load_model(
@@ -86,7 +86,7 @@ def read_model_config(path: epath.Path) -> ModelConfig:
     """
     if huggingface.is_huggingface(path):
         return huggingface.read_model_config(path, find_tokenizer(path))
-    return workdir.read_model_config(find_step(path)[0])
+    return run_directory.read_model_config(find_step(path)[0])
 
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
     if mask_token_id is None and huggingface.is_huggingface(directory):
         mask_token_id = huggingface.read_mask_token_id(directory)
     elif mask_token_id is None and (directory / "model.json").exists():
-        mask_token_id = workdir.read_model_config(directory).mask_token_id
+        mask_token_id = run_directory.read_model_config(directory).mask_token_id
     return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
 
 
@@ -167,7 +167,7 @@ def find_objective(path: epath.Path) -> str | None:
     """The system that trained a model, where that is known; the path is as for `load_model`."""
     if huggingface.is_huggingface(path):
         return huggingface.read_objective(path)
-    return workdir.read_objective(find_step(path)[0])
+    return run_directory.read_objective(find_step(path)[0])
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:

@@ -7,8 +7,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from refusion_jax.distributed import checksums
-from refusion_jax.training.checkpoint_directory import TEMPORARY
+from refusion_jax.checkpoints import checksums
+from refusion_jax.checkpoints.directory import TEMPORARY
 
 _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file after `finalize`
 # Threads of a save wait up to 300 s, and the process with them, for directories that a full disk does not let be made.

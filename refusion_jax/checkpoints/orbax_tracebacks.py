@@ -15,7 +15,7 @@ _OF_ORBAX = (
 
 
 @functools.cache
-def say_once() -> None:
+def silence_orbax_tracebacks() -> None:
     """Suppresses the tracebacks of failed saves.
 
     Orbax logs one itself. Every other write that was under way prints one more: for tasks or coroutines that were never

@@ -7,11 +7,11 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
+from refusion_jax.checkpoints.directory import check_whole, find_step, is_step, saved_steps
+from refusion_jax.checkpoints.orbax_tracebacks import silence_orbax_tracebacks
+from refusion_jax.checkpoints.writer import Items, make_checkpointer
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.distributed.storage import absolute
-from refusion_jax.training import failed_saves
-from refusion_jax.training.checkpoint_directory import check_whole, find_step, is_step, saved_steps
-from refusion_jax.training.checkpoint_writer import Items, make_checkpointer
 
 
 def restore_params(path: epath.Path, target: Any) -> Any:
@@ -29,7 +29,7 @@ def restore_params(path: epath.Path, target: Any) -> Any:
         steps = [newest]
     else:
         steps = [newest.parent / str(step) for step in reversed(saved_steps(workdir, ("params",)))]
-    failed_saves.say_once()
+    silence_orbax_tracebacks()
     for directory in steps:
         try:
             check_whole(directory, ("params",), verify=True)

@@ -28,12 +28,10 @@ from refusion_jax.data.manifest import is_prepared
 from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import check_same
+from refusion_jax.evaluation.bits import bits_per_byte
 from refusion_jax.evaluation.likelihood import spread
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective
-from refusion_jax.training.bits import bits_per_byte
-from refusion_jax.training.program import Program
-from refusion_jax.training.train_step import split_batch
 
 _MOST = 16  # values of a fact for which losses are reported
 _SEED = 0  # the same for every run, for comparison
@@ -132,7 +130,7 @@ def make_evaluation(
             }
             return None, (weigh(ce, batch), sums)
 
-        terms_and_sums = jax.lax.scan(part, None, split_batch((batch, groups), parts))[1]
+        terms_and_sums = jax.lax.scan(part, None, sharding.split_batch((batch, groups), parts))[1]
         terms, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), terms_and_sums)
         means = {name: total / weight for name, (total, weight) in sums.items()}  # 0/0: NaN
         loss = sum(objective.coefficients[name] * term for name, term in terms.items())
@@ -181,13 +179,14 @@ def make_held_out(
     config: ml_collections.ConfigDict,
     sets: list[RowSource],
     tokenizer: Tokenizer,
-    program: Program,
+    graphdef: nnx.GraphDef,
+    objective: Objective,
     mesh: Mesh,
 ) -> HeldOut:
     """The held-out evaluation of a run, with the bits per byte of the same rows."""
     rows = (rows[index] for rows, index in pick(config, sets))
-    bits = bits_per_byte(config, rows, tokenizer, program.graphdef, mesh)
-    return HeldOut(config, place(config, sets, mesh), program.graphdef, program.objective, bits)
+    bits = bits_per_byte(config, rows, tokenizer, graphdef, mesh)
+    return HeldOut(config, place(config, sets, mesh), graphdef, objective, bits)
 
 
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:

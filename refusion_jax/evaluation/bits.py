@@ -22,7 +22,6 @@ from refusion_jax.distributed import sharding
 from refusion_jax.evaluation.likelihood import bytes_of, documents, lay_out, log_probabilities, packed
 from refusion_jax.systems.likelihood import Text
 from refusion_jax.systems.registry import find_system
-from refusion_jax.training.train_step import split_batch
 
 _ROUNDING = 256  # T is a multiple of this; short documents share a row
 _SLOT_SIZE = 8  # as in `evaluate`
@@ -75,7 +74,7 @@ def bits_per_byte(
             log_p, *_ = log_probabilities(nnx.merge(graphdef, params), some)
             return None, jnp.sum(jnp.where(some["weights"] > 0, some["weights"] * log_p, 0.0))
 
-        nats = jnp.sum(jax.lax.scan(part, None, split_batch(arrays, parts))[1])
+        nats = jnp.sum(jax.lax.scan(part, None, sharding.split_batch(arrays, parts))[1])
         return -nats / size / np.log(2)
 
     jitted = jax.jit(evaluate, out_shardings=sharding.sharding(mesh))

@@ -1,19 +1,12 @@
-"""The directory of a run: its config, its tokenizer, and the shape of its model.
+"""The config in a run's directory: written when the run starts, compared when it is started again."""
 
-DIR/config.json         the config the run was last started with
-DIR/model.json          the shape of the model, and what its token ids mean; of a converted one, which system trained it
-DIR/tokenizer.model     the sentencepiece model, or the files of a Hugging Face tokenizer (tokenizer.json ...)
-DIR/checkpoints/STEP/   see checkpoints.py
-DIR/metrics.jsonl, DIR/tensorboard/, DIR/events.jsonl (where the time went), DIR/compilation_cache/
-"""
-
-import dataclasses
 import json
 
 import jax
 import ml_collections
 from etils import epath
 
+from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.flag_values import check_output
 from refusion_jax.cli.paths import is_remote
@@ -22,7 +15,6 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_input import read_object
 from refusion_jax.distributed.storage import check_file, write_file
-from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 
 _FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "left_out.json")
@@ -80,33 +72,3 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # what ml_collections says
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
     return config
-
-
-def write_model_config(workdir: epath.Path, model: ModelConfig, objective: str | None = None) -> None:
-    """Writes the shape of a model; and the system that trained it, where no config of a run says so."""
-    content = dataclasses.asdict(model) | ({"objective": objective} if objective else {})
-    write_file(workdir / "model.json", json.dumps(content, indent=2) + "\n")
-
-
-def read_model_config(workdir: epath.Path) -> ModelConfig:
-    """The shape of a run's model.
-
-    Raises:
-      UserError: where the file cannot be read.
-    """
-    path = workdir / "model.json"
-    content = read_object(path)
-    content.pop("objective", None)
-    return to_model_config(path, content)
-
-
-def read_objective(workdir: epath.Path) -> str | None:
-    """The system that trained the model of a run, or one that was converted, where that is known.
-
-    Raises:
-      UserError: where a file cannot be read.
-    """
-    if (workdir / "config.json").exists():
-        return read_config(workdir).objective
-    given = read_object(workdir / "model.json").get("objective")
-    return given if isinstance(given, str) else None

@@ -5,26 +5,22 @@ the checksums of all their files, written before the directory gets its name. Sa
 reported in one line, and the run goes on to the next one.
 
 Restoring takes the newest step that is whole. Damaged, torn and foreign ones are skipped with a warning.
+
+What is saved is any state that can say what its items are (`Saveable`).
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from refusion_jax.cli.errors import Failure, UserError, first_line
-from refusion_jax.cli.paths import is_remote
-from refusion_jax.distributed import checksums
-from refusion_jax.distributed.processes import all_agree
-from refusion_jax.distributed.storage import absolute
-from refusion_jax.training import failed_saves
-from refusion_jax.training.checkpoint_directory import (
+from refusion_jax.checkpoints import checksums
+from refusion_jax.checkpoints.directory import (
     ITEMS,
     check_whole,
     finished_steps,
@@ -32,12 +28,34 @@ from refusion_jax.training.checkpoint_directory import (
     remove_unfinished,
     saved_steps,
 )
-from refusion_jax.training.checkpoint_writer import Items, make_checkpointer, restoring
-from refusion_jax.training.train_step import Guard, TrainState
+from refusion_jax.checkpoints.orbax_tracebacks import silence_orbax_tracebacks
+from refusion_jax.checkpoints.writer import Items, make_checkpointer, restoring
+from refusion_jax.cli.errors import Failure, UserError, first_line
+from refusion_jax.cli.paths import is_remote
+from refusion_jax.distributed.processes import all_agree
+from refusion_jax.distributed.storage import absolute
 
 _PROBE_BYTES = 4096  # one block of a disk
 _LAST_ATTEMPTS = 4
 PAUSE_SECONDS = 1.0  # before the last save of a run is tried again; it doubles with every attempt
+
+
+class Saveable(Protocol):
+    """A train state, by the items of its checkpoints."""
+
+    params: Any  # arrays: the weights
+
+    def rest(self) -> dict[str, Any]:
+        """The other arrays; among them `step`, an int32 scalar."""
+
+    def counters(self) -> dict[str, float]:
+        """Scalars that are saved as JSON."""
+
+    def restored(self, params: Any, rest: dict[str, Any], counters: dict[str, float]) -> Self:
+        """The state of these items; called on the shapes, dtypes and shardings of all arrays."""
+
+
+State = TypeVar("State", bound=Saveable)
 
 
 class Checkpoints:
@@ -60,7 +78,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self._directory)
-        failed_saves.say_once()
+        silence_orbax_tracebacks()
         self._checkpointer: ocp.AsyncCheckpointer | None = None  # made for the first state that comes
 
     def __enter__(self) -> "Checkpoints":
@@ -73,7 +91,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 self._checkpointer.wait_until_finished()
 
-    def save(self, step: int, state: TrainState, data: dict[str, Any], last: bool = False) -> None:
+    def save(self, step: int, state: Saveable, data: dict[str, Any], last: bool = False) -> None:
         """Begins to save; returns as soon as the arrays are copied off the devices.
 
         Args:
@@ -98,9 +116,7 @@ class Checkpoints:
             time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             self._begin(step, state, data)
 
-    def _begin(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        rest = {"step": state.step, "tokens": state.tokens, "opt_state": state.opt_state}
-        guard = {name: value.item() for name, value in jax.device_get(dataclasses.asdict(state.guard)).items()}
+    def _begin(self, step: int, state: Saveable, data: dict[str, Any]) -> None:
         obstacle = _find_obstacle(self._directory)
         if not all_agree(obstacle is None):  # nobody begins where one cannot: the others would wait for it
             self._has_failed(step, obstacle or OSError("another process cannot write"))
@@ -112,8 +128,8 @@ class Checkpoints:
                 self._directory / str(step),
                 args=Items(
                     params=ocp.args.PyTreeSave(state.params),
-                    optimizer=ocp.args.PyTreeSave(rest),
-                    data=ocp.args.JsonSave(data | {"guard": guard}),
+                    optimizer=ocp.args.PyTreeSave(state.rest()),
+                    data=ocp.args.JsonSave(data | {"guard": state.counters()}),
                 ),
                 force=True,  # an existing one is damaged, or the run would have resumed from it
             )
@@ -196,7 +212,7 @@ class Checkpoints:
         """Waits until the last save is whole on disk."""
         self._settle()
 
-    def restore(self, target: TrainState, start_over: bool = False) -> tuple[TrainState, dict[str, Any]] | None:
+    def restore(self, target: State, start_over: bool = False) -> tuple[State, dict[str, Any]] | None:
         """The newest whole checkpoint, or None where there is none at all. `skipped` says why newer ones were not read.
 
         Args:
@@ -230,15 +246,14 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, directory: epath.Path, step: int, target: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def _read(self, directory: epath.Path, step: int, target: State) -> tuple[State, dict[str, Any]]:
         """State and data of one checkpoint. Any exception where it is damaged or of another run."""
-        rest = {"step": target.step, "tokens": target.tokens, "opt_state": target.opt_state}
         self._checkpointer = self._checkpointer or make_checkpointer(target, self._verify)
         found = self._checkpointer.restore(
             directory,
             args=Items(
                 params=restoring(target.params),
-                optimizer=restoring(rest),
+                optimizer=restoring(target.rest()),
                 data=ocp.args.JsonRestore(),
             ),
         )
@@ -246,10 +261,8 @@ class Checkpoints:
             raise ValueError(f"it is a checkpoint of step {int(found.optimizer['step'])}")
         if not isinstance(found.data, dict) or "next_row" not in found.data:
             raise ValueError(f"{directory}/data does not hold the position in the data")
-        guard = found.data.pop("guard", {})  # older runs have none
-        wanted = vars(target.guard)
-        guard = Guard(**{name: _replicate(guard.get(name, 0), like) for name, like in wanted.items()})
-        return TrainState(params=found.params, guard=guard, **found.optimizer), found.data
+        counters = found.data.pop("guard", {})  # older runs have none
+        return target.restored(found.params, found.optimizer, counters), found.data
 
 
 def _find_obstacle(directory: epath.Path) -> OSError | None:
@@ -266,7 +279,3 @@ def _find_obstacle(directory: epath.Path) -> OSError | None:
         except OSError as error:
             return error
     return None
-
-
-def _replicate(value: float, target: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(lambda: jax.numpy.asarray(value, target.dtype), out_shardings=target.sharding)()

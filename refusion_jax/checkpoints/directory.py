@@ -7,9 +7,9 @@ whole: files may have been lost or changed since, which `check_whole` finds by t
 import orbax.checkpoint as ocp
 from etils import epath
 
+from refusion_jax.checkpoints import checksums
 from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.distributed import checksums
 from refusion_jax.distributed.storage import absolute
 
 ITEMS = ("params", "optimizer", "data")
