@@ -46,6 +46,7 @@ def get_config(size="8b"):
     c.init_from = source
     c.data.tokenizer = f"{source}/tokenizer.json"
     c.data.mask_piece = "<|mask|>"
+    c.data.thinking = "unset"  # as the authors train; their generate.py passes True, to Qwen3's template the same
     c.data.path = "data/*.jsonl"
     c.data.on_error = "skip"  # examples longer than a row
     c.row_length = 4096

@@ -7,7 +7,7 @@
   python -m refusion_jax.evaluate --checkpoint=runs/mine --data=prepared/mine/held_out --output=results/mine
 
 Tasks are those of lm_eval, your own task files in --include_path, and the seven benchmarks of the ReFusion paper with
-the authors' prompts and decode settings (--thinking: also that of their chat template): gsm8k, math, humaneval, mbpp,
+the authors' prompts and decode settings: gsm8k, math, humaneval, mbpp,
 mmlu_pro, arc_c and gpqa (their files are in refusion_jax/evaluation/tasks). They download their data, or take
 DIR/TASK.jsonl of --task_data=DIR.
 
@@ -67,7 +67,9 @@ _LIMIT = flags.DEFINE_integer(
 )
 _FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Worked examples before each problem", lower_bound=0)
 _CHAT = flags.DEFINE_bool("chat", None, "Render prompts by the tokenizer's chat template; by default if it has one")
-_THINKING = flags.DEFINE_bool("thinking", False, "With a chat template: answers may begin with thinking (the authors')")
+_THINKING = flags.DEFINE_bool(
+    "thinking", None, "With a chat template: whether answers may begin with thinking; by default as in training"
+)
 _EXECUTE = flags.DEFINE_bool("allow_code_execution", False, "Run code that the model writes, in the sandbox")
 _UNSAFE = flags.DEFINE_bool(
     "unsafe", False, "Run it without namespaces, where the kernel has none: it can read and write whatever you can"

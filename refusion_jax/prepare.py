@@ -23,7 +23,7 @@ from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import Fields
-from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
 from refusion_jax.data.manifest import LONGEST_ROW, Manifest
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
@@ -37,6 +37,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "The directory to write, local or 
 _SHAPING = [
     flags.DEFINE_string("tokenizer", None, "A sentencepiece model, or a tokenizer.json of Hugging Face"),
     flags.DEFINE_string("mask_piece", MASK_PIECE, "The tokenizer's piece that stands for a masked token"),
+    flags.DEFINE_enum("thinking", "unset", list(THINKING), "enable_thinking of the chat template; unset: as it is"),
     flags.DEFINE_integer("row_length", 4096, "Tokens a row, as --config.row_length of `train`", 2, LONGEST_ROW),
     flags.DEFINE_enum(
         "text_packing",
@@ -129,9 +130,11 @@ def main() -> None:
     if not is_remote(_OUTPUT.value):
         flag_values.check_output("output", Path(_OUTPUT.value), directory=True)
         flag_values.check_apart(_OUTPUT.value, _INPUT.value)
-    tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"])
+    tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"], flag["thinking"])
     fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--")
-    shared = {name: flag[name] for name in ("mask_piece", "row_length", "text_packing", "on_error", "dedup")}
+    shared = {
+        name: flag[name] for name in ("mask_piece", "thinking", "row_length", "text_packing", "on_error", "dedup")
+    }
     settings = Settings(flag["tokenizer"], **shared, held_out=flag["held_out"], fields=fields)
     workers = _WORKERS.value or available_cores()
     bar = _Bar()

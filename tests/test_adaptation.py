@@ -6,18 +6,20 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, TINY_RUN, run, tiny_model
+from conftest import ROOT, TINY_RUN, config_with, run, tiny_model
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.checkpoints.directory import saved_steps
-from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.dataset import load_dataset
+from refusion_jax.data.fast_tokenizer import FastTokenizer, load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CONFIG = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, "chat_template": TEMPLATE}
@@ -73,14 +75,14 @@ MODEL_KEYS = [*MODEL_KEYS.split(), "vocab_size", "rope_theta", "tie_word_embeddi
 
 def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(source, tmp_path):
     workdir = tmp_path / "run"
-    run(*recipe(source, workdir))
+    run(*recipe(source, workdir, **{"data.thinking": "false"}))
     before, after = (nnx.to_pure_dict(nnx.state(load_model(path))) for path in (source, workdir))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), before, after)  # two steps of 1e-9
     tokenizer = load_tokenizer(workdir)
-    assert tokenizer.encode_prompts(["hi"]) == load_tokenizer(source).encode_prompts(["hi"])
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]).endswith("assistant\n<think>\n\n</think>\n\n")
     assert load_model(workdir).config.mask_token_id == tokenizer.mask_id == tokenizer.size - 1
 
-    resume = recipe(source, workdir, steps=4)
+    resume = recipe(source, workdir, steps=4, **{"data.thinking": "false"})
     next(source.glob("*.safetensors")).unlink()
     run(*resume)
     assert saved_steps(workdir)[-1] == 4
@@ -88,6 +90,7 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
     step = workdir / "checkpoints" / "4"
     run("convert", "--format=huggingface", f"--from={step}", f"--to={tmp_path}/export", "--dtype=bfloat16")
     assert json.loads((tmp_path / "export" / "config.json").read_text())["mask_token_id"] == tokenizer.mask_id
+    assert load_tokenizer(tmp_path / "export").thinking is False
     out, _ = run("generate", f"--checkpoint={tmp_path}/export", "--prompt=What is 5?", "--decode.max_new_tokens=8")
     assert isinstance(json.loads(out)["text"], str)
 
@@ -155,6 +158,24 @@ def test_a_prompt_is_a_turn_of_the_chat_template(tmp_path):
     assert tokenizer.pad_id == plain.token_to_id("<|endoftext|>")
     assert tokenizer.bos_id == -1
     assert tokenizer.encode_prompts([None]) == [[]]
+
+
+def test_thinking_is_as_in_training_for_whoever_reads_the_tokenizer_again(source, tmp_path):
+    """Unset, a template does not get `enable_thinking`, as the authors of ReFusion train."""
+    turns, block = [{"role": "user", "content": "hi"}], "<think>\n\n</think>\n\n"
+    for thinking, end in (("unset", ""), ("true", ""), ("false", block)):
+        config = config_with(**{"data.thinking": thinking, "row_length": 128})
+        config.data.path, config.data.tokenizer = f"{source.parent}/data.jsonl", f"{source}/tokenizer.json"
+        tokenizer, rows = load_dataset(config, tmp_path)
+        assert (block in tokenizer.decode(rows[0]["tokens"].tolist())) == bool(end)
+        for name, content in tokenizer.files.items():
+            (tmp_path / name).write_bytes(content)
+        again = load_tokenizer_file(tmp_path / "tokenizer.json", "<mask>")
+        assert again.render_chat(turns).endswith("<|im_start|>assistant\n" + end)
+        assert again.render_chat(turns, thinking=True).endswith("<|im_start|>assistant\n")
+        assert tokenizer_hash(again) == tokenizer_hash(tokenizer)
+    with pytest.raises(UserError, match="thinking=true: .*tokenizer.json has no chat template"):
+        load_tokenizer_file(write_tokenizer(tmp_path / "plain", chat_template=None), "<mask>", "true")
 
 
 def test_without_a_template_a_prompt_is_its_text_behind_bos(tmp_path):

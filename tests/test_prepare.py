@@ -46,7 +46,9 @@ def tokenizer_file(tmp_path_factory):
 
 def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, row_length=64, **changes):
     """Prepares in this process."""
-    settings = Settings(str(tokenizer_file), MASK_PIECE, row_length, "best_fit", "stop", False, 0.0, Fields(flag="--"))
+    settings = Settings(
+        str(tokenizer_file), MASK_PIECE, "unset", row_length, "best_fit", "stop", False, 0.0, Fields(flag="--")
+    )
     settings = dataclasses.replace(settings, **changes)
     return prepare(
         plan_chunks([str(source)], shard),

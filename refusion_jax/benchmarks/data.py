@@ -97,7 +97,7 @@ def measure_prepare(directory: Path, lines: list[dict], library: str, file: Path
     tokenizer = load_tokenizer_file(file, MASK_PIECE)
     if isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.threads = 1
-    settings = Settings(str(file), MASK_PIECE, 4096, "best_fit", "skip", False, 0.0, Fields(flag="--"))
+    settings = Settings(str(file), MASK_PIECE, "unset", 4096, "best_fit", "skip", False, 0.0, Fields(flag="--"))
     alone, whole = [], []
     for repeat in range(repeats):
         began, tokens = time.process_time(), 0

@@ -109,6 +109,11 @@ _DATA = {
         "model.vocab_size pieces, trained on the data",
     ),
     "mask_piece": Setting("<mask>", "the tokenizer's piece that stands for a masked token"),
+    "thinking": Setting(
+        "unset",
+        "unset | true | false: `enable_thinking` of the chat template, in training and for the trained model",
+        choices=("unset", "true", "false"),
+    ),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, what is there"),
     "response_field": Setting("", "JSON field of the answer; empty: response, answer or completion"),
     "text_field": Setting("", "JSON field of a text without prompt; empty: text"),

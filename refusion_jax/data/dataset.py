@@ -45,9 +45,14 @@ def load_dataset(
         )
     examples = usable(read_examples(data, config.seed), data.on_error)
     if data.tokenizer:
-        tokenizer = load_tokenizer_file(data.tokenizer, data.mask_piece)
+        tokenizer = load_tokenizer_file(data.tokenizer, data.mask_piece, data.thinking)
     elif saved:
-        tokenizer = load_tokenizer_file(saved, data.mask_piece)
+        tokenizer = load_tokenizer_file(saved, data.mask_piece, data.thinking)
+    elif data.thinking != "unset":
+        raise UserError(
+            f"--config.data.thinking={data.thinking}: it is for chat templates; name a tokenizer that has one with "
+            f"--config.data.tokenizer"
+        )
     else:
         tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size, data.mask_piece)
     documents = tokenize(examples, tokenizer, config.row_length, data.on_error)
@@ -81,7 +86,7 @@ def _open_prepared(
     file = data.tokenizer or find_tokenizer_file(workdir) or find_tokenizer_file(epath.Path(paths[0]))
     if not file:
         raise UserError(f"{paths[0]} holds no tokenizer; name the one it was made with by --config.data.tokenizer")
-    tokenizer = load_tokenizer_file(file, data.mask_piece)
+    tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
     for part in parts:
         if part.manifest.row_length != config.row_length:
             raise UserError(

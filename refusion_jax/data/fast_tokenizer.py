@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from refusion_jax.distributed.storage import read_file
 
 _TRIED = "What\u0301s 2 + 2?\n\t\ufb01 \u4e2d\u00a0\U0001f600"
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
+THINKING = {"unset": None, "true": True, "false": False}  # of `enable_thinking`, which some chat templates ask for
 
 
 class FastTokenizer:
@@ -29,12 +31,14 @@ class FastTokenizer:
     the text of an answer, but a template's own are.
     """
 
-    def __init__(self, path: epath.Path, mask_piece: str | int):
+    def __init__(self, path: epath.Path, mask_piece: str | int, thinking: bool | None = None):
         """Reads the files.
 
         Args:
           path: tokenizer.json.
           mask_piece: the mask token, by its name or its id; MASK_PIECE, or an id that has no token: what the files say.
+          thinking: `enable_thinking` of the chat template. None: that of tokenizer_config.json, where the tokenizer of
+            a run keeps it; if it has none, the template does not get that name.
 
         Raises:
           UserError: where they cannot be read, name no eos token, or lack the mask token that is named.
@@ -52,7 +56,11 @@ class FastTokenizer:
         self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
         self._tokenizer.no_padding()
         self._config_path = path.with_name("tokenizer_config.json")
-        config = read_object(self._config_path)
+        config, self._config_content = read_object(self._config_path), read_file(self._config_path)
+        if thinking not in (None, config.get("enable_thinking")):
+            config["enable_thinking"] = thinking
+            self._config_content = json.dumps(config, indent=2).encode() + b"\n"
+        self.thinking: bool | None = config.get("enable_thinking")
         self._template = self._read_template(path, config)
         special = {name: _content(token) for name, token in config.items() if name.endswith("_token")}
         self._named = {name: token for name, token in special.items() if token is not None}
@@ -99,7 +107,7 @@ class FastTokenizer:
         """What a run's directory must hold to read this tokenizer again, by file name."""
         files = {
             "tokenizer.json": self._tokenizer.to_str().encode(),
-            "tokenizer_config.json": self._config_path.read_bytes(),
+            "tokenizer_config.json": self._config_content,
         }
         return files | ({"chat_template.jinja": self._template_source.encode()} if self._template_source else {})
 
@@ -161,20 +169,24 @@ class FastTokenizer:
         """Whether it came with a chat template."""
         return self._template is not None
 
-    def render_chat(self, messages: list[dict[str, str]], thinking: bool = False, answer_begun: bool = False) -> str:
+    def render_chat(
+        self, messages: list[dict[str, str]], thinking: bool | None = None, answer_begun: bool = False
+    ) -> str:
         """Turns of a conversation as the text that the model continues; to be encoded by `encode_chat`.
 
         Args:
           messages: {"role", "content"} each.
-          thinking: whether the answer may begin with thinking.
+          thinking: `enable_thinking` of the template; None: as in training.
           answer_begun: the last message is the beginning of the answer, else the answer begins behind all of them.
 
         Raises:
           UserError: where the template fails.
         """
-        text = self._template.render(
-            **self._named, messages=messages, add_generation_prompt=not answer_begun, enable_thinking=thinking
-        )
+        variables = self._named | {"messages": messages, "add_generation_prompt": not answer_begun}
+        thinking = self.thinking if thinking is None else thinking
+        if thinking is not None:
+            variables["enable_thinking"] = thinking
+        text = self._template.render(**variables)
         if not answer_begun:
             return text
         begun = messages[-1]["content"]
@@ -201,20 +213,27 @@ def _content(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int) -> Tokenizer:
+def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: str = "unset") -> Tokenizer:
     """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model.
 
     Args:
       path: the file.
       mask_piece: the mask token, by its name or its id.
+      thinking: one of THINKING, see `FastTokenizer`.
 
     Raises:
-      UserError: where the file cannot be read, or has no such token.
+      UserError: where the file cannot be read, has no such token, or no chat template that thinking could be given to.
     """
     path = epath.Path(path)
     if isinstance(mask_piece, str) and not is_unicode(mask_piece):
         raise UserError(f"{mask_piece!r} is no mask piece: not UTF-8")
-    return FastTokenizer(path, mask_piece) if path.suffix == ".json" else SentencePieceTokenizer.load(path, mask_piece)
+    if path.suffix == ".json":
+        tokenizer = FastTokenizer(path, mask_piece, THINKING[thinking])
+    else:
+        tokenizer = SentencePieceTokenizer.load(path, mask_piece)
+    if thinking != "unset" and not tokenizer.has_chat_template:
+        raise UserError(f"thinking={thinking}: {path} has no chat template that it could be given to")
+    return tokenizer
 
 
 def find_tokenizer_file(directory: epath.Path) -> epath.Path | None:

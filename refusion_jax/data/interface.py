@@ -17,6 +17,7 @@ class Tokenizer(Protocol):
     eos_id: int
     pad_id: int  # never EOS; -1 where it has none of its own
     mask_id: int
+    thinking: bool | None  # `enable_thinking` of the chat template in training; None: the template did not get it
 
     @property
     def size(self) -> int:

@@ -118,6 +118,7 @@ def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Token
         "on_error": None,
         "tokenizer": tokenizer_hash(tokenizer),
         "mask_piece": None,
+        "thinking": None,
     }
     pieces = [[dataclasses.astuple(piece) for piece in chunk] for chunk in chunks]
     return hashlib.blake2b(json.dumps([shape, pieces]).encode(), digest_size=16).hexdigest()

@@ -36,6 +36,7 @@ class Settings:
 
     tokenizer: str  # its file
     mask_piece: str
+    thinking: str  # unset | true | false, of the chat template
     row_length: int
     text_packing: str  # best_fit | split
     on_error: str  # stop | skip

@@ -22,6 +22,8 @@ class SentencePieceTokenizer:
     the space. Special tokens are never produced from text: "<mask>" in a document is five ordinary characters.
     """
 
+    thinking: bool | None = None  # that of chat templates, which these never have
+
     def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
         """Wraps a serialized model.
 

@@ -48,7 +48,7 @@ _worker: _Worker | None = None  # one a process
 def _start(settings: Settings, output: str, counters) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece)
+    tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece, settings.thinking)
     if isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.threads = 1
     _worker = _Worker(tokenizer, settings, epath.Path(output), counters)

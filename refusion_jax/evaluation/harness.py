@@ -67,7 +67,7 @@ class EvaluatedModel(TemplateLM):
         fingerprint: str = "",
         journal: Journal | None = None,
         chat: bool = False,
-        thinking: bool = False,
+        thinking: bool | None = None,
         scoring: dict[str, Any] | None = None,
         alive: Callable[[], None] = lambda: None,
     ):
@@ -82,13 +82,14 @@ class EvaluatedModel(TemplateLM):
           fingerprint: of the weights, since a journal may hold answers of other ones.
           journal: of all answers; None: they are kept in memory only.
           chat: whether prompts are rendered by the tokenizer's chat template.
-          thinking: whether answers to chats may begin with thinking.
+          thinking: `enable_thinking` of the chat template; None: as in training.
           scoring: slot_size, order, draws and seed of `likelihoods`, where they differ from the defaults.
           alive: called after every answer.
         """
         super().__init__()
         self.model, self.name, self._method, self._flags = model, name, method, flags
-        self._tokenizer, self.chat, self.thinking = tokenizer, chat, thinking
+        self._tokenizer, self.chat = tokenizer, chat
+        self.thinking = tokenizer.thinking if thinking is None else thinking
         self._scoring, self._alive = scoring or {}, alive
         self._room = model.config.max_position_embeddings
         self._identity = [name, fingerprint, tokenizer_hash(tokenizer)]

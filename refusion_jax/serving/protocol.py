@@ -147,7 +147,7 @@ class Message(_Strict):
 class TemplateArguments(_Strict):
     """What chat templates take."""
 
-    enable_thinking: bool = False
+    enable_thinking: bool | None = None
 
 
 class Chat(_Body):
