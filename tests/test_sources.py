@@ -30,6 +30,8 @@ def write(path, *lines):
         ({"prompt": "2+2", "completion": "4"}, ("2+2", "4")),
         ({"text": "Grüße ☃"}, (None, "Grüße ☃")),
         ({"text": "both", "query": "q", "response": "r"}, ("q", "r")),
+        ({"system": "s", "query": "q", "response": "r"}, ((("system", "s"), ("user", "q")), "r")),
+        ({"system": "", "query": "q", "response": "r"}, ("q", "r")),
     ],
 )
 def test_json_lines_of_every_known_shape(tmp_path, line, expected):
@@ -105,6 +107,7 @@ GOOD = {"query": "q", "response": "r"}
         ("a.jsonl", [{"query": "q"}], "a.jsonl:1: no field we know; found: query"),
         ("a.jsonl", [{"query": 1, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"prompt": None, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
+        ("a.jsonl", [GOOD | {"system": 1}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"text": ["r"]}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"query": "q", "response": ""}], "a.jsonl:1: the answer is empty"),
         ("a.jsonl", [""], "a.jsonl: the file is empty"),

@@ -13,6 +13,7 @@ QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")
 TEXT_FIELDS = ("text",)
 MESSAGES_FIELD = "messages"
+SYSTEM_FIELD = "system"  # beside a query: what a conversation begins with
 
 OPENING = 1 << 12  # bytes of a text by which it is held out or not, however it is cut
 
@@ -106,9 +107,11 @@ def to_example(item: object, where: str | Line, fields: Fields) -> Example | Bad
         query = _field(item, fields.query, QUERY_FIELDS)
         response = _field(item, fields.response, RESPONSE_FIELDS)
         if query is not None and response is not None:
-            if not isinstance(item[query], str) or not isinstance(item[response], str):
+            system = item.get(SYSTEM_FIELD)
+            if not all(isinstance(x, str) for x in (item[query], item[response], "" if system is None else system)):
                 return Bad(where, "prompt and answer must be text", "not text")
-            return checked(Example(item[query], item[response], where))
+            prompt = (("system", system), ("user", item[query])) if system else item[query]
+            return checked(Example(prompt, item[response], where))
     if any_kind and MESSAGES_FIELD in item:
         return _from_messages(item[MESSAGES_FIELD], where)
     if (fields.text or any_kind) and (text := _field(item, fields.text, TEXT_FIELDS)) is not None:
