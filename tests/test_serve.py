@@ -16,7 +16,7 @@ import openai
 import pytest
 from conftest import BOS, ROOT, run, serving, settings, sharp_model, start
 from hypothesis import strategies as st
-from local_task import task_writer
+from local_task import GENERATE, evaluate, task_writer
 
 from refusion_jax import DecodeSettings, Request, decode, load_model, load_tokenizer, log_likelihood
 from refusion_jax.cli.errors import UserError
@@ -190,8 +190,31 @@ def test_log_probabilities_are_the_likelihood_of_the_answer_and_of_the_echoed_pr
         assert len(top) == 1 + (own != max(top.values()))
 
 
+def test_a_prompt_begins_as_in_training_unless_the_client_says_otherwise(client, library):
+    """Text or ids: with the BOS token, which is none of what was sent; a text that fills the context lacks it."""
+    model, tokenizer = library
+    (begun,) = tokenizer.encode_prompts([TEXTS[0]])
+    assert begun[0] == tokenizer.bos_id
+    how = {"model": "tiny", "max_tokens": 1, "logprobs": 1, "echo": True}
+
+    def scored(prompt, **more):
+        (choice,) = client.completions.create(prompt=prompt, **how, extra_body=more).choices
+        return choice.logprobs.tokens, choice.logprobs.token_logprobs
+
+    (scores,) = token_scores(model, [begun[:1]], [begun[1:]], "refusion", slot_size=4)
+    for prompt in (TEXTS[0], begun[1:]):
+        texts, found = scored(prompt)
+        assert "".join(texts[:-1]) == TEXTS[0]
+        assert found[:-1] == pytest.approx([one.log_p for one in scores], abs=1e-3)
+    assert scored(begun)[1][1:] == pytest.approx(found, abs=1e-3)
+    (scores,) = token_scores(model, [begun[1:2]], [begun[2:]], "refusion", slot_size=4)
+    for prompt in (TEXTS[0], begun[1:]):
+        assert scored(prompt, add_special_tokens=False)[1][1:-1] == pytest.approx([s.log_p for s in scores], abs=1e-3)
+    assert len(scored([7] * 63)[1]) == 64  # as many as the model reads
+
+
 CHOICES = """
-task: my_task
+task: choices
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
@@ -202,26 +225,53 @@ doc_to_target: 0
 target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """
+TEXT = """
+task: texts
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte}}]
+"""
+SUMS = GENERATE.replace("temperature: 0.7", "temperature: 0.0").replace(
+    ", decode: {{slot_size: 4, token_threshold: 0.3}}", ""
+)
 
 
-def test_lm_eval_measures_over_http_what_the_library_computes(address, library, tmp_path, monkeypatch):
+def test_lm_eval_measures_over_http_what_evaluate_measures(address, library, tmp_path, monkeypatch):
     """By the command of the README: its own client, for which the server tokenizes, scores and decodes token ids."""
     model, tokenizer = library
+    write = task_writer(tmp_path, monkeypatch)
+    for text in (SUMS, CHOICES, TEXT):
+        directory = write(text)
+        name = re.search("task: (.*)", text)[1]
+        (directory / "task.yaml").rename(directory / f"{name}.yaml")
     (command,) = re.findall(r"^lm_eval .*", (ROOT / "refusion_jax/serving/README.md").read_text(), re.MULTILINE)
     command = command.replace("http://127.0.0.1:8000", address).replace("runs/quickstart", "tiny")
-    command = command.replace("my_tasks", str(task_writer(tmp_path, monkeypatch)(CHOICES)))
-    command += f" --limit 6 --batch_size 4 --log_samples --output_path {tmp_path}/out"
+    command = command.replace("my_tasks", str(directory)).replace("my_task", "sums,choices,texts")
+    command += f" --limit 12 --batch_size 4 --log_samples --output_path {tmp_path}/out"
     done = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    samples = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert len(samples) == 6
-    for sample in samples:
+    (results,) = (json.loads(path.read_text())["results"] for path in (tmp_path / "out").rglob("results_*.json"))
+
+    def sent(name):
+        (path,) = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
+        return sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+
+    own = {
+        name: evaluate(library, tmp_path / name, name, directory, 12, {"slot_size": 4}, **SETTINGS) for name in results
+    }
+    assert [sample["resps"] for sample in sent("sums")] == [sample["resps"] for sample in own["sums"][1]]
+    for name, metric in (("sums", "exact_match,last"), ("choices", "acc,none"), ("texts", "bits_per_byte,none")):
+        assert results[name][metric] == pytest.approx(own[name][0]["results"][name][metric], rel=1e-4)
+    for sample in sent("choices"):  # whose slots begin with the text, not with the choice
         for given, [[nats, _]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
             context, text = given.values()
             (begun,), (whole,) = tokenizer.encode([context]), tokenizer.encode([context + text])
-            (scores,) = token_scores(model, [whole[:1]], [whole[1:]], "refusion", slot_size=4)
-            assert float(nats) == pytest.approx(sum(one.log_p for one in scores[len(begun) - 1 :]), abs=1e-3)
+            (scores,) = token_scores(model, [[tokenizer.bos_id]], [whole], "refusion", slot_size=4)
+            assert float(nats) == pytest.approx(sum(one.log_p for one in scores[len(begun) :]), abs=1e-3)
 
 
 BAD = {

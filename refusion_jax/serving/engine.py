@@ -53,16 +53,18 @@ class Engine:
           UserError: where these do not fit together or into memory.
         """
         self.settings, self._config = settings.for_model(model.config), model.config
-        longest = settings.cache_length - self.settings.multiple
-        if longest < 1 or self.settings.new_tokens >= settings.cache_length:
+        if self.settings.new_tokens >= settings.cache_length:
             raise UserError(
                 f"--decode.cache_length={settings.cache_length}: leaves no room for a prompt before "
                 f"{self.settings.new_tokens} new tokens"
             )
-        wholly = dataclasses.replace(self.settings, max_new_tokens=self.settings.multiple)
+        whole = self.settings.multiple  # tokens that a decoder writes at once, where a single one is asked for, too
+        self._compiled = dataclasses.replace(self.settings, cache_length=settings.cache_length - 1 + whole)
+        shortest = dataclasses.replace(self.settings, max_new_tokens=whole)
+        prompt = [0] * (settings.cache_length - 1)
         # The largest texts that are served, with no beginning in common: they decide the compiled sizes.
         self._largest = prepare(
-            [Request([0] * longest, settings=wholly), Request([1], settings=self.settings)], settings, model.config
+            [Request(prompt, settings=shortest), Request([1], settings=self.settings)], self._compiled, model.config
         )
         decoder = decoder_for(self._largest, model.config)
         model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
@@ -93,7 +95,7 @@ class Engine:
         asked = sum(length for _, length, _ in request.gaps)
         if asked > most:
             raise UserError(f"{request.name}: asks for {asked} tokens; this server decodes at most {most} of an answer")
-        (request,) = prepare([request], self.settings, self._config)
+        (request,) = prepare([request], self._compiled, self._config)
         if decoder_for([*self._largest, request], self._config) != self._decoder:
             raise UserError(
                 f"{request.name}: its settings take larger forwards than were compiled: start the server with "
@@ -101,15 +103,15 @@ class Engine:
             )
         return request
 
-    def check_prompt(self, tokens: Sequence[int], name: str) -> None:
-        """Refuses a prompt that is not to be continued and that the model cannot read.
+    def check_prompt(self, tokens: Sequence[int], name: str, behind: int) -> None:
+        """Refuses a prompt that the model cannot read with so many tokens behind it.
 
         Raises:
           UserError: naming it.
         """
         check_tokens(name, tokens, self._config.num_tokens)
-        if len(tokens) > self.settings.cache_length:
-            raise UserError(f"{name}: has {len(tokens)} tokens, of at most {self.settings.cache_length}")
+        if len(tokens) + behind > (most := self.settings.cache_length):
+            raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - behind} before {behind} more")
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues the jobs of one caller, all or none.

@@ -92,6 +92,9 @@ class Completion(_Body):
     suffix: str | None = Field(
         None, description="Text behind the answer, which then has exactly max_tokens tokens; not with every decoder"
     )
+    add_special_tokens: bool = Field(
+        True, description="Begin each prompt with the token that began every text in training, unless it does already"
+    )
     echo: bool = Field(False, description="Begin the answer with the prompt")
     logprobs: int | None = Field(
         None, ge=0, le=1, description="1: with the most probable token at each place. Slots are scored in text order"

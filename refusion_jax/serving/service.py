@@ -25,7 +25,8 @@ _OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "to
 class Choice:
     """One answer that a client wants."""
 
-    prompt: list[int]
+    prompt: list[int]  # as the model reads it
+    added: int  # leading tokens of it that the client did not send: 1 for a BOS, or 0
     text: str | None  # that the prompt was given as
     request: Request | None  # checked; None where no token is to be decoded
     limit: int  # tokens of the answer, at most
@@ -46,7 +47,9 @@ class Service:
         """
         self.name, self.engine, self.tokenizer = name, engine, tokenizer
         self._model, self._settings = model, engine.settings
-        self._ends = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id}
+        # As in `evaluate`: a model's config may name a token that its tokenizer never writes.
+        begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)
+        self._ends = {"eos_token": tokenizer.eos_id, "bos_token": begins}
         self._encoding = threading.Lock()  # a tokenizer is told for each call what special tokens mean to it
 
     def completion(self, body: Completion) -> list[Choice]:
@@ -59,9 +62,25 @@ class Service:
         choices = []
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
-            ids = self.encode(prompt, name, begins=True) if isinstance(prompt, str) else prompt
-            choices += self._answers(body, ids, prompt if isinstance(prompt, str) else None, name, suffix)
+            text = prompt if isinstance(prompt, str) else None
+            given = prompt if text is None else self.encode(text, name)
+            behind = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
+            ids = self._begun(given, behind) if body.add_special_tokens else given
+            choices += self._answers(body, ids, len(ids) - len(given), text, name, suffix)
         return choices
+
+    def _begun(self, ids: list[int], behind: int = 0) -> list[int]:
+        """The tokens with the one that began every text in training before them, where there is one.
+
+        A text that fills the context has no room for it, as in training: there, too, long texts go on in another row.
+
+        Args:
+          ids: of a text; one that has begun stays as it is.
+          behind: tokens that are to follow.
+        """
+        begin = self.tokenizer.bos_id
+        has_room = len(ids) + behind < self._settings.cache_length
+        return [begin, *ids] if begin >= 0 and ids[:1] != [begin] and has_room else ids
 
     def chat(self, body: Chat) -> list[Choice]:
         """The answers to a conversation: n of them.
@@ -80,21 +99,20 @@ class Service:
                 raise UserError("chat_template_kwargs: this model has no chat template")
             else:
                 (ids,) = self.tokenizer.encode_prompts([tuple((turn["role"], turn["content"]) for turn in turns)])
-        return self._answers(body, ids, None, "messages", ())
+        return self._answers(body, ids, 0, None, "messages", ())
 
     def _answers(
-        self, body: Completion | Chat, ids: list[int], text: str | None, name: str, suffix: tuple[list[int], ...]
+        self, body: Completion | Chat, ids: list[int], added: int, text: str | None, name: str, suffix: tuple
     ) -> list[Choice]:
         settings, limit = self._own_settings(body, len(ids))
         stops = Stops(tuple(body.stop or ()))
+        self.engine.check_prompt(ids, name, limit + sum(map(len, suffix)))
         request = None
         if limit:
             template = (limit, *suffix) if suffix else ()
             request = self.engine.check(Request(ids, template, settings, name=name))
-        else:
-            self.engine.check_prompt(ids, name)
         requests = [request and dataclasses.replace(request, noise=number) for number in range(body.n)]
-        return [Choice(ids, text, one, limit, stops) for one in requests]
+        return [Choice(ids, added, text, one, limit, stops) for one in requests]
 
     def _own_settings(self, body: Completion | Chat, given: int) -> tuple[Settings, int]:
         """(decode settings of a request with so many given tokens, the most tokens of its answer)."""
@@ -109,25 +127,22 @@ class Service:
         own = body.decode | {name: value for name, value in fields.items() if value is not None}
         plain = dataclasses.replace(self._settings, **own | {"max_new_tokens": 0})
         most = self._settings.new_tokens
-        if body.max_tokens is None:
-            room = max(min(most, self._settings.cache_length - given) // plain.multiple, 1) * plain.multiple
-            return dataclasses.replace(plain, max_new_tokens=room), room
-        if body.max_tokens > most:
-            raise UserError(f"max_tokens={body.max_tokens}: this server decodes at most {most} tokens of an answer")
-        whole = max(-(-body.max_tokens // plain.multiple), 1) * plain.multiple
-        return dataclasses.replace(plain, max_new_tokens=whole), body.max_tokens
+        limit = max(min(most, self._settings.cache_length - given), 1) if body.max_tokens is None else body.max_tokens
+        if limit > most:
+            raise UserError(f"max_tokens={limit}: this server decodes at most {most} tokens of an answer")
+        whole = max(-(-limit // plain.multiple), 1) * plain.multiple
+        return dataclasses.replace(plain, max_new_tokens=whole), limit
 
     def writer(self, choice: Choice) -> Writer:
         """What cuts its answer into pieces of text."""
         return Writer(self.tokenizer, choice.stops, choice.limit)
 
-    def encode(self, text: str, name: str, begins: bool = False) -> list[int]:
+    def encode(self, text: str, name: str) -> list[int]:
         """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.
 
         Args:
           text: to encode.
           name: of the field, for error messages.
-          begins: whether it is the beginning of a text, and needs the token that begins one, if there is one.
 
         Raises:
           UserError: where it is not Unicode.
@@ -136,8 +151,7 @@ class Service:
         tokenizer = self.tokenizer
         with self._encoding:
             (ids,) = (tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode)([text])
-        has_begun = not begins or tokenizer.bos_id < 0 or ids[:1] == [tokenizer.bos_id]
-        return ids if has_begun else [tokenizer.bos_id, *ids]
+        return ids
 
     @property
     def special_tokens(self) -> dict[str, str | None]:
@@ -147,7 +161,8 @@ class Service:
     def tokenize(self, text: str, begins: bool) -> list[int]:
         """As `encode`; the name of a token that ends or begins a text, alone, is that token."""
         named = {self.special_tokens[name]: id for name, id in self._ends.items()}
-        return [named[text]] if text in named else self.encode(text, "prompt", begins)
+        ids = [named[text]] if text in named else self.encode(text, "prompt")
+        return self._begun(ids) if begins and text not in named else ids
 
     def detokenize(self, ids: list[int]) -> str:
         """The text of token ids.
@@ -161,12 +176,14 @@ class Service:
 
     def echoes(self, choices: Sequence[Choice]) -> list[str]:
         """The prompts as text, as they were given where they were."""
-        return [self.tokenizer.decode(one.prompt) if one.text is None else one.text for one in choices]
+        return [self.tokenizer.decode(one.prompt[one.added :]) if one.text is None else one.text for one in choices]
 
     def scores(
         self, choices: Sequence[Choice], answers: Sequence[Sequence[int]], echo: bool, best: bool
     ) -> list[dict[str, Any]]:
-        """The `logprobs` of completions: of the prompt too where it is echoed, whose first token has none.
+        """The `logprobs` of completions: of the prompt too where it is echoed, as the client sent it.
+
+        Its first token has none unless a token was added before it.
 
         Args:
           choices: with the prompts.
@@ -179,14 +196,14 @@ class Service:
         """
         how = {"method": self._settings.method, "slot_size": getattr(self._settings, "slot_size", 1)}
         prompts = [one.prompt for one in choices]
-        given = [prompt if echo else [] for prompt in prompts]
-        contexts = [prompt[:1] for prompt in given] + prompts
-        scored = token_scores(self._model, contexts, [prompt[1:] for prompt in given] + [*answers], **how)
-        firsts = [[None] * bool(prompt) for prompt in given]
-        parts = zip(given, answers, firsts, scored[: len(choices)], scored[len(choices) :], strict=True)
+        echoed = [prompt if echo else [] for prompt in prompts]
+        contexts = [prompt[:1] for prompt in echoed] + prompts
+        scored = token_scores(self._model, contexts, [prompt[1:] for prompt in echoed] + [*answers], **how)
+        parts = zip(choices, echoed, answers, scored[: len(choices)], scored[len(choices) :], strict=True)
         return [
-            self._logprobs([*prompt, *answer], [*first, *of_prompt, *of_answer], best)
-            for prompt, answer, first, of_prompt, of_answer in parts
+            self._logprobs([*prompt, *answer][one.added * echo :], [*first, *of_prompt, *of_answer], best)
+            for one, prompt, answer, of_prompt, of_answer in parts
+            for first in ([None] if echo and not one.added else [],)
         ]
 
     def _logprobs(self, tokens: list[int], scored: list[TokenScore | None], best: bool) -> dict[str, Any]:
