@@ -21,6 +21,8 @@ import time
 _NOBODY = 65534  # without namespaces; in them each program has a user of its own, see `Limits.processes`
 _HOME = "/sandbox"  # working directory of the program
 _POLL = 0.005  # seconds
+# As HumanEval executes programs: what stands under `if __name__ == "__main__"` is not run.
+_RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='program')"
 
 # <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
@@ -29,7 +31,9 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
 )
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_RECURSIVE, _AT_FDCWD, _ATTR_RDONLY, _ATTR_NOSUID = 2, 0x8000, -100, 1, 2
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1  # <linux/keyctl.h>
 _CAPABILITIES_V3 = 0x20080522
 _MOUNT_SETATTR = 442  # on every architecture
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -103,6 +107,17 @@ def drop_root(job: dict) -> None:
         os.setuid(user)
 
 
+def hide() -> None:
+    """Keeps from the program what its ancestors have: their session keyring, and their open files.
+
+    A process that is not dumpable is not traced, and no descriptor is taken from it, by others of the same user. Its
+    children are not dumpable either, until they execute the program.
+    """
+    with contextlib.suppress(OSError):  # a kernel or container without keys grants none to the program either
+        _call("syscall", _KEYCTL.get(platform.machine(), -1), _JOIN_SESSION_KEYRING, None)
+    _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def drop_capabilities() -> None:
     """Drops the capabilities that a new user namespace grants, and keeps child processes from gaining any."""
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -136,7 +151,7 @@ def become(job: dict, done: int) -> None:
     for descriptor, number in ((nothing, 0), (nothing, 1), (done, 3)):
         os.dup2(descriptor, number)
     set_limits(job)
-    os.execve(job["python"], [job["python"], "-I", "-S", "-B", "program.py"], {})
+    os.execve(job["python"], [job["python"], "-I", "-S", "-B", "-c", _RUN, "program.py"], {})
 
 
 def be_first(job: dict, done: int, log: int, refused: int) -> None:
@@ -195,6 +210,7 @@ def main() -> None:
     try:
         if job["isolated"]:
             enter_namespaces()
+        hide()
     except OSError as error:
         print(json.dumps({"refused": error.strerror or str(error)}))
         return
