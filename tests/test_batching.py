@@ -76,6 +76,33 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
         assert (answer.tokens, answer.forwards) == (alone.tokens[0], alone.forwards[0])
 
 
+@pytest.mark.parametrize(
+    ("requests", "sizes"), [(1, [1]), (2, [2]), (3, [4]), (5, [8]), (8, [8]), (9, [8, 1]), (30, [8, 8, 8, 8])]
+)
+def test_an_admission_prefills_as_many_rows_as_it_admits_up_to_the_next_power_of_two(requests, sizes, monkeypatch):
+    """One request of 512 tokens took as long as eight: admission was compiled for an eighth of the rows alone."""
+    model, prefilled = sharp_model(), []
+    monkeypatch.setattr(running_batch, "_admit", lambda *args: prefilled.append(len(args[3].rows)) or args[2])
+    prompts = prepare([[BOS, 5]] * requests, settings("ar", new=8, batch_size=64), model.config)
+    batch = running_batch.RunningBatch(model, decoder_for(prompts, model.config), prompts[0], rows=64)
+    rows = batch.admit(prompts)
+    assert prefilled == sizes
+    assert len(set(rows)) == requests
+    assert sorted([*rows, *batch.free]) == list(range(64))
+
+
+def test_a_batch_that_has_compiled_its_admissions_admits_without_compiling():
+    model = sharp_model()
+    prompts = prepare([[BOS, 5 + i] for i in range(8)], settings("ar", new=8, batch_size=64), model.config)
+    batch = running_batch.RunningBatch(model, decoder_for(prompts, model.config), prompts[0], rows=64)
+    batch.compile_admissions(prompts[0])
+    assert len(batch.free) == 64
+    with compiled() as programs:
+        for count in (1, 2, 3, 8):
+            batch.admit(prompts[:count])
+    assert not programs
+
+
 @pytest.mark.parametrize("method", ["refusion", "ar"])
 def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_have_said(method):
     """Every other one may end behind seven tokens; it is seen within a few forwards, long before the end."""
@@ -172,7 +199,7 @@ def test_the_memory_of_a_batch_is_about_what_the_compiler_takes(method, prompt, 
     with jax.set_mesh(mesh):
         program = jax.jit(running_batch.decode_once, static_argnums=(0, 3, 4))
         compiled = program.lower(graphdef, nnx.to_pure_dict(params), new, 16, decoder).compile()
-    needed = memory.bytes_needed(model, mesh, rows=16, admitted=2, decoder=decoder)
+    needed = memory.bytes_needed(model, mesh, rows=16, decoder=decoder)
     assert 0.67 < needed / compiled.memory_analysis().temp_size_in_bytes < 2
 
 
@@ -182,7 +209,7 @@ def test_an_evaluation_is_refused_no_batch_that_fits_with_a_smaller_cache(monkey
         prepare([[BOS] * 200] * 4, settings(batch_size=4, cache=cache), model.config) for cache in ("same", "int8")
     )
     decoder, mesh = decoder_for(whole, model.config), mesh_of(model)
-    free = memory.bytes_needed(model, mesh, 4, 1, decoder) - 1
+    free = memory.bytes_needed(model, mesh, 4, decoder) - 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     check_fits(model, small)
     with pytest.raises(UserError, match="batch_size=4: 4 rows of"):

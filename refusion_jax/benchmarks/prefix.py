@@ -18,8 +18,9 @@ from absl import flags
 from refusion_jax.benchmarks.decode import SIZES, random_model
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.decoding.memory import admissions
 from refusion_jax.decoding.requests import Request, prepare, shared_prefix
-from refusion_jax.decoding.running_batch import admitted, batch_rows, mesh_of
+from refusion_jax.decoding.running_batch import batch_rows, mesh_of
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
@@ -66,10 +67,10 @@ def costs(model: Transformer, requests: list[Request], batch_size: int) -> dict:
     """Tokens that the prefills of a queue feed, if every admission is full, and the bytes of its cache."""
     c, decoder = model.config, decoder_for(requests, model.config)
     rows = batch_rows(len(requests), batch_size, mesh_of(model))
-    at_once, longest = admitted(rows, mesh_of(model)), max(len(request.given[0]) for request in requests)
+    at_once, longest = admissions(rows, mesh_of(model))[-1], max(len(request.given[0]) for request in requests)
     known, chunks = shared_prefix(requests) // decoder.chunk, -(-longest // decoder.chunk)
-    admissions = -(-len(requests) // at_once)
-    fed = at_once * decoder.chunk * (chunks + (admissions - 1) * (chunks - known))
+    prefills = -(-len(requests) // at_once)
+    fed = at_once * decoder.chunk * (chunks + (prefills - 1) * (chunks - known))
     return {
         "prompts": len(requests),
         "given_tokens": sum(len(request.given[0]) for request in requests),

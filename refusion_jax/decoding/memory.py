@@ -19,8 +19,18 @@ _FLOAT32 = 4
 _LOGIT_ARRAYS = 10  # raw, masked, with noise, probabilities ...; XLA keeps 9.5 of them for masked diffusion on a CPU
 
 
-def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> int:
-    """Bytes on each device beside the weights: the cache, and the temporaries of the widest forward or of the prefill.
+def admissions(rows: int, mesh: Mesh) -> list[int]:
+    """The numbers of rows for which admission is compiled: 1, 2, 4 and 8 a shard, of at most an eighth of the batch.
+
+    Requests are padded to the next of them: a prefill costs as much for padding as for prompts.
+    """
+    shards = shard_count(mesh, "batch")
+    return [shards * size for size in (1, 2, 4, 8) if size <= max(1, rows // (REFILL * shards))]
+
+
+def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) -> int:
+    """Bytes on each device besides the weights: the caches of the batch and of the rows that are prefilled at once, and
+    the temporaries of the widest forward or of the prefill.
 
     Logits are charged for the places that a decoder scores at once: `Decoder.scored`, where it has that.
 
@@ -28,12 +38,12 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
       model: only its shape and dtypes are used.
       mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
       rows: of the batch.
-      admitted: rows prefilled at once, in a separate cache; split like the batch.
       decoder: with its sizes.
     """
     c, entries = model.config, decoder.cache_length
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
-    rows, admitted = -(-rows // batch), -(-admitted // batch)  # of a shard
+    admitted = admissions(rows, mesh)[-1] // batch  # of a shard, as are:
+    rows = -(-rows // batch)
     if hasattr(decoder, "scored"):
         with jax.set_mesh(mesh):
             scored = decoder.scored(model, rows * batch)
@@ -51,7 +61,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
     return ((rows + admitted) * entries * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
 
 
-def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decoder: Decoder) -> None:
+def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) -> None:
     """Refuses a batch that cannot fit. On a mesh of several hosts they all decide alike.
 
     Raises:
@@ -60,10 +70,9 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
     free = free_bytes(mesh.local_devices[0])
     if mesh.is_multi_process:
         free = int(multihost_utils.process_allgather(np.array(free, np.float64)).min())
-    if bytes_needed(model, mesh, rows, admitted, decoder) <= free:
+    if bytes_needed(model, mesh, rows, decoder) <= free:
         return
-    sizes = (2**i for i in range(20))  # their eighths are rounded up to whole shards where bytes are counted
-    fitting = [n for n in sizes if bytes_needed(model, mesh, n, -(-n // REFILL), decoder) <= free]
+    fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, decoder) <= free]
     fix = f"batch_size={fitting[-1]} would fit" if fitting else "lower cache_length or max_new_tokens"
     raise SettingError(
         "decode",
@@ -71,7 +80,7 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, admitted: int, decod
         rows,
         f"{rows} rows of {decoder.cache_length:,} tokens, of "
         f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need "
-        f"{bytes_needed(model, mesh, rows, admitted, decoder) / _GIB:.1f} GiB a device beside the weights; "
+        f"{bytes_needed(model, mesh, rows, decoder) / _GIB:.1f} GiB a device beside the weights; "
         f"{free / _GIB:.1f} GiB are free: {fix}",
     )
 

@@ -64,8 +64,8 @@ def stream(
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
     while waiting or row_of:
         is_worth_it = len(batch.free) >= min(refill, len(waiting))
-        while is_worth_it and batch.free and waiting:
-            some = [waiting.pop() for _ in range(min(batch.at_once, len(batch.free), len(waiting)))]
+        if is_worth_it:
+            some = [waiting.pop() for _ in range(min(len(batch.free), len(waiting)))]
             row_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
         # Where fewer requests wait than a refill takes, so many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows

@@ -21,7 +21,7 @@ from jaxtyping import ArrayLike, Bool, Int32, UInt32
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import feeds
 from refusion_jax.decoding.decoder import Decoder, State
-from refusion_jax.decoding.memory import REFILL, check_memory
+from refusion_jax.decoding.memory import admissions, check_memory
 from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Given, Known, Request
 from refusion_jax.decoding.sampling import Record
@@ -98,10 +98,10 @@ class RunningBatch:
         self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
         self._compiled, self._mesh = program(graphdef, decoder), mesh_of(model)
         self._decoder, self._recorder = decoder, recorder
-        self.rows, self.at_once = rows, admitted(rows, self._mesh)
+        self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
         self._given: dict[int, np.ndarray] = {}  # by row: given tokens and positions whose keys and values are in it
-        check_memory(model, self._mesh, rows, self.at_once, decoder)
+        check_memory(model, self._mesh, rows, decoder)
         with jax.set_mesh(self._mesh):
             self._state = _empty(self._compiled, self._params, decoder.lay_out([like]), rows)
             self._shapes = feeds.shapes(decoder, model, rows) if recorder else ()
@@ -110,19 +110,33 @@ class RunningBatch:
             recorder.begin(decoder, self._shapes, rows, shard_count(self._mesh, "batch"))
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
-        """Prefills requests in free rows and returns these; at most `at_once`, and as many as there are free rows.
+        """Prefills requests in free rows, of which there must be enough, and returns these.
 
-        Leading given tokens that all of them share with a row, also with a finished one, are copied from it.
+        Leading given tokens that all requests of an admission share with a row, also with a finished one, are copied.
         """
+        rows = []
+        for at in range(0, len(requests), self._sizes[-1]):
+            rows += self._admit(requests[at : at + self._sizes[-1]])
+        return rows
+
+    def compile_admissions(self, like: Request) -> None:
+        """Compiles admission for every number of rows, by prefilling a request for rows outside the batch."""
+        for size in self._sizes:
+            self._prefill(newcomers({self.rows: like}, size, self.rows, self._decoder))
+
+    def _admit(self, requests: Sequence[Request]) -> list[int]:
         rows = [self.free.pop() for _ in requests]
         source, shared = self._find_prefix(requests)
-        new = newcomers(dict(zip(rows, requests, strict=True)), self.at_once, self.rows, self._decoder, shared, source)
-        with jax.set_mesh(self._mesh):
-            self._state = _admit(self._compiled, self._params, self._state, new)
+        size = next(size for size in self._sizes if size >= len(requests))
+        self._prefill(newcomers(dict(zip(rows, requests, strict=True)), size, self.rows, self._decoder, shared, source))
         self._given |= {row: np.array(request.given, np.int32) for row, request in zip(rows, requests, strict=True)}
         if self._recorder:
-            self._recorder.add_prefill(requests, self.at_once, self._decoder, shared)
+            self._recorder.add_prefill(requests, size, self._decoder, shared)
         return rows
+
+    def _prefill(self, new: Newcomers) -> None:
+        with jax.set_mesh(self._mesh):
+            self._state = _admit(self._compiled, self._params, self._state, new)
 
     def _find_prefix(self, requests: Sequence[Request]) -> tuple[int, int]:
         """(row, number of leading given tokens that requests share with it, in whole chunks of the prefill)."""
@@ -182,12 +196,6 @@ def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
     """Rows of the batch: the least power of two for so many requests, at most batch_size, in whole shards."""
     rows, shards = min(batch_size, 1 << max(requests - 1, 0).bit_length()), shard_count(mesh, "batch")
     return -(-rows // shards) * shards
-
-
-def admitted(rows: int, mesh: Mesh) -> int:
-    """Rows that are prefilled at once, in whole shards."""
-    shards = shard_count(mesh, "batch")
-    return -(-rows // (REFILL * shards)) * shards
 
 
 def newcomers(

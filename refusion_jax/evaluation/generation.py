@@ -13,7 +13,7 @@ from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.running_batch import admitted, batch_rows, mesh_of
+from refusion_jax.decoding.running_batch import batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
@@ -67,7 +67,7 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
         mesh, decoder, own = mesh_of(model), decoder_for(some, model.config), some[0].settings
         rows = batch_rows(len(some), own.batch_size, mesh)
         served = model.rounded(cache=own.cache).with_head_rows(own.head_rows)
-        check_memory(served, mesh, rows, admitted(rows, mesh), decoder)
+        check_memory(served, mesh, rows, decoder)
 
 
 def generate(

@@ -15,6 +15,7 @@ from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import check, check_mesh
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding import running_batch
+from refusion_jax.decoding.memory import admissions
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
@@ -70,7 +71,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     )
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
-    newcomers = running_batch.newcomers({0: requests[0]}, running_batch.admitted(rows, mesh), rows, decoder)
+    newcomers = running_batch.newcomers({0: requests[0]}, admissions(rows, mesh)[-1], rows, decoder)
     newcomers = sharding.placed(newcomers, sharding.sharding(mesh))
     with jax.set_mesh(mesh):
         program = jax.jit(running_batch.decode_once, static_argnames=("graphdef", "rows", "decoder"))

@@ -174,13 +174,12 @@ class Engine:
     def _decode(self) -> None:
         """The loop: while the device decodes, the host reports what was read before."""
         batch, rows, read = self._batch, self._rows, []
+        batch.compile_admissions(self._largest[1])
         while True:
             some = self._take(len(batch.free), is_idle=not rows and not read)
             if some is None:
                 return
-            for at in range(0, len(some), batch.at_once):
-                jobs = some[at : at + batch.at_once]
-                rows |= zip(batch.admit([job.request for job in jobs]), jobs, strict=True)
+            rows |= zip(batch.admit([job.request for job in some]), some, strict=True)
             if rows:
                 batch.run(len(batch.free) + 1, LOOK)
             for job, outcome, is_finished in read:
