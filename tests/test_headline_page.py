@@ -1,18 +1,16 @@
 """The page of `bench headline` follows from the figures."""
 
-import dataclasses
 import json
 import re
 
 import pytest
 from conftest import ROOT
 from test_config import load
-from test_feeds import RECORDING
 
 from refusion_jax import UserError
-from refusion_jax.benchmarks.headline import prices, report, results
+from refusion_jax.benchmarks.headline import report, results
 from refusion_jax.benchmarks.headline.curves import Turns, curves, shown
-from refusion_jax.decoding.recording import Feeds, Forwards
+from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.systems.interface import Claim
 
 CONFIGS = load(ROOT / "configs" / "headline.py")
@@ -169,8 +167,9 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     trained = [("ar", exact), ("llada", bound[:1]), ("llada", bound[1:])]
     trained += [(system, [{"tokens": 5, "loss": 1.0}]) for system in ("refusion", "card")]
     adapted = [{"step": 1, "tokens": 1_000_000, "eval_bits_per_byte": 0.3}]
-    recorded = {"system": "card", "decoder": "ar", "start": "", "settings": "s=1"}
-    recorded |= {"recordings": [json.loads(RECORDING.as_json())]}
+    measured = {"system": "card", "decoder": "ar", "start": "", "settings": "s=1", "tokens": 32, "forwards": 8}
+    measured |= {"prompt_tokens": 16.0, "width": 16, "has_cache": True}
+    estimates = tpu_estimates([measured], problems=4)
     study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
     study |= {"accuracy": 0.25, "tokens_per_forward": 3.0}
     whole = RESULTS | {
@@ -194,13 +193,15 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
             study | {"step": 8, "accuracy": 0.75},
             study | {"step": 8, "accuracy": 0.745, "tokens_per_forward": 4.0, "settings": "infill=threshold"},
         ],
-        "prices": prices.prices([recorded]),
+        "tpu_estimates": estimates,
     }
     assert "### Plots" not in report.report(whole)
     page = report.report(whole, ["plots/speed.svg"])
     assert '<img src="plots/speed.svg"' in page.partition("### Plots")[2]
     (estimate,) = re.findall(r"^\| card by ar \| s=1 \| 4\.00 \|.*\|$", page.partition("v5p:2x2x1")[0], re.M)
-    assert [float(x) for x in re.findall(r"\(([\d.]+)x\)", estimate)] == ratios(recorded)
+    assert [float(x) for x in re.findall(r"\(([\d.]+)x\)", estimate)] == [
+        float(f"{b['speedup']:.2f}") for b in estimates[0]["batches"] if b["batch_size"] in (1, 4, 16, 64, 256)
+    ]
     assert "Estimate, not calibrated" in page
     assert "| refusion | 2 | 81.5% (81.0% to 82.0%) |" in page
     assert "| ar | 1 | 80.0% |" in page
@@ -233,44 +234,6 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "Other work shared the machine, more at one time than at another" in busy
     moved = report.report(whole | {"where": ["2 cores of P", "9 cores of Q"]})
     assert "Speeds were measured in several places and do not compare: 2 cores of P; 9 cores of Q." in moved
-
-
-def ratios(recorded: dict) -> list[float]:
-    """Of the batch sizes that the page shows, on the first topology."""
-    return [
-        float(f"{batch['speedup']:.2f}")
-        for batch in prices.prices([recorded])[0]["batches"]
-        if batch["batch_size"] in (1, 4, 16, 64, 256)
-    ]
-
-
-def test_an_advantage_ends_where_it_is_first_lost():
-    batches = [{"batch_size": 2**i, "speedup": ratio} for i, ratio in enumerate((3.0, 2.0, 1.0, 1.1))]
-    assert prices.ahead_up_to(batches) == 2
-    assert prices.ahead_up_to(batches[2:]) == 0
-
-
-def test_the_fastest_recording_of_a_decoder_counts_at_every_batch_size():
-    few, many = (
-        dataclasses.replace(
-            RECORDING,
-            forwards=(Forwards(width=tokens, tile=tokens, tiles=1, live_rows=1, times=times),),
-            feeds=(Feeds(tokens=tokens, cached=16, times=times),),
-        )
-        for tokens, times in ((4, 16), (64, 4))
-    )
-    own = {"system": "s", "decoder": "d", "start": ""}
-
-    def priced(**recordings):
-        records = [own | {"settings": name, "recordings": [json.loads(r.as_json())]} for name, r in recordings.items()]
-        return prices.prices(records)[0]["batches"]
-
-    def speeds(batches):
-        return [batch["tokens_per_second"] for batch in batches]
-
-    slow, fast, best = priced(few=few), priced(many=many), priced(few=few, many=many)
-    assert speeds(best) == [max(pair) for pair in zip(speeds(slow), speeds(fast), strict=True)]
-    assert (best[0]["settings"], best[-1]["settings"]) == ("many", "few")
 
 
 def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):

@@ -20,7 +20,7 @@ from refusion_jax.model.transformer import ModelConfig, Transformer, key_counts
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import compile_program, prepare_environment, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
-from refusion_jax.planning.feeds import Load, Target, forward_costs
+from refusion_jax.planning.decode_estimate import forward_costs
 from refusion_jax.planning.programs import lower_decode
 
 ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block behind the text; all rows plan the next, too
@@ -87,20 +87,18 @@ def test_the_8b_decoder_copies_no_cache_and_gathers_no_weights_in_its_loop():
 
 def test_a_forward_of_8b_moves_hardly_more_than_its_weights_and_the_live_cache():
     """Bytes are what the operations of the loop's compiled body read from and write to HBM; of the shapes of a forward
-    the dearest counts, and of the lengths of the cache the whole. They are what `plan --feeds` prices, too."""
-    module = decoder_of_8b()
+    the dearest counts, and of the lengths of the cache the whole. `bench headline` estimates speeds from them."""
+    module, config = decoder_of_8b(), config_of("refusion_8b", "8b")
     costs = count(dataclasses.replace(module, entry=decoding_loop(module)), chips_per_slice=8)
-    config, mesh = config_of("refusion_8b", "8b"), dict.fromkeys(sharding.MESH_AXES, 1) | {"tensor": 8}
-    target = Target(model_config(config), config.dtype, find_chip("v5e:2x4"), mesh)
-    assert costs.bytes <= 1.1 * (target.weight_bytes() + target.cache_bytes(ROWS * CACHE))
-
-    priced = forward_costs(Load(PLACES, ROWS * CACHE, PLACES * (CACHE + PLACES / ROWS)), target)
-    assert costs.bytes == pytest.approx(priced.bytes, rel=0.03)
+    c = model_config(config)
+    priced = forward_costs(c, ROWS, PLACES / ROWS, CACHE, chips=8)
+    assert costs.bytes <= 1.1 * (priced.weight_bytes + priced.cache_bytes)
+    assert costs.bytes == pytest.approx(priced.weight_bytes + priced.cache_bytes, rel=0.03)
     # The output head takes a portion of the places at once; how often the data says, and one is counted.
-    c, portion = target.model, free_tokens(2 * 10**9, target.chip.device_kind)
+    portion = free_tokens(2 * 10**9, find_chip("v5e:2x4").device_kind)
     others = 2 * c.hidden_size * c.vocab_size / 8 * (PLACES - portion)
-    assert costs.flops == pytest.approx(priced.flops - others, rel=0.01)
-    assert sum(c.bytes for c in costs.collectives) == pytest.approx(priced.collectives[0].bytes, rel=0.01)
+    assert costs.flops == pytest.approx(priced.weight_flops + priced.attention_flops - others, rel=0.01)
+    assert sum(c.bytes for c in costs.collectives) == pytest.approx(priced.network_bytes, rel=0.01)
 
 
 LAYERS, KEYS, HEAD = 2, 2080, 128

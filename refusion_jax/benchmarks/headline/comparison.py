@@ -11,13 +11,13 @@ import re
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from refusion_jax.benchmarks.headline import prices, results
+from refusion_jax.benchmarks.headline import results
 from refusion_jax.benchmarks.headline.curves import REPLAY, Curve, Turns, claimed, curves, shown
 from refusion_jax.benchmarks.headline.measure import (
     REPLAY_TURNS,
@@ -45,6 +45,7 @@ from refusion_jax.benchmarks.headline.plan import (
     whole_run,
 )
 from refusion_jax.benchmarks.headline.runs import commit, train
+from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.benchmarks.replay.beside import beside, read_shape
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
@@ -89,7 +90,6 @@ class Comparison:
         each = {"try": len(self._budget.rates) * len(self._systems)}
         each["train"] = sum(count for _, count in models) + sum(seeds[system] for system in self._scored)
         each["measure"] = sum(count * len(self._points[system]) for system, count in models)
-        each["record"] = sum(len({point.decoder for point in self._points[system]}) for system, _ in models)
         checkpoints = min(-(-self._config.steps // self._config.checkpoint.every), self._config.checkpoint.keep)
         points = sum(seeds[system] * sum(map(len, own.values())) for system, own in self._studies.items())
         return collections.Counter(each | {"turns": 1 + bool(self._budget.replay), "study": checkpoints * points})
@@ -125,7 +125,7 @@ class Comparison:
         keep_compiled(self._directory / "compilation_cache", "own")
         found = results.about(self._plan)
         found |= {"sweep": [trial for own in trials.values() for trial in own], "runs": trained, "texts": texts}
-        found |= {"points": [], "tests": [], "turns": [], "replays": [], "studies": [], "prices": []}
+        found |= {"points": [], "tests": [], "turns": [], "replays": [], "studies": [], "tpu_estimates": []}
         for run in runs:
             found["points"] += self._measured(run)
             found["studies"] += [] if run.start else self._studied(run)
@@ -134,16 +134,15 @@ class Comparison:
         found["turns"] = self._in_turns([(self._first(curve, runs), point) for curve, point in chosen])
         found["replays"] = self._replayed(found, runs)
         found["tests"] = self._tested([*chosen, *self._shown_of_replay(found, chosen)], runs)
-        recorded = self._recorded(found, runs)
-        found["prices"] = [estimate for own in recorded for estimate in prices.prices(own)]
-        self._write(found, [record for own in recorded for record in own])
+        found["tpu_estimates"] = self._estimated(found)
+        self._write(found)
         return found
 
-    def _write(self, found: dict[str, Any], recorded: Sequence[dict[str, Any]] = ()) -> None:
+    def _write(self, found: dict[str, Any]) -> None:
         """Writes the results so far, with the commits of the code that made them."""
         kinds = "sweep", "runs", "texts", "points", "tests", "turns", "replays", "studies"
         made = [piece for kind in kinds for piece in found[kind]]
-        found["commits"] = sorted({piece["commit"] for piece in [*made, *recorded]})
+        found["commits"] = sorted({piece["commit"] for piece in made})
         timed = [piece for kind in ("points", "turns", "replays") for piece in found[kind]]
         found["where"] = sorted({piece["where"] for piece in timed})
         write_file(self._directory / "results.json", results.as_json(found))
@@ -296,18 +295,15 @@ class Comparison:
         """The first run of the models of a curve."""
         return next(run for run in runs if (run.system, run.start) == (curve.system, curve.start))
 
-    def _recorded(self, found: dict[str, Any], runs: list[Run]) -> list[list[dict[str, Any]]]:
-        """Records the feeds of every decoder at its points near its best accuracy, on the model of the first seed."""
-        near = [self._near(curve, runs) for curve in curves(found)]
-        known, self._left["record"] = self._left["record"], sum(map(len, near))
-        self._total += self._left["record"] - known
-        return [[self._record(*which) for which in own] for own in near]
-
-    def _record(self, run: Run, point: Point) -> dict[str, Any]:
-        jax.clear_caches()
-        load = functools.partial(self._load, self._directory / "runs" / run.name)
-        key = f"record {run.name}: {point.decoder} {point.label}"
-        return self._piece_at("record", key, self._feeds, run, point, load) | {"start": run.start}
+    def _estimated(self, found: dict[str, Any]) -> list[dict[str, Any]]:
+        """Estimates for TPUs, from every decoder's points near its best accuracy, on the model of the first seed."""
+        estimates = []
+        for curve in curves(found):
+            near = {point.settings for point in curve.near_best}
+            own = [p for p in found["points"] if (p["system"], p["decoder"], p["start"]) == curve.key]
+            first = [p for p in own if p["settings"] in near and p["seed"] == own[0]["seed"]]
+            estimates += tpu_estimates(first, self._budget.problems)
+        return estimates
 
     def _studied(self, run: Run) -> list[dict[str, Any]]:
         """Measures the checkpoints of a run at the points of its system's studies."""
@@ -336,9 +332,6 @@ class Comparison:
 
     def _measure(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
         return measure(self._mixture, self._validation, point, self._budget, model, tokenizer)
-
-    def _feeds(self, point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
-        return prices.record(self._validation, point, self._budget, model, tokenizer)
 
     def _score(self, problems: list[Problem], point: Point, model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
         once = dataclasses.replace(self._budget, repeats=1)  # nothing is timed
@@ -378,7 +371,7 @@ def _final_loss(trial: dict[str, Any]) -> float:
 
 def _outcome(record: dict[str, Any]) -> str:
     """The outcome of a piece in a few words."""
-    if "recordings" in record or "turns" in record:
+    if "turns" in record:
         return ""
     if "accuracy" in record:
         speeds = "".join(

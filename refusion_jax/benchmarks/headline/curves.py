@@ -63,6 +63,11 @@ class Curve:
     tested: Mapping[str, Measured] = dataclasses.field(default_factory=dict)  # by settings, scored on the test problems
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """What its records have in common."""
+        return self.system, self.decoder, self.start
+
+    @property
     def name(self) -> str:
         """Its name in tables."""
         return name_of(self.system, self.decoder, self.start)

@@ -42,9 +42,11 @@ def score(
     Tokens are counted through the EOS.
 
     Returns:
-      ({"accuracy", "families": {name: accuracy}, "tokens", "forwards", "tokens_per_forward"}, texts, seconds).
+      ({"accuracy", "families": {name: accuracy}, "tokens", "forwards", "tokens_per_forward", and what an estimate for
+      other chips needs, "prompt_tokens" (mean), "width" of a forward and "has_cache"}, texts, seconds).
     """
-    answers, seconds = _Decoding(problems, point, budget, model, tokenizer, BATCH_SIZES[-1]).often(budget.repeats)
+    decoding = _Decoding(problems, point, budget, model, tokenizer, BATCH_SIZES[-1])
+    answers, seconds = decoding.often(budget.repeats)
     texts, right = [tokenizer.decode(answer.tokens) for answer in answers], collections.defaultdict(list)
     for problem, text in zip(problems, texts, strict=True):
         right[problem.family].append(mixture.is_correct(problem, text))
@@ -55,6 +57,7 @@ def score(
         "tokens": tokens,
         "forwards": forwards,
         "tokens_per_forward": tokens / forwards,
+        **decoding.sizes,
     }
     return record, texts, seconds
 
@@ -127,6 +130,13 @@ class _Decoding:
         self._requests = prepare(prompts, point.settings(budget.new_tokens, batch_size), model.config)
         self._model, self._decoder = model, decoder_for(self._requests, model.config)
         self._decode(self._requests[:batch_size])
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Mean length of the prompts, the compiled width of a forward, and whether there is a cache."""
+        prompt_tokens = statistics.mean(len(request.prompt) for request in self._requests)
+        decoder = self._decoder
+        return {"prompt_tokens": prompt_tokens, "width": decoder.width, "has_cache": decoder.cache_length > 0}
 
     def once(self) -> tuple[list[Answer], float]:
         """The answers in order, and the time in seconds."""

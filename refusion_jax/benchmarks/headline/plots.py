@@ -44,8 +44,8 @@ def draw(results: dict[str, Any], directory: Path) -> list[Path]:
     drawn["accuracy_by_family"] = _by_family(pyplot, found)
     for name, kept, label in _TRAINING:
         drawn[f"{name}_by_tokens"] = _over_tokens(pyplot, results, kept, label)
-    for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
-        own = [record for record in results["prices"] if record["topology"] == topology]
+    for topology in dict.fromkeys(record["topology"] for record in results["tpu_estimates"]):
+        own = [record for record in results["tpu_estimates"] if record["topology"] == topology]
         drawn[f"estimate_{topology.replace(':', '_')}"] = _estimates(pyplot, topology, own)
     for name, fig in drawn.items():
         fig.savefig(directory / f"{name}.svg", metadata={"Date": None})
@@ -101,13 +101,13 @@ def _over_tokens(pyplot, results: dict[str, Any], name: str, label: str):
 
 
 def _estimates(pyplot, topology: str, own: list[dict[str, Any]]):
-    """Estimated speedup of each decoder over one token a forward, by batch size."""
+    """Estimated speedup of each decoder over one token per forward, by batch size."""
     fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for record in own:
         sizes, ratios = zip(*[(b["batch_size"], b["speedup"]) for b in record["batches"]], strict=True)
         axes.plot(sizes, ratios, marker="o", markersize=3, label=_name(record))
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xlabel=f"rows at once on {topology}", ylabel="times one token a forward", xscale="log", yscale="log")
+    axes.set(xlabel=f"rows at once on {topology}", ylabel="times one token per forward", xscale="log", yscale="log")
     axes.set_title("estimate, not calibrated")
     axes.legend(fontsize="small")
     return fig

@@ -22,7 +22,7 @@ from refusion_jax.benchmarks.headline.curves import (
 )
 from refusion_jax.benchmarks.headline.measure import REPLAY_TURNS, REPLAYED, TURNS
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
-from refusion_jax.benchmarks.headline.prices import ahead_up_to
+from refusion_jax.benchmarks.headline.tpu_estimates import faster_up_to
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_input import JsonError, decode
 from refusion_jax.distributed.storage import write_file
@@ -289,28 +289,26 @@ def _families(found: list[Curve]) -> str:
 
 
 def _estimates(results: dict[str, Any]) -> list[str]:
-    """Estimates for the recorded feeds on TPUs, with a table for each topology."""
-    if not results["prices"]:
+    """Estimates for TPUs, with a table for each topology."""
+    if not results["tpu_estimates"]:
         return []
     about = (
-        "**Estimate, not calibrated; nothing here ran on a TPU.** What each decoder fed for these problems, one at a "
-        f"time, at every setting within {MARGIN} of its best accuracy, priced by arithmetic for "
-        f"a model of {results['prices'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share; a "
-        "batch feeds so many such rows side by side (refusion_jax/planning/feeds.py). At each batch size the fastest "
-        "setting counts. In brackets: times what one token a forward takes for the same answers. Where rows of a batch "
-        "wait for each other, one row tells nothing about more, and there is no estimate."
+        "**Estimate, not calibrated; nothing here ran on a TPU.** By arithmetic (refusion_jax/planning/"
+        "decode_estimate.py), from the forwards of these answers and the compiled width of a forward, for a model of "
+        f"{results['tpu_estimates'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share. At each "
+        f"batch size the fastest setting within {MARGIN} of the best accuracy counts. In brackets: times what one "
+        "token per forward takes for the same answers."
     )
-    parts = ["### The same feeds on TPUs", prose(about)]
-    for topology in dict.fromkeys(record["topology"] for record in results["prices"]):
-        own = [record for record in results["prices"] if record["topology"] == topology]
+    parts = ["### The same decoding on TPUs", prose(about)]
+    for topology in dict.fromkeys(record["topology"] for record in results["tpu_estimates"]):
+        own = [record for record in results["tpu_estimates"] if record["topology"] == topology]
         own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
         rows = []
         for r in own:
             speeds = {b["batch_size"]: f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"]}
-            ahead = ahead_up_to(r["batches"]) or "none"
             row = name_of(r["system"], r["decoder"], r["start"]), _settings(r["batches"])
-            row += f"{r['batches'][0]['tokens_per_forward']:.2f}", *(speeds.get(size, "–") for size in _SHOWN)
-            rows.append((*row, str(ahead) if len(speeds) > 1 else "–"))
+            row += f"{r['batches'][0]['tokens_per_forward']:.2f}", *(speeds[size] for size in _SHOWN)
+            rows.append((*row, str(faster_up_to(r["batches"]) or "none")))
         sizes = (f"tokens/s at {size}" for size in _SHOWN)
         names = f"{topology}, estimate", "settings", "tokens/forward at 1", *sizes, "faster up to a batch of"
         parts.append(table(names, rows))

@@ -1,0 +1,56 @@
+"""Estimates of the same decoding with 8B parameters on TPUs, for every decoder and batch size.
+
+All points near a decoder's best accuracy are estimated (planning/decode_estimate.py): a small batch is bound by reading
+the weights, where the most tokens per forward are best, and a large one by arithmetic, where the fewest places are. At
+each batch size the fastest point counts.
+"""
+
+import itertools
+from typing import Any
+
+from refusion_jax.benchmarks.decode import shape_of
+from refusion_jax.distributed.chips import find_chip
+from refusion_jax.planning.decode_estimate import BATCH_SIZES, DecodeCounts, tokens_per_second
+
+MODEL = "8b"
+TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x1": 4}  # number of chips, all of which share the heads
+
+
+def tpu_estimates(points: list[dict[str, Any]], problems: int) -> list[dict[str, Any]]:
+    """The estimates of a decoder, a record for each topology.
+
+    Args:
+      points: its measurements with one model, as `measure.score` records them.
+      problems: how many were decoded in each.
+    """
+    model, about = shape_of(MODEL), {key: points[0][key] for key in ("system", "decoder", "start")}
+    found = []
+    for topology, chips in TOPOLOGIES.items():
+        chip, batches = find_chip(topology), []
+        for batch_size in BATCH_SIZES:
+            of_points = []
+            for point in points:
+                tokens, forwards = point["tokens"] / problems, point["forwards"] / problems
+                context = point["prompt_tokens"] + tokens / 2  # in the middle of an answer
+                own = DecodeCounts(tokens, forwards, point["width"], context if point["has_cache"] else 0)
+                single = DecodeCounts.one_token_per_forward(tokens, context)
+                speed, baseline = (tokens_per_second(c, model, chip, chips, batch_size) for c in (own, single))
+                of_points.append(
+                    {
+                        "batch_size": batch_size,
+                        "settings": point["settings"],
+                        "tokens_per_second": speed,
+                        "one_token_per_forward": baseline,
+                        "speedup": speed / baseline,
+                        "tokens_per_forward": tokens / forwards,
+                    }
+                )
+            batches.append(max(of_points, key=lambda record: record["tokens_per_second"]))
+        found.append(about | {"model": MODEL, "topology": topology, "batches": batches})
+    return found
+
+
+def faster_up_to(batches: list[dict[str, Any]]) -> int:
+    """The largest batch size up to which a decoder is faster than one token per forward; 0 if none."""
+    faster = itertools.takewhile(lambda record: record["speedup"] > 1, batches)
+    return max((record["batch_size"] for record in faster), default=0)

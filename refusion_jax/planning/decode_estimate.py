@@ -1,0 +1,96 @@
+"""Estimates tokens per second of a decoder on TPUs, by arithmetic on what every decoding run counts.
+
+How many forwards an answer takes depends on what the model has learnt, and not on its size; how long a forward takes
+depends on its size and on the chip. So the first is counted with a small model, and the second computed for a large
+one. Nothing is compiled.
+
+Each forward reads its weights and the used cache entries of all rows once. The products with the weights, and
+attention, each take the time of their FLOPs or of their bytes at the chip's documented peaks, whichever is longer;
+activations stay on the chip. Chips that share the heads then wait for two all-reduces per layer and one for the
+embedding. tests/test_tpu_decoding.py compares these counts with those of the compiled program.
+
+Real chips are slower than this roofline, by how much has not been measured for decoding. Prefills, the latency of
+operations and collectives, and rows that idle at the end of a queue are left out; a decoder that runs narrower forwards
+than its compiled width is faster than estimated.
+
+Axes: D hidden size, L layers, T places of all rows.
+"""
+
+import dataclasses
+from typing import Self
+
+from refusion_jax.decoding.cache import bytes_per_token
+from refusion_jax.distributed.chips import Chip
+from refusion_jax.model.transformer import ModelConfig
+
+BATCH_SIZES = tuple(2**i for i in range(9))
+_DTYPE, _ITEMSIZE = "bfloat16", 2  # of weights, cache and activations
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCounts:
+    """What decoding takes; means over answers."""
+
+    tokens: float  # of an answer
+    forwards: float  # of an answer; the prefill is not counted
+    places: float  # that a forward computes for a row: the decoder's compiled width
+    context: float  # cache entries that a forward reads for a row; 0 without a cache
+
+    @classmethod
+    def one_token_per_forward(cls, tokens: float, context: float) -> Self:
+        """The counts of left-to-right decoding of answers of this length."""
+        return cls(tokens, forwards=tokens, places=1, context=context)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCosts:
+    """What one forward costs one chip."""
+
+    weight_flops: float  # of products with weights, the output head among them
+    weight_bytes: float
+    attention_flops: float
+    cache_bytes: float  # entries that are read, and those that are written
+    network_bytes: float  # that all-reduces bring to the chip
+
+    def seconds(self, chip: Chip) -> float:
+        """At the chip's peaks."""
+        products = max(self.weight_flops / chip.peak_flops, self.weight_bytes / chip.hbm_bandwidth)
+        attention = max(self.attention_flops / chip.peak_flops, self.cache_bytes / chip.hbm_bandwidth)
+        return products + attention + self.network_bytes / chip.ici_bandwidth
+
+
+def forward_costs(model: ModelConfig, rows: int, places: float, context: float, chips: int = 1) -> ForwardCosts:
+    """The costs of one forward on each of the chips that share its heads.
+
+    Args:
+      model: its shape.
+      rows: of the batch.
+      places: computed for each row.
+      context: cache entries that each row reads.
+      chips: that share the heads.
+    """
+    c, T = model, rows * places
+    D, L, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads * c.head_dim
+    layer = D * (heads + 2 * c.num_key_value_heads * c.head_dim) + heads * D + 3 * D * c.intermediate_size
+    weights = L * layer + c.vocab_size * D
+    return ForwardCosts(
+        weight_flops=2 * T * weights / chips,
+        weight_bytes=_ITEMSIZE * weights / chips,
+        attention_flops=4 * L * heads * T * (context + places) / chips,
+        cache_bytes=rows * (context + places) * bytes_per_token(c, _DTYPE) / chips,
+        network_bytes=(2 * L + 1) * 2 * T * D * _ITEMSIZE * (chips - 1) / chips,
+    )
+
+
+def tokens_per_second(counts: DecodeCounts, model: ModelConfig, chip: Chip, chips: int, batch_size: int) -> float:
+    """Estimated tokens per second of the whole batch.
+
+    Args:
+      counts: of a decoder.
+      model: its shape; weights and cache are in bfloat16.
+      chip: its documented rates.
+      chips: that share the heads.
+      batch_size: rows that are decoded together.
+    """
+    forward = forward_costs(model, batch_size, counts.places, counts.context, chips).seconds(chip)
+    return batch_size * counts.tokens / (counts.forwards * forward)
