@@ -10,9 +10,6 @@ assigns; FLOPs, memory traffic and collectives are counted in the compiled progr
 counts against the chip's documented peaks, times what published training runs took of theirs on the same generation:
 a range, in which 95 % of such runs are expected (`python -m refusion_jax.bench plan`). These train 7 to 70 B parameters
 in steps of seconds; the range says little about steps of milliseconds. TPU7x and the decoder have the roofline alone.
---what=decode --feeds=FILE takes what a run of `generate --record_feeds=FILE` has fed, one row at a time, and estimates
-how many tokens a second that is on the topology, for 1 to 256 rows at once, beside one token a forward; nothing is
-compiled for it (refusion_jax/planning/feeds.py says how, and what it leaves out).
 --hlo reads the step of another framework, as its compiler wrote it down, and says the same of it.
 Exit code 2 where the run does not fit.
 """
@@ -27,10 +24,8 @@ from rich.console import Console
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, explained, names
-from refusion_jax.decoding.recording import read_recording
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
-from refusion_jax.planning.feeds_report import feeds_table, plan_feeds
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
 from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
@@ -47,9 +42,6 @@ _SLICES = flags.DEFINE_integer(
 )
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
-_FEEDS = flags.DEFINE_multi_string(
-    "feeds", [], "With --what=decode: estimate the time of recorded feeds; may be repeated"
-)
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows a chip")
 _MEMORY_ONLY = flags.DEFINE_bool(
     "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"
@@ -80,10 +72,7 @@ def main() -> None:
             raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips:g} chips")
         config.batch_size = int(_ROWS.value * chips)
     check(config)
-    if _FEEDS.value:
-        recordings = {file: read_recording(file, "feeds") for file in _FEEDS.value}
-        show_feeds(plan_feeds(config, topology, slices, recordings))
-    elif _WHAT.value == "decode":
+    if _WHAT.value == "decode":
         given = command.given(_DECODE)
         method = given.setdefault("method", decoders_for(config.objective)[0])
         check_settings(method, given)
@@ -103,7 +92,7 @@ def check_use() -> None:
     Raises:
       UserError: naming the first.
     """
-    others = (flags.FLAGS[name] for name in ("what", "feeds", "rows_per_chip", "search", "memory_only"))
+    others = (flags.FLAGS[name] for name in ("what", "rows_per_chip", "search", "memory_only"))
     given = {flag.name for flag in others if flag.value != flag.default}
     given |= {f"decode.{name}" for name in command.given(_DECODE)}
     settings = {f"decode.{name}" for name in _DECODE}
@@ -111,24 +100,11 @@ def check_use() -> None:
     if _HLO.value is not None:
         useless, why = given, "is of no use with --hlo, whose program is compiled already"
     elif _WHAT.value == "train":
-        useless, why = settings | {"feeds"}, "is for --what=decode"
-    elif _FEEDS.value:
-        useless, why = settings | batch | {"memory_only"}, "is of no use with --feeds, which are priced as recorded"
+        useless, why = settings, "is for --what=decode"
     else:
         useless, why = batch, "is of no use with --what=decode, whose rows are --decode.batch_size"
     for name in sorted(useless & given):
         raise UserError(f"--{name}: {why}")
-
-
-def show_feeds(records: list[dict]) -> None:
-    """Prints what recorded feeds take: a line of JSON a batch size, or a table a recording."""
-    if _JSON.value:
-        for record in records:
-            print(to_json(record), flush=True)
-        return
-    for name in dict.fromkeys(record["feeds"] for record in records):
-        own = [record for record in records if record["feeds"] == name]
-        Console(soft_wrap=not Console().is_terminal).print(feeds_table(own))
 
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:

@@ -61,7 +61,7 @@ FLAGS = {  # of each command, and one that is none
     "convert": "from to format dtype mask_token_id",
     "evaluate": "checkpoint tasks data output include_path task_data limit num_fewshot chat order draws dtype "
     f"mesh.data mesh.tensor unsafe {DECODE}",
-    "plan": f"config topology slices hlo what feeds rows_per_chip search json {CONFIG} {DECODE}",
+    "plan": f"config topology slices hlo what rows_per_chip search json {CONFIG} {DECODE}",
     "drill": "config workdir faults seed hosts kinds config.steps config.data.path",
     "quickstart": "workdir problems started decode.batch_size decode.slot_size",
     "bench": "checkpoint config output x batch_sizes slot_sizes rows way lengths",
