@@ -15,9 +15,6 @@ are done; a single --prompt at a terminal gets its text alone.
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
 
---record_feeds=FILE writes down what every forward fed, for `plan --what=decode --feeds=FILE`, which says how fast the
-same feeds are on a TPU; the format stands in refusion_jax/decoding/recording.py.
-
 Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only where
 nobody else can write to it: the second call with the same sizes starts in seconds.
 
@@ -51,7 +48,6 @@ from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
-from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
@@ -71,7 +67,6 @@ _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
 )
-_RECORD = flags.DEFINE_string("record_feeds", None, "JSON file for what the forwards fed, see `plan --feeds`")
 _STOP = flags.DEFINE_multi_string("stop", [], "Cut answers where this text begins; may be given several times")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, cache and computation")
 _DATA = flags.DEFINE_integer("mesh.data", 1, "Split the batch over this many devices", lower_bound=1)
@@ -115,45 +110,23 @@ def weight_files(checkpoint: epath.Path) -> list[epath.Path]:
     return [find_step(checkpoint)[1]]
 
 
-def check_places(checkpoint: epath.Path, output: epath.Path | None, feeds: epath.Path | None) -> None:
-    """Refuses to write where nothing can be written, or over what is read or written otherwise.
-
-    Args:
-      checkpoint: of the model.
-      output: for the answers, if they go to a file.
-      feeds: for what the forwards feed, if it is recorded.
+def check_place(checkpoint: epath.Path, output: epath.Path | None) -> None:
+    """Refuses an --output where nothing can be written, or over the prompts or a file of the model.
 
     Raises:
       UserError: naming the flag.
     """
-    for flag, path, beginning in (("output", output, b'{"id": '), ("record_feeds", feeds, b'{"decoder": ')):
-        if path:
-            flag_values.check_output(flag, path)
-            flag_values.check_apart(path, [_INPUT.value] if _INPUT.value else [], flag)
-            check_spares_model(flag, path, checkpoint, beginning)
-    if feeds and output and absolute(feeds) == absolute(output):
-        raise UserError(f"--record_feeds={feeds}: --output={output} is the same file")
-
-
-def check_spares_model(flag: str, path: epath.Path, checkpoint: epath.Path, beginning: bytes) -> None:
-    """Refuses to write over a file of the model, or between its weights.
-
-    Args:
-      flag: that names the path.
-      path: to be written.
-      checkpoint: of the model.
-      beginning: of a file that a call before has written there, which may be written over.
-
-    Raises:
-      UserError: naming the flag.
-    """
-    if is_remote(path) or is_remote(checkpoint):
+    if not output:
+        return
+    flag_values.check_output("output", output)
+    flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [])
+    if is_remote(output) or is_remote(checkpoint):
         return
     root = checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[0]
-    real, root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    real, root = Path(os.path.realpath(output)), Path(os.path.realpath(root))
     is_among_weights = root / "checkpoints" in real.parents
-    if is_among_weights or root in real.parents and real.is_file() and not _begins(real, beginning):
-        raise UserError(f"--{flag}={path}: is a file of the model, or lies between its weights; name another place")
+    if is_among_weights or root in real.parents and real.is_file() and not _begins(real, b'{"id": '):
+        raise UserError(f"--output={output}: is a file of the model, or lies between its weights; name another place")
 
 
 def _begins(path: Path, beginning: bytes) -> bool:
@@ -194,8 +167,7 @@ def main() -> None:
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = epath.Path(_CHECKPOINT.value)
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
-    feeds = epath.Path(_RECORD.value) if _RECORD.value else None
-    check_places(checkpoint, output, feeds)
+    check_place(checkpoint, output)
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")
@@ -203,10 +175,6 @@ def main() -> None:
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
     settings = DecodeSettings(**given)
-    try:
-        recorder = Recorder(settings) if feeds else None
-    except UserError as error:
-        raise UserError(f"--record_feeds={feeds}: {error}") from error
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
 
@@ -235,11 +203,6 @@ def main() -> None:
             journal = Journal(partial, describe_call(ids, requests), range(len(requests)))
             stack.callback(journal.close)
             add, records = journal.add, journal.records
-            if feeds and records:
-                raise UserError(
-                    f"--record_feeds={feeds}: {partial} holds answers of a call before, and what they fed is not "
-                    f"known: delete it, or leave the flag out"
-                )
         elif output and is_remote(output):
             records = {}
             add = records.__setitem__
@@ -258,7 +221,6 @@ def main() -> None:
                     load_for(checkpoint, settings, _DTYPE.value, mesh),
                     [requests[i] for i in todo],
                     decoder,
-                    recorder=recorder,
                 ),
                 total=len(requests),
                 completed=len(records),
@@ -269,9 +231,7 @@ def main() -> None:
             for at, answer in answers:
                 add(todo[at], to_record(ids[todo[at]], answer, tokenizer, stops))
 
-        # 4. The finished file, in the order of the prompts, and what the forwards fed.
-        if feeds:
-            write_file(feeds, recorder.recording().as_json())
+        # 4. The finished file, in the order of the prompts.
         if journal or (output and is_remote(output)):
             write_file(output, "".join(to_line(records[i]) for i in range(len(requests))))
             if journal:

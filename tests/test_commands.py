@@ -172,10 +172,6 @@ BAD = {
         ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/checkpoints/60/new.jsonl"],
         "new.jsonl: is a file of the model, or lies between its weights",
     ),
-    "feeds over the model": (
-        ["generate", "--checkpoint={run}", "--prompt=x", "--record_feeds={run}/config.json"],
-        "--record_feeds=",
-    ),
     "no store": (["train_tokenizer", "--input=://", "--output={dir}/t.model"], "://: names no store that we know"),
     "nothing to prepare": (["prepare", "--output={dir}/new"], "--input, --output and --tokenizer are needed"),
     "input that is not there": ([*PREPARE, "--input={dir}/none*"], "none*: no such file"),

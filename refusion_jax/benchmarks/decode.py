@@ -12,10 +12,9 @@ and milliseconds a forward; `bytes` of weights and cache in their dtypes (weight
 the share of the memory bandwidth, as measured by a copy, that reading these bytes once a forward takes. Compilation
 time is printed separately.
 
-Three figures come from one batch that is decoded to its end: `real_places` is the share of all places of all forwards
-that held a token, `mflops_per_token` the arithmetic of all places over the committed tokens, and `not_model` the share
-of time outside the model (building inputs, choosing shapes and tokens, writing the cache). The last one is found by
-computing the model twice in each step: it is the part of the time that does not double.
+`not_model` is the share of time outside the model (building inputs, choosing shapes and tokens, writing the cache). One
+batch is decoded to its end, and again with the model computed twice in each step: it is the part of the time that does
+not double.
 """
 
 import functools
@@ -36,14 +35,11 @@ from rich.table import Table
 from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
-from refusion_jax.decoding import feeds
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.running_batch import batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.distributed.sharding import shard_count
-from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
@@ -96,9 +92,7 @@ def main(own: flags.FlagValues) -> None:
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
-    table = Table(
-        "way", "batch", "tokens/s", "tokens/forward", "ms/forward", "real", "MFLOP/token", "not model", "of bandwidth"
-    )
+    table = Table("way", "batch", "tokens/s", "tokens/forward", "ms/forward", "not model", "of bandwidth")
     for batch_size in batch_sizes:
         for record in measure(model, own, batch_size, bandwidth):
             print(json.dumps(record), flush=True)
@@ -108,8 +102,6 @@ def main(own: flags.FlagValues) -> None:
                 f"{record['tokens_per_second']:,.0f}",
                 f"{record['tokens_per_forward']:.2f}",
                 f"{record['ms_per_forward']:.2f}",
-                f"{record['real_places']:.0%}",
-                f"{record['mflops_per_token']:.1f}",
                 f"{record['not_model']:.0%}",
                 f"{record['of_bandwidth']:.0%}",
             )
@@ -157,7 +149,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
                 "forwards": forwards,
                 "tokens_per_forward": tokens / forwards,
                 "ms_per_forward": 1e3 * each,
-                **batch_costs(kept, prepare(prompts[:rows], settings, c), rows, own.repeats),
+                "not_model": not_model(kept, prepare(prompts[:rows], settings, c), rows, own.repeats),
                 "bytes": moved,
                 "of_bandwidth": moved / each / bandwidth,
                 "compile_seconds": compiling[way] - took,
@@ -226,9 +218,9 @@ def random_model(size: str, dtype: str) -> Transformer:
     return nnx.merge(graphdef, init())
 
 
-def batch_costs(model: Transformer, requests: list[Request], rows: int, repeats: int) -> dict:
-    """real_places, mflops_per_token and not_model of one batch, decoded to its end."""
-    c, decoder = model.config, decoder_for(requests, model.config)
+def not_model(model: Transformer, requests: list[Request], rows: int, repeats: int) -> float:
+    """The share of time outside the model, of one batch that is decoded to its end."""
+    decoder = decoder_for(requests, model.config)
     graphdef, params = nnx.split(model)
     requests += requests[:1] * (rows - len(requests))
     layout, keys = decoder.lay_out(requests), jax.random.split(jax.random.key(0), rows)
@@ -242,22 +234,8 @@ def batch_costs(model: Transformer, requests: list[Request], rows: int, repeats:
         model = wrap(nnx.merge(graphdef, params))
         return jax.lax.while_loop(lambda s: s.active.any(), functools.partial(decoder.step, model), state)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def count(graphdef, params, state):
-        model = nnx.merge(graphdef, params)
-
-        def step(carry):
-            state, real, places = carry
-            forward = feeds.fed(decoder, model, state)
-            return decoder.step(model, state), real + jnp.sum(forward.tokens), places + sizes[forward.shape]
-
-        return jax.lax.while_loop(lambda carry: carry[0].active.any(), step, (state, jnp.int32(0), jnp.int32(0)))
-
-    mesh = mesh_of(model)
-    with jax.set_mesh(mesh):
-        sizes = jnp.array([shape.places * shard_count(mesh, "batch") for shape in feeds.shapes(decoder, model, rows)])
+    with jax.set_mesh(mesh_of(model)):
         state = jax.block_until_ready(start(graphdef, params))
-        end, real, places = count(graphdef, params, state)
         seconds = {wrap: [] for wrap in (lambda model: model, Twice)}
         for turn in range(repeats + 1):
             for wrap, times in seconds.items():
@@ -265,12 +243,7 @@ def batch_costs(model: Transformer, requests: list[Request], rows: int, repeats:
                 jax.block_until_ready(run(graphdef, params, state, wrap))
                 times += [time.perf_counter() - began] * (turn > 0)
     once, twice = (float(np.median(times)) for times in seconds.values())
-    flops = train_flops_per_token(c, decoder.cache_length) / 3 * int(places)
-    return {
-        "real_places": int(real) / int(places),
-        "mflops_per_token": flops / 1e6 / int(end.record.count.sum()),
-        "not_model": 2 - twice / once,
-    }
+    return 2 - twice / once
 
 
 class Twice:

@@ -15,7 +15,7 @@ _STORE_SECONDS = 15.0  # until a store must have answered
 # Flags that name a file or directory, in any command.
 _PATHS = {
     *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
-    *("compilation_cache", "hlo", "record_feeds"),
+    *("compilation_cache", "hlo"),
     "stop",  # is a text, but in that, too, there must be something
 }
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux

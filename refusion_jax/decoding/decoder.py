@@ -38,9 +38,6 @@ class Decoder(Protocol):
       chunk: given tokens a forward of the prefill; what all requests begin with is then computed once.
       new_tokens: tokens to decode in a row, at most; no forward scores more places of a row.
       scored(model, rows): places of a shard whose logits exist at once, where these are fewer; under `jax.set_mesh`.
-      rows_wait: whether some rows wait while others have a forward of their own.
-      shapes(model, rows), fed(model, state): the compiled shapes of its forwards and what the next one feeds, where
-        these depend on the rows (feeds.py).
     """
 
     settings: ClassVar[type[Settings]]

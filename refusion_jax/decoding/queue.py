@@ -13,7 +13,6 @@ import numpy as np
 
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.memory import REFILL
-from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.running_batch import UNTIL_DONE, RunningBatch, batch_rows, mesh_of
 from refusion_jax.decoding.sampling import Record
@@ -40,7 +39,6 @@ def stream(
     requests: Sequence[Request],
     batch_size: int,
     is_over: Callable[[int, list[int]], bool] | None = None,
-    recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
 
@@ -55,11 +53,10 @@ def stream(
       batch_size: the largest B.
       is_over: (index, tokens so far in reading order, up to the first gap) -> whether to stop this answer. Called every
         few forwards.
-      recorder: collects what the forwards feed; the counts are fetched together with the answers.
     """
-    batch = RunningBatch(model, decoder, requests[0], batch_rows(len(requests), batch_size, mesh_of(model)), recorder)
+    batch = RunningBatch(model, decoder, requests[0], batch_rows(len(requests), batch_size, mesh_of(model)))
     refill = -(-batch.rows // REFILL)
-    answers_of = functools.partial(_answers, requests, decoder.ids.eos_id, recorder)
+    answers_of = functools.partial(_answers, requests, decoder.ids.eos_id)
     row_of, finished = {}, []
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
     while waiting or row_of:
@@ -87,15 +84,11 @@ def stream(
 def _answers(
     requests: Sequence[Request],
     eos_id: int,
-    recorder: Recorder | None,
     finished: list[tuple[int, bool, tuple[Any, ...]]],
 ) -> Iterator[tuple[int, Answer]]:
     """Reads (index, whether the caller has stopped it, (record, forwards, rounds)) of some requests."""
     for index, is_ended, outcome in finished:
-        answer = read_answer(requests[index], *outcome, eos_id, is_ended)
-        if recorder:
-            recorder.add_answer(requests[index], answer)
-        yield index, answer
+        yield index, read_answer(requests[index], *outcome, eos_id, is_ended)
 
 
 def read_answer(

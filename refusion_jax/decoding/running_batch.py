@@ -19,10 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import ArrayLike, Bool, Int32, UInt32
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import feeds
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import admissions, check_memory
-from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Given, Known, Request
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.distributed.processes import fetch
@@ -79,9 +77,7 @@ class RunningBatch:
     All hosts of the weights' mesh must make the same calls.
     """
 
-    def __init__(
-        self, model: Transformer, decoder: Decoder, like: Request, rows: int, recorder: Recorder | None = None
-    ):
+    def __init__(self, model: Transformer, decoder: Decoder, like: Request, rows: int):
         """An empty batch.
 
         Args:
@@ -89,7 +85,6 @@ class RunningBatch:
           decoder: with sizes that serve all requests.
           like: any request; only its structure as arrays matters.
           rows: B, in whole shards.
-          recorder: collects what the forwards feed; the counts are fetched together with the progress.
 
         Raises:
           UserError: where it does not fit into memory.
@@ -97,17 +92,13 @@ class RunningBatch:
         graphdef, params = nnx.split(model)
         self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
         self._compiled, self._mesh = program(graphdef, decoder), mesh_of(model)
-        self._decoder, self._recorder = decoder, recorder
+        self._decoder = decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
         self._given: dict[int, np.ndarray] = {}  # by row: given tokens and positions whose keys and values are in it
         check_memory(model, self._mesh, rows, decoder)
         with jax.set_mesh(self._mesh):
             self._state = _empty(self._compiled, self._params, decoder.lay_out([like]), rows)
-            self._shapes = feeds.shapes(decoder, model, rows) if recorder else ()
-        self._counts = None
-        if recorder:
-            recorder.begin(decoder, self._shapes, rows, shard_count(self._mesh, "batch"))
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Prefills requests in free rows, of which there must be enough, and returns these.
@@ -130,8 +121,6 @@ class RunningBatch:
         size = next(size for size in self._sizes if size >= len(requests))
         self._prefill(newcomers(dict(zip(rows, requests, strict=True)), size, self.rows, self._decoder, shared, source))
         self._given |= {row: np.array(request.given, np.int32) for row, request in zip(rows, requests, strict=True)}
-        if self._recorder:
-            self._recorder.add_prefill(requests, size, self._decoder, shared)
         return rows
 
     def _prefill(self, new: Newcomers) -> None:
@@ -155,18 +144,13 @@ class RunningBatch:
     def run(self, finished: int, most: int = UNTIL_DONE) -> None:
         """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""
         with jax.set_mesh(self._mesh):
-            if self._recorder:
-                self._counts = feeds.Counts.none(self._decoder, self._shapes, self.rows)
-            self._state, self._counts = _run(self._compiled, self._params, self._state, self._counts, finished, most)
+            self._state = _run(self._compiled, self._params, self._state, finished, most)
 
     def look(self) -> Progress:
         """Waits for the device and fetches what the rows have decoded."""
         s = self._state
         with jax.set_mesh(self._mesh):
-            active, counts, *progress = fetch((s.active, self._counts, s.record, s.forwards, s.rounds))
-        if self._recorder:
-            self._recorder.add_forwards(counts)
-        return Progress(active, *progress)
+            return Progress(*fetch((s.active, s.record, s.forwards, s.rounds)))
 
     def stop(self, rows: Sequence[int]) -> None:
         """Ends rows that are not finished; their keys and values stay until the next request takes the row."""
@@ -218,7 +202,7 @@ def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Deco
     """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
     compiled = program(graphdef, decoder)
     state = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), newcomers)
-    return _run(compiled, params, state, None, rows, UNTIL_DONE)[0].record
+    return _run(compiled, params, state, rows, UNTIL_DONE).record
 
 
 @functools.partial(jax.jit, static_argnames=("compiled", "rows"))
@@ -251,23 +235,21 @@ def _admit(compiled: Program, params, state: State, new: Newcomers) -> State:
     return _placed(_by_batch_axis(put, state, started))
 
 
-@functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "counts"))
-def _run(
-    compiled: Program, params, state: State, counts: feeds.Counts | None, wanted, most
-) -> tuple[State, feeds.Counts | None]:
-    """Decodes until `wanted` rows are finished, for at most `most` forwards, and adds what these feed to `counts`."""
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
+def _run(compiled: Program, params, state: State, wanted, most) -> State:
+    """Decodes until `wanted` rows are finished, for at most `most` forwards."""
     model, decoder = nnx.merge(compiled.graphdef, params).ready(), compiled.decoder
 
-    def forward(carry):
-        state, counts, done = carry
-        if counts is not None:
-            counts = counts.plus(feeds.fed(decoder, model, state), decoder.cache_length)
-        return decoder.step(model, state), counts, done + 1
+    def is_running(carry):
+        state, done = carry
+        return (jnp.sum(~state.active) < wanted) & (done < most)
 
-    end, counts, _ = jax.lax.while_loop(
-        lambda carry: (jnp.sum(~carry[0].active) < wanted) & (carry[2] < most), forward, (state, counts, 0)
-    )
-    return _placed(end), counts
+    def forward(carry):
+        state, done = carry
+        return decoder.step(model, state), done + 1
+
+    end, _ = jax.lax.while_loop(is_running, forward, (state, 0))
+    return _placed(end)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -100,14 +100,6 @@ class Settings:
         """
         return [{}]
 
-    def looking_ahead(self, tokens: int) -> Self:
-        """The same with a budget of so many speculative tokens a forward; 0: none.
-
-        For decoders that speculate to override.
-        """
-        del tokens
-        return self
-
     @property
     def unit(self) -> int:
         """max_new_tokens is rounded up to a multiple of this, such as the size of a slot or block."""

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
-from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.masked_text import MaskedText
-from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.transformer import Transformer
 
 _WIDTHS = 4  # number of compiled widths, at most
@@ -67,20 +65,3 @@ def denoise(model: Transformer, s: MaskedText, position: Int32[Array, "B K"], sh
 
     C, N = s.text.shape[1], s.layout.places.position.shape[1]
     return model.logits(in_smallest(live_lengths(s), widths(C, N), forward))
-
-
-class WholeText:
-    """A decoder all of whose forwards are `denoise`: what they feed (decoding/feeds.py)."""
-
-    width: int  # C
-    new_tokens: int  # N
-
-    def shapes(self, _: Transformer, rows: int) -> tuple[Shape, ...]:
-        """The widths that are compiled."""
-        tiles = rows // shard_count_here("batch")
-        return tuple(Shape(width, width, tiles) for width in widths(self.width, self.new_tokens))
-
-    def fed(self, _: Transformer, s: MaskedText) -> Fed:
-        """The whole text of every active row."""
-        count = live_lengths(s)
-        return Fed(smallest(count, widths(self.width, self.new_tokens)), count, jnp.zeros_like(count))

@@ -11,7 +11,6 @@ from refusion_jax.decoding import queue
 from refusion_jax.decoding.companions import check_companions
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
-from refusion_jax.decoding.recording import Recorder
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.json_input import JsonError, parse_json
@@ -133,7 +132,6 @@ def stream(
     requests: Sequence[Request],
     decoder: Decoder | None = None,
     is_over: Callable[[int, list[int]], bool] | None = None,
-    recorder: Recorder | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
 
@@ -142,7 +140,6 @@ def stream(
       requests: their settings name the decoder and the batch size.
       decoder: with compiled sizes that several calls share; by default the smallest for these requests.
       is_over: (index, tokens so far) -> whether to stop an answer, as for `queue.stream`.
-      recorder: collects what the forwards feed.
 
     Raises:
       UserError: where the decoder cannot serve them together.
@@ -151,7 +148,7 @@ def stream(
     check_companions(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
     model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
-    return queue.stream(model, decoder, requests, settings.batch_size, is_over, recorder)
+    return queue.stream(model, decoder, requests, settings.batch_size, is_over)
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:

@@ -35,7 +35,7 @@ from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
-from refusion_jax.decoding.whole_text import WholeText, denoise
+from refusion_jax.decoding.whole_text import denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import System
 
@@ -68,7 +68,7 @@ class RowSettings(shared.RowSettings):
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolve(WholeText):
+class Convolve:
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings

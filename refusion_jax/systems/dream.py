@@ -46,7 +46,7 @@ from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
 from refusion_jax.decoding.settings import Settings, TokenIds
-from refusion_jax.decoding.whole_text import WholeText, denoise
+from refusion_jax.decoding.whole_text import denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import System
 
@@ -157,7 +157,7 @@ class State(MaskedText):
 
 
 @dataclasses.dataclass(frozen=True)
-class Denoise(WholeText):
+class Denoise:
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[Settings]] = DreamSettings

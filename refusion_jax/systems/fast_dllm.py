@@ -40,13 +40,11 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache, stored
-from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.masked_text import MaskedText, Window
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, check_no_templates, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
-from refusion_jax.decoding.whole_text import in_smallest, smallest, widths
-from refusion_jax.distributed.sharding import shard_count_here
+from refusion_jax.decoding.whole_text import in_smallest, widths
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.systems.interface import System
 
@@ -148,24 +146,6 @@ class BlockCache:
         entries = Cache.empty(model, len(zeros), self.cache_length).entries
         own = {"block": zeros, "is_fresh": zeros == 0, "entries": entries}
         return State.start(layout, keys, self.ids, self.block_length, **own)
-
-    @property
-    def rows_wait(self) -> bool:
-        """Whether rows that begin a block and rows within one wait for each other."""
-        return self.reuse != "none"
-
-    def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
-        """The shapes of forwards over whole texts, and of one over blocks."""
-        tiles = rows // shard_count_here("batch")
-        return tuple(Shape(width, width, tiles) for width in (*widths(self.width, self.new_tokens), self.fed_width))
-
-    def fed(self, model: Transformer, s: State) -> Fed:
-        """What the next forward of a state feeds."""
-        (_, _, fed), is_whole = self._window(s), self._is_whole(s)
-        of, begin = widths(self.width, self.new_tokens), self._that_begin(s)
-        tokens = jnp.where(is_whole, s.length * begin, fed * (s.active & ~begin))
-        shape = jnp.where(is_whole, smallest(tokens, of), len(of))
-        return Fed(shape, tokens, jnp.where(is_whole, 0, s.length - fed))
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward: over the whole text for rows that begin a block, or over blocks for the others."""

@@ -36,13 +36,11 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.merging import fed_places, merged_logits
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import probability
-from refusion_jax.decoding.whole_text import WholeText, denoise, smallest, widths
-from refusion_jax.distributed.sharding import shard_count_here
+from refusion_jax.decoding.whole_text import denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
@@ -129,7 +127,7 @@ class State(masked_text.MaskedText):
 
 
 @dataclasses.dataclass(frozen=True)
-class Denoise(WholeText):
+class Denoise:
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
@@ -161,19 +159,6 @@ class Denoise(WholeText):
         """The initial state; there is no prefill."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
         return State.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
-
-    def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
-        """The widths of whole texts, or of what is left of them where masks are merged."""
-        if self.merge == 1:
-            return super().shapes(model, rows)
-        return tuple(Shape(width, width, rows // shard_count_here("batch")) for width in widths(self.width))
-
-    def fed(self, model: Transformer, s: State) -> Fed:
-        """What the next forward of a state feeds."""
-        if self.merge == 1:
-            return super().fed(model, s)
-        count = jnp.sum(self._fed_places(s), axis=1)
-        return Fed(smallest(count, widths(self.width)), count, jnp.zeros_like(count))
 
     def _block_length(self, s: State) -> Int32[Array, "B"]:
         """Of each row."""

@@ -9,16 +9,30 @@ first, so that most are granted in full, since a partly granted one is of little
 Axes: B rows, S shards of rows, J shapes, O options.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
-
-from refusion_jax.decoding.feeds import Shape
 
 MOST_ODDS = 4  # rows whose drafts are surer to hold are granted no more: shapes would be compiled for little
 _SHAPES = 6  # compiled shapes, at most; each has two thirds of the places of the next, which limits padding
 _TILE = 8  # places of a tile where rows feed few tokens: narrower tiles make attention slow, wider ones are seldom full
 _TILES_A_ROW = 4  # on average, at most, as each tile reads the keys of its row again
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shape of a compiled forward: its places for tokens come in tiles, each for tokens of one row."""
+
+    width: int  # places of a row, at most
+    tile: int  # places of a tile
+    tiles: int  # of a shard
+
+    @property
+    def places(self) -> int:
+        """Places of a shard."""
+        return self.tile * self.tiles
 
 
 def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[Shape, ...]:

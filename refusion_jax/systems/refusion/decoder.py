@@ -28,7 +28,6 @@ from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.feeds import Fed, Shape
 from refusion_jax.decoding.requests import Given, Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds
@@ -36,7 +35,7 @@ from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
-from refusion_jax.systems.refusion.budget import MOST_ODDS, choose, shapes_of, worthwhile
+from refusion_jax.systems.refusion.budget import MOST_ODDS, Shape, choose, shapes_of, worthwhile
 from refusion_jax.systems.refusion.canvas import Canvas, slots_a_block, slots_of, tokens_a_forward
 from refusion_jax.systems.refusion.feeding import Block, FeedPlan, PackedFeed, block_of, pack_feed
 from refusion_jax.systems.refusion.phases import (
@@ -163,20 +162,9 @@ class PlanAndInfill:
         """One forward of the whole batch, and each row's next state."""
         return step(model, state, self)
 
-    def shapes(self, model: Transformer, rows: int) -> tuple[Shape, ...]:
-        """The forwards that are compiled for a batch of this many rows."""
-        return Sizes.of(model, rows, self).shapes
-
     def scored(self, model: Transformer, rows: int) -> int:
         """Places of a shard whose logits exist at once, for a batch of this many rows."""
         return Sizes.of(model, rows, self).portion
-
-    def fed(self, model: Transformer, state: State) -> Fed:
-        """What the next forward of a state feeds."""
-        sizes, here = Sizes.of(model, len(state.block), self), block_of(state.canvas, state.block, self.block_slots)
-        plan, shape = plan_feed(state, here, sizes, self)
-        feed = pack_feed(plan, here, state.work.drafts, state.work.drafts, self.width, self.ids.mask_id)
-        return Fed(shape, feed.length, state.cache.length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -120,10 +120,6 @@ class SlotSettings(_Slots):
             token_threshold=self.token_threshold if self.token_threshold >= 0 else 0.9,
         )
 
-    def looking_ahead(self, tokens: int) -> Self:
-        """With `speculate` set."""
-        return dataclasses.replace(self, speculate=str(tokens))
-
     @property
     def budget(self) -> int:
         """`speculate` as a number; -1 for "auto"."""
