@@ -1,5 +1,6 @@
 """Tasks of lm_eval with our decoders: the score is that of the samples, whatever the batch, a kill or the hosts."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -230,6 +231,16 @@ def test_members_of_a_group_take_their_own_data(tasks, tmp_path, names):
         (tmp_path / "local" / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "#### 1"}))
     loaded = {task.config.task: list(task.test_docs()) for task in benchmark.load_tasks(plan)}
     assert loaded == {name: [{"question": name, "answer": "#### 1"}] for name in ("sums", "others")}
+
+
+def test_a_checkout_that_is_not_installed_has_no_version(loaded, tasks, tmp_path, monkeypatch):
+    def version(package, known=importlib.metadata.version):
+        return known("no-such-package" if package == "refusion-jax" else package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    results, _ = evaluate(loaded, tmp_path / "out", "sums", tasks(GENERATE), limit=1)
+    assert results["packages"]["refusion-jax"] is None
+    assert results["packages"]["lm_eval"] == "0.4.13"
 
 
 def test_the_score_of_a_group_is_in_the_results(loaded, tasks, tmp_path):

@@ -296,9 +296,15 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Tasks) -> dict[str, Any]:
     results["decoding"] = summarize(sum(keys.values(), []), lm)
     results["decoding"]["tasks"] = {name: summarize(some, lm) for name, some in keys.items() if some}
     results["settings"] = {task.config.task: _settings_of(lm, task) for task in tasks}
-    packages = ("lm_eval", "datasets", "jax", "refusion-jax")
-    results["packages"] = {package: importlib.metadata.version(package) for package in packages}
+    results["packages"] = {package: _version(package) for package in ("lm_eval", "datasets", "jax", "refusion-jax")}
     return results
+
+
+def _version(package: str) -> str | None:
+    """Of a package; None for a checkout of ours that is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def _with_groups(tasks: Tasks) -> list[lm_eval.api.task.Task | Group]:
