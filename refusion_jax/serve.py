@@ -39,6 +39,13 @@ _HOST = flags.DEFINE_string(
 )
 _PORT = flags.DEFINE_integer("port", 8000, "To listen on; 0: any that is free", 0, 65535)
 _NAME = flags.DEFINE_string("model_name", None, "Name of the model to clients; by default the --checkpoint as given")
+_SEED = flags.DEFINE_integer(
+    "seed",
+    None,
+    "Of requests that give none: the same request has the same answer; by default each draws its own",
+    0,
+    2**32 - 1,
+)
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
 )
@@ -90,7 +97,8 @@ def main() -> None:
 
     model = load_for(checkpoint, settings, _DTYPE.value, mesh)
     engine = Engine(model, settings, rows)
-    app = make_app(Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine))
+    seed = given.get("seed") if _SEED.value is None else _SEED.value
+    app = make_app(Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed))
     how = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE, "server_header": False}
     server = uvicorn.Server(uvicorn.Config(app, **how))
     host, port, *_ = listening.getsockname()

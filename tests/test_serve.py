@@ -89,7 +89,7 @@ def test_a_stream_is_the_answer_in_pieces_as_its_beginning_becomes_certain(clien
     for prompt, (text, tokens, order) in zip(TEXTS, expected, strict=True):
         how = {"max_tokens": 24, "temperature": 1.5, "stream_options": {"include_usage": True}}
         *events, last = client.completions.create(
-            model="tiny", prompt=prompt, stream=True, extra_body={"commits": True}, **how
+            model="tiny", prompt=prompt, stream=True, seed=0, extra_body={"commits": True}, **how
         )
         assert last.usage.completion_tokens == len(tokens)
         choices = [event.choices[0] for event in events]
@@ -119,20 +119,37 @@ def test_a_chat_is_the_prompt_of_its_turns(client, library):
 
 def test_several_prompts_and_answers_in_one_request(client, library):
     ids = library[1].encode_prompts(TEXTS[:2])
-    how = {"model": "tiny", "max_tokens": 12, "temperature": 2.0, "n": 2}
+    how = {"model": "tiny", "max_tokens": 12, "temperature": 2.0, "n": 2, "seed": 3}
     by_text, by_ids = (client.completions.create(prompt=prompt, **how) for prompt in (TEXTS[:2], ids))
     assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
     assert [choice.index for choice in by_text.choices] == [0, 1, 2, 3]
     assert by_text.usage.prompt_tokens == sum(map(len, ids))
     alone = client.completions.create(prompt=TEXTS[1], **how)
     assert [choice.text for choice in alone.choices] == [choice.text for choice in by_text.choices[2:]]
-    assert alone.choices[0].text != alone.choices[1].text
+    twice = client.completions.create(prompt=[TEXTS[1]] * 3, **how)
+    assert [choice.text for choice in twice.choices[:2]] == [choice.text for choice in alone.choices]
+    assert len({choice.text for choice in twice.choices}) == 6
+
+
+def test_without_a_seed_every_answer_is_drawn_anew_and_told_with_its_seed(client):
+    how = {"model": "tiny", "prompt": TEXTS[1], "max_tokens": 12, "temperature": 3.0, "n": 2}
+    drawn = [client.completions.create(**how) for _ in range(8)]
+    texts = [[choice.text for choice in answer.choices] for answer in drawn]
+    assert len({text for some in texts for text in some}) > 12
+    again = client.completions.create(**how, seed=drawn[3].seed, stream=True)
+    said = ["", ""]
+    for event in again:
+        said[event.choices[0].index] += event.choices[0].text
+        assert event.seed == drawn[3].seed
+    assert said == texts[3]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": TEXTS[1]}], "max_tokens": 12, "temperature": 3.0}
+    assert len({client.chat.completions.create(**chat).choices[0].message.content for _ in range(4)}) > 1
 
 
 def test_an_answer_ends_with_its_tokens_or_before_its_stop_string(client, library):
     answers = zip(TEXTS, decoded(library, TEXTS, temperature=1.5), strict=True)
     prompt, (text, tokens, _) = max(answers, key=lambda one: len(one[1][0]))
-    how = {"model": "tiny", "prompt": prompt, "temperature": 1.5}
+    how = {"model": "tiny", "prompt": prompt, "temperature": 1.5, "seed": 0}
     short = client.completions.create(max_tokens=5, **how)  # of a row that writes 16
     assert short.choices[0].text == library[1].decode(tokens[:5])
     assert (short.usage.completion_tokens, short.choices[0].finish_reason) == (5, "length")
@@ -562,9 +579,12 @@ def test_a_port_is_taken_before_a_model_is_loaded():
 
 def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(trained_run):
     """On SIGTERM, as supervisors send it."""
-    server = start("serve", "--port=0", f"--checkpoint={trained_run}", "--decode.batch_size=4")
+    server = start("serve", "--port=0", f"--checkpoint={trained_run}", "--decode.batch_size=4", "--seed=5")
     try:
         address = re.search(r"http://\S+(?=/v1)", server.stdout.readline())[0]
+        how = {"json": {"prompt": TEXTS[0], "max_tokens": 16, "temperature": 3.0}}
+        first, second = (post(address, "/v1/completions", **how).json() for _ in range(2))
+        assert (first["choices"], first["seed"]) == (second["choices"], 5)
         how = {"json": {"prompt": TEXTS[0], "max_tokens": 32, "n": 64, "temperature": 2.0}}
         with concurrent.futures.ThreadPoolExecutor(1) as client:
             answer = client.submit(post, address, "/v1/completions", **how)

@@ -35,6 +35,7 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: Completion, request: Request):
         _check_model(body.model, service)
+        body.seed = service.seed_of(body)
         choices = await anyio.to_thread.run_sync(service.completion, body)
         reply = Reply(service, body, "cmpl", "text_completion", choices)
         if body.stream:
@@ -54,6 +55,7 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chats(body: Chat, request: Request):
         _check_model(body.model, service)
+        body.seed = service.seed_of(body)
         choices = await anyio.to_thread.run_sync(service.chat, body)
         if body.stream:
             reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)

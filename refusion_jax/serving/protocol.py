@@ -47,7 +47,7 @@ class _Body(_Strict):
         None,
         ge=0,
         lt=2**32,
-        description="Of sampling: the same request has the same answer; by default the server's",
+        description="Of sampling: the same request has the same answer; the answer tells the one that was used",
     )
     n: int = Field(1, ge=1, le=_MOST_CHOICES, description="Answers to each prompt, each with noise of its own")
     stop: list[str] | None = Field(None, description="Texts before which an answer ends, or one of them")

@@ -34,6 +34,7 @@ class Reply:
             "object": kind,
             "created": int(time.time()),
             "model": service.name,
+            "seed": body.seed,
         }
         self._pieces: asyncio.Queue[tuple[int, Piece | Exception, Answer | None]] = asyncio.Queue()
         self._jobs: list[Job] = []

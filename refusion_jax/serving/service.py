@@ -1,8 +1,10 @@
 """From what a client asks to jobs of the engine, and from its answers to what the client gets; knows no HTTP."""
 
+import collections
 import dataclasses
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
@@ -36,7 +38,7 @@ class Choice:
 class Service:
     """A model, its tokenizer and its engine."""
 
-    def __init__(self, name: str, model: Transformer, tokenizer: Tokenizer, engine: Engine):
+    def __init__(self, name: str, model: Transformer, tokenizer: Tokenizer, engine: Engine, seed: int | None = None):
         """Serves a model.
 
         Args:
@@ -44,8 +46,9 @@ class Service:
           model: that the engine decodes; it also scores texts.
           tokenizer: of the model.
           engine: not necessarily started.
+          seed: of requests that give none; None: each draws its own.
         """
-        self.name, self.engine, self.tokenizer = name, engine, tokenizer
+        self.name, self.engine, self.tokenizer, self._seed = name, engine, tokenizer, seed
         self._model, self._settings = model, engine.settings
         # As in `evaluate`: a model's config may name a token that its tokenizer never writes.
         begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)
@@ -59,15 +62,22 @@ class Service:
           UserError: where a field cannot be served.
         """
         suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix"),)
-        choices = []
+        choices, noises = [], collections.defaultdict(lambda: range(body.n))
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
             text = prompt if isinstance(prompt, str) else None
             given = prompt if text is None else self.encode(text, name)
             behind = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
             ids = self._begun(given, behind) if body.add_special_tokens else given
-            choices += self._answers(body, ids, len(ids) - len(given), text, name, suffix)
+            own = noises[tuple(ids)]  # of a prompt that comes twice others the second time
+            noises[tuple(ids)] = range(own.stop, own.stop + body.n)
+            choices += self._answers(body, ids, len(ids) - len(given), text, name, suffix, own)
         return choices
+
+    def seed_of(self, body: Completion | Chat) -> int:
+        """The request's, the server's, or one that nobody has had."""
+        given = self._seed if body.seed is None else body.seed
+        return secrets.randbelow(2**32) if given is None else given
 
     def _begun(self, ids: list[int], behind: int = 0) -> list[int]:
         """The tokens with the one that began every text in training before them, where there is one.
@@ -99,10 +109,17 @@ class Service:
                 raise UserError("chat_template_kwargs: this model has no chat template")
             else:
                 (ids,) = self.tokenizer.encode_prompts([tuple((turn["role"], turn["content"]) for turn in turns)])
-        return self._answers(body, ids, 0, None, "messages", ())
+        return self._answers(body, ids, 0, None, "messages", (), range(body.n))
 
     def _answers(
-        self, body: Completion | Chat, ids: list[int], added: int, text: str | None, name: str, suffix: tuple
+        self,
+        body: Completion | Chat,
+        ids: list[int],
+        added: int,
+        text: str | None,
+        name: str,
+        suffix: tuple[list[int], ...],
+        noises: Iterable[int],
     ) -> list[Choice]:
         settings, limit = self._own_settings(body, len(ids))
         stops = Stops(tuple(body.stop or ()))
@@ -111,7 +128,7 @@ class Service:
         if limit:
             template = (limit, *suffix) if suffix else ()
             request = self.engine.check(Request(ids, template, settings, name=name))
-        requests = [request and dataclasses.replace(request, noise=number) for number in range(body.n)]
+        requests = [request and dataclasses.replace(request, noise=noise) for noise in noises]
         return [Choice(ids, added, text, one, limit, stops) for one in requests]
 
     def _own_settings(self, body: Completion | Chat, given: int) -> tuple[Settings, int]:
