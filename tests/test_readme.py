@@ -19,6 +19,9 @@ FRONT_DOOR = ROOT / "README.md"
 ROADS = sorted(path for top in ("launch", "refusion_jax") for path in (ROOT / top).rglob("README.md"))
 
 
+RESULTS = sorted((ROOT / "refusion_jax" / "benchmarks" / "results").glob("*.md"))
+
+
 def blocks(document: Path, language: str) -> list[str]:
     """The code of a document in one language."""
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
@@ -186,6 +189,16 @@ def test_the_front_door_is_short_and_leads_to_every_road():
         assert f"]({road.relative_to(ROOT)})" in text, f"README.md does not lead to {road}"
 
 
+def test_the_page_of_benchmarks_is_one_screen_and_leads_to_every_result():
+    text = (ROOT / "BENCHMARKS.md").read_text()
+    assert len(text.splitlines()) <= 40
+    for page in RESULTS:
+        assert f"]({page.relative_to(ROOT)})" in text, f"BENCHMARKS.md does not lead to {page}"
+        said = page.read_text()
+        for needed in ("Measured: ", "ommit", "achine", "```bash"):
+            assert needed in said, f"{page} does not tell when, at which commit, where and how it was measured"
+
+
 def anchors(document: Path) -> set[str]:
     """What links into a document may name: its headings, as GitHub spells them."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
@@ -193,7 +206,7 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "document", [FRONT_DOOR, ROOT / "BENCHMARKS.md", *ROADS], ids=lambda path: str(path.relative_to(ROOT))
+    "document", [FRONT_DOOR, ROOT / "BENCHMARKS.md", *ROADS, *RESULTS], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_every_link_leads_to_what_is_there(document):
     prose = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)

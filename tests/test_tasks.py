@@ -40,7 +40,7 @@ def test_sums_are_right():
 def test_the_quickstarts_problems_are_the_same_for_ever():
     drawn = repr([(p.family, p.query, p.response) for p in tasks.problems("train", 2000, seed=0)])
     digest = hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
-    assert digest == "021a0ccaf4bb778c", "the figures in BENCHMARKS.md are of other problems"
+    assert digest == "021a0ccaf4bb778c", "the figures in benchmarks/results/ are of other problems"
 
 
 def test_train_and_test_are_disjoint_and_every_family_is_in_both():

@@ -7,7 +7,7 @@ First, logits, attention over packed rows (forward and gradient) and greedy answ
 model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; then every decoder of the default system, and
 the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128; and with --checkout, the authors'
 code beside ours, as `bench authors` compares them. Writes OUTPUT/results.json after every part, and OUTPUT/section.md,
-a section for BENCHMARKS.md. A part that is not expected to fit into the rest of --minutes is skipped; a part that fails
+a page of results. A part that is not expected to fit into the rest of --minutes is skipped; a part that fails
 is reported, and the others go on.
 
 --rehearse does the same with tiny shapes on any device, with the attention kernel emulated. Its figures mean nothing,
@@ -220,7 +220,7 @@ def causal(segments: jax.Array) -> Visibility:
 
 
 def section(head: dict, records: list[dict], command: str = "") -> str:
-    """A section for BENCHMARKS.md: tables of the checks, of training, of decoding, and of what was not measured.
+    """A section for a page of results: tables of the checks, of training, of decoding, and of what was not measured.
 
     Args:
       head: the device, JAX's version, and whether it is a rehearsal.

@@ -3,7 +3,7 @@
   python -m refusion_jax.bench headline --budget=tiny --output=runs/headline
   python -m refusion_jax.bench headline --budget=small --output=runs/small --systems=refusion,ar,llada
   python -m refusion_jax.bench headline --budget=small --output=runs/small --seeds=1 --notune
-  python -m refusion_jax.bench headline --budget=tiny --output=runs/headline --page=BENCHMARKS.md
+  python -m refusion_jax.bench headline --budget=tiny --output=runs/headline --page=PAGE.md
 
 Trains each system (configs/headline.py:BUDGET; `small` uses three seeds, after short runs that choose the learning
 rate, until the best one lies between worse ones), decodes held-out problems of twelve families at every operating point
@@ -70,7 +70,12 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("replay", None, replay, flag_values=own)
     flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
     flags.DEFINE_string("plots", None, "Directory for the plots; by default plots in OUTPUT", flag_values=own)
-    flags.DEFINE_string("page", None, "A file to put the report into, such as BENCHMARKS.md", flag_values=own)
+    flags.DEFINE_string(
+        "page",
+        None,
+        "A Markdown file to put the report into",
+        flag_values=own,
+    )
 
 
 def main(own: flags.FlagValues) -> None:

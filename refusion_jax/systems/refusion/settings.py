@@ -18,7 +18,7 @@ AUTO = "auto"
 INFILLS = "threshold", "exact", AUTO
 THRESHOLD, EXACT = range(2)
 ORDERS = CONFIDENCE, LEFT_TO_RIGHT, RANDOM = "confidence", "left_to_right", "random"
-BEST_INFILL = {"infill": "exact", "infill_blend": 0.5}  # right most often (BENCHMARKS.md)
+BEST_INFILL = {"infill": "exact", "infill_blend": 0.5}  # right most often (benchmarks/results/infilling.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,8 @@ class SlotSettings(_Slots):
     def resolved(self) -> Self:
         """These settings with `infill` and `token_threshold` resolved.
 
-        The default is exact infilling, which writes better text in fewer forwards (BENCHMARKS.md), unless
-        `token_threshold` is given, which only the authors' infilling uses.
+        The default is exact infilling, which writes better text in fewer forwards (see
+        benchmarks/results/infilling.md), unless `token_threshold` is given, which only the authors' infilling uses.
         """
         is_theirs = self.infill == "threshold" or (self.infill == AUTO and self.token_threshold >= 0)
         return dataclasses.replace(
