@@ -29,7 +29,7 @@ from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, explained, names
-from refusion_jax.distributed.json_input import read_object
+from refusion_jax.distributed.json_files import read_json
 from refusion_jax.training.events import FILE, account, read_events, read_log
 from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
 from refusion_jax.training.metrics import read_metrics
@@ -47,7 +47,7 @@ _CLOCKS = {"seconds", "tokens_per_second", "mfu"}  # metrics in which no two run
 def final_state(workdir: Path, step: int) -> dict[str, Any]:
     """All arrays of a checkpoint, and its position in the data."""
     directory = workdir / "checkpoints" / str(step)
-    found = {"data": read_object(directory / "data" / "metadata")}
+    found = {"data": read_json(directory / "data" / "metadata")}
     for item in ("params", "optimizer"):
         with ocp.PyTreeCheckpointer() as checkpointer:
             metadata = ocp.StandardCheckpointHandler().metadata(directory / item)

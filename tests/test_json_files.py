@@ -52,7 +52,7 @@ def test_a_file_is_read_as_the_declared_type(tmp_path):
 def test_what_is_not_of_the_type_is_one_line_that_names_file_and_field(tmp_path, content, said):
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=f"^{path}: {said}") as refused:
+    with pytest.raises(UserError, match=f"^{path} cannot be read: {said}") as refused:
         read_json(path, Outer)
     assert "\n" not in str(refused.value)
 

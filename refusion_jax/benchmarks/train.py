@@ -10,6 +10,7 @@ gradient clipping and AdamW. Document lengths are drawn from a built-in long-tai
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config, make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
-from refusion_jax.distributed.json_input import JsonError, parse_text, read_lines
+from refusion_jax.distributed.json_files import read_json_lines
 from refusion_jax.training.program import train_program
 
 
@@ -93,11 +94,7 @@ def read_lengths(path: str) -> np.ndarray:
     if not path:
         return np.exp(np.random.default_rng(0).normal(np.log(150), 0.9, 10_000)).astype(int) + 2
     lengths = []
-    for number, line in read_lines(path):
-        try:
-            value = parse_text(line)
-        except JsonError as error:
-            raise UserError(f"--lengths={path}:{number}: {error}") from error
+    for number, value in read_json_lines(path, int | dict[str, Any]):
         if isinstance(value, dict):
             value = sum(len(str(x).encode()) for x in value.values()) // 4 + 2
         if type(value) is not int or not 2 <= value < 2**31:

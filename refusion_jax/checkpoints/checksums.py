@@ -13,7 +13,7 @@ import jax
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_input import read_object
+from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import check_file, write_file
 
 PREFIX = "checksums"  # of the lists' names; .N.json follows, N the process that wrote it
@@ -52,7 +52,7 @@ def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None
 
 def listed(directory: epath.Path) -> set[str]:
     """The files that other processes have listed so far."""
-    return {name for path in _lists(directory) for name in read_object(path)}
+    return {name for path in _lists(directory) for name in _read_list(path)}
 
 
 def exist(directory: epath.Path) -> bool:
@@ -66,6 +66,11 @@ def _lists(directory: epath.Path) -> list[epath.Path]:
     return [directory / name for name in sorted(names) if name.startswith(f"{PREFIX}.") and name.endswith(".json")]
 
 
+def _read_list(path: epath.Path) -> dict[str, tuple[int, int]]:
+    """(bytes, CRC-32) by name."""
+    return read_json(path, dict[str, tuple[int, int]])
+
+
 def find_damage(directory: epath.Path, part: str = "") -> str | None:
     """What this process's share of the files is not as it was written: one line for people, or None.
 
@@ -76,8 +81,8 @@ def find_damage(directory: epath.Path, part: str = "") -> str | None:
     wanted = {}
     for path in _lists(directory):
         try:
-            wanted |= {name: tuple(value) for name, value in read_object(path).items()}
-        except (UserError, TypeError):
+            wanted |= _read_list(path)
+        except UserError:
             return f"{path}: the list of checksums cannot be read"
     names = sorted(name for name in wanted if name.startswith(part))[jax.process_index() :: jax.process_count()]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

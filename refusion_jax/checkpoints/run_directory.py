@@ -12,7 +12,7 @@ import json
 
 from etils import epath
 
-from refusion_jax.distributed.json_input import read_object
+from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
@@ -32,7 +32,7 @@ def read_model_config(workdir: epath.Path) -> ModelConfig:
       UserError: where the file cannot be read.
     """
     path = workdir / "model.json"
-    content = read_object(path)
+    content = read_json(path)
     content.pop("objective", None)
     return to_model_config(path, content)
 
@@ -44,6 +44,6 @@ def read_objective(workdir: epath.Path) -> str | None:
       UserError: where a file cannot be read.
     """
     if (path := workdir / "config.json").exists():
-        return read_object(path).get("objective", default_system().name)
-    given = read_object(workdir / "model.json").get("objective")
+        return read_json(path).get("objective", default_system().name)
+    given = read_json(workdir / "model.json").get("objective")
     return given if isinstance(given, str) else None

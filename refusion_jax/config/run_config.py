@@ -13,7 +13,7 @@ from refusion_jax.cli.paths import is_remote
 from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
-from refusion_jax.distributed.json_input import read_object
+from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import check_file, write_file
 from refusion_jax.model.transformer import ModelConfig
 
@@ -65,7 +65,7 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
       UserError: where the file cannot be read.
     """
     path, config = workdir / "config.json", default_config()
-    content = read_object(path)
+    content = read_json(path)
     try:
         with config.unlocked():
             config.update(content)

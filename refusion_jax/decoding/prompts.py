@@ -11,7 +11,7 @@ from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
-from refusion_jax.distributed.json_input import JsonError, parse_text, read_lines
+from refusion_jax.distributed.json_files import read_json_lines
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:
@@ -21,16 +21,13 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) ->
       UserError: naming the file and line at fault.
     """
     prompts = []
-    for number, line in read_lines(path):
+    for number, item in read_json_lines(path):
         where = f"{path}:{number}"
         try:
-            item = parse_text(line)
-            json.dumps(item.get("id") if isinstance(item, dict) else None, allow_nan=False)
-        except JsonError as error:
-            raise UserError(f"{where}: {error}") from error
+            json.dumps(item.get("id"), allow_nan=False)
         except ValueError as error:
             raise UserError(f"{where}: its id cannot be written: NaN and Infinity are not JSON") from error
-        if not isinstance(item, dict) or not {"prompt", "prompt_ids", "template"} & set(item):
+        if not {"prompt", "prompt_ids", "template"} & set(item):
             raise UserError(
                 f'{where}: must be {{"prompt": "text"}} or {{"prompt_ids": [ids]}}, '
                 f'{{"template": ["text", 40, "text"]}}, or both'

@@ -6,6 +6,7 @@ number), and fields that a type does not declare are refused.
 
 import codecs
 import functools
+import json
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ def read_json(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> _T:
     Raises:
       UserError: naming the file, and the line or field at fault.
     """
-    return parse_json(read_file(path), kind, f"{path}")
+    return parse_json(read_file(path), kind, f"{path} cannot be read")
 
 
 def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> Iterator[tuple[int, _T]]:
@@ -57,3 +58,8 @@ def parse_json(content: bytes, kind: type[_T], where: str) -> _T:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))
         raise UserError(f"{where}: {field and f'{field}: '}{first['msg']}") from error
+
+
+def to_type(value: Any, kind: type[_T], where: str) -> _T:
+    """As `parse_json`, of a value that is parsed already."""
+    return parse_json(json.dumps(value).encode(), kind, where)

@@ -1,10 +1,11 @@
 """Reads and checks the shape of a transformer from a file, before anything is built."""
 
-from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_input import JsonError, build
+from refusion_jax.distributed.json_files import to_type
 from refusion_jax.model.transformer import ModelConfig
 
 _LARGEST = {
@@ -20,16 +21,13 @@ _LARGEST = {
 }
 
 
-def to_model_config(path: Path, content: dict[str, Any]) -> ModelConfig:
+def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfig:
     """The shape of a model, from the values in a file.
 
     Raises:
       UserError: naming the file and the key that is missing, of another type, or impossible.
     """
-    try:
-        config = build(ModelConfig, content)
-    except JsonError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    config = to_type(content, ModelConfig, f"{path} cannot be read")
     if fault := _fault(config):
         raise UserError(f"{path} describes no model: {fault}")
     return config

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.distributed.json_input import JsonError, parse_json
+from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
@@ -86,12 +87,8 @@ def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
         name, _, text = pair.partition("=")
         if name not in known:
             raise UserError(f"{flag}: {name!r} is no setting; known: {', '.join(known)}")
-        try:
-            settings[name] = (
-                text if isinstance(known[name].default, str) else parse_json(text.encode(errors="surrogatepass"))
-            )
-        except JsonError as error:
-            raise UserError(f"{flag}: {text!r} is no number, true or false") from error
+        is_text = isinstance(known[name].default, str)
+        settings[name] = text if is_text else parse_json(os.fsencode(text), bool | int | float, f"{flag}: {text!r}")
     return settings
 
 

@@ -17,8 +17,8 @@ from etils import epath
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_input import JsonError, build_list, parse_json
-from refusion_jax.distributed.storage import read_file, write_file
+from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.training.train_step import TrainState
 
 FILE = "left_out.json"
@@ -37,13 +37,9 @@ class LeftOut:
         self._path = workdir / FILE
         self.windows: list[tuple[int, int]] = []
         if self._path.exists():
-            try:
-                windows = build_list(tuple[int, ...], parse_json(read_file(self._path)))
-                if any(len(window) != 2 or not 0 <= window[0] < window[1] for window in windows):
-                    raise JsonError("it must be a list of windows, each [first, last]")
-            except JsonError as error:
-                raise UserError(f"{self._path} cannot be read: {error}; it says which rows are left out") from error
-            self.windows = [(first, last) for first, last in windows]
+            self.windows = read_json(self._path, list[tuple[int, int]])
+            if any(not 0 <= first < last for first, last in self.windows):
+                raise UserError(f"{self._path} cannot be read: windows must be [first, last], first < last")
 
     def batch_of(self, step: int) -> int:
         """The batch of the data that follows a number of steps."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_input import parse_log, read_object
+from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.json_input import parse_log
 from refusion_jax.distributed.line_log import LineLog
 from refusion_jax.distributed.storage import write_file
 
@@ -30,7 +31,7 @@ class Pieces:
           UserError: where the directory holds another comparison, or another process is using it.
         """
         about = directory / _CALL
-        if about.exists() and (there := read_object(about)) != call:
+        if about.exists() and (there := read_json(about)) != call:
             other = sorted(name for name in call if there.get(name) != call[name])
             raise UserError(
                 f"--output={directory} holds another comparison (differs in {', '.join(other)}): name another directory"

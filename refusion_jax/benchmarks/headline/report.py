@@ -24,7 +24,6 @@ from refusion_jax.benchmarks.headline.measure import REPLAY_TURNS, REPLAYED, TUR
 from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
 from refusion_jax.benchmarks.headline.tpu_estimates import faster_up_to
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_input import JsonError, decode
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
@@ -92,9 +91,9 @@ def split_page(path: Path, budget: str) -> tuple[str, str]:
     """
     begin, end = _BEGIN.format(budget), _END.format(budget)
     try:
-        text = decode(path.read_bytes()) if path.exists() else ""
-    except JsonError as error:
-        raise UserError(f"--page={path}: {error}") from error
+        text = path.read_text() if path.exists() else ""
+    except UnicodeDecodeError as error:
+        raise UserError(f"--page={path}: not UTF-8: {error}") from error
     before, *reports = text.split(begin)
     if not reports:
         return f"{text.rstrip()}\n\n".lstrip(), "\n"
