@@ -29,7 +29,7 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
-from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params
+from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params, read_model_config
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
@@ -115,7 +115,10 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
 
     # 3. The program: the jitted step, and where every array of the state lives.
-    shape = model_config(config, tokenizer)
+    if starts_from and not starts_from.is_dir():
+        raise UserError(f"--config.init_from={starts_from} is no directory")
+    source = starts_from or (workdir if config.init_from else None)
+    shape = model_config(config, tokenizer, read_model_config(source).max_position_embeddings if source else 0)
     program = train_program(config, shape, mesh)
     held_out = None
     if held_out_sets := find_held_out(config, tokenizer):

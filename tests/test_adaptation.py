@@ -81,6 +81,8 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
     tokenizer = load_tokenizer(workdir)
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]).endswith("assistant\n<think>\n\n</think>\n\n")
     assert load_model(workdir).config.mask_token_id == tokenizer.mask_id == tokenizer.size - 1
+    context = json.loads((source / "config.json").read_text())["max_position_embeddings"]
+    assert context > 128  # the rows
 
     resume = recipe(source, workdir, steps=4, **{"data.thinking": "false"})
     next(source.glob("*.safetensors")).unlink()
@@ -89,10 +91,22 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
 
     step = workdir / "checkpoints" / "4"
     run("convert", "--format=huggingface", f"--from={step}", f"--to={tmp_path}/export", "--dtype=bfloat16")
-    assert json.loads((tmp_path / "export" / "config.json").read_text())["mask_token_id"] == tokenizer.mask_id
     assert load_tokenizer(tmp_path / "export").thinking is False
+    exported = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert exported["mask_token_id"] == tokenizer.mask_id
+    assert exported["max_position_embeddings"] == context
     out, _ = run("generate", f"--checkpoint={tmp_path}/export", "--prompt=What is 5?", "--decode.max_new_tokens=8")
     assert isinstance(json.loads(out)["text"], str)
+
+
+def test_a_model_that_was_never_adapted_is_decoded_left_to_right_and_one_line_says_so(source, tmp_path):
+    flags = ["--prompt=What is 5?", "--decode.max_new_tokens=4", "--json"]
+    out, err = run("generate", f"--checkpoint={source}", *flags)
+    assert json.loads(out)["commit_order"] == sorted(json.loads(out)["commit_order"])
+    assert json.loads(out)["forwards"] == len(json.loads(out)["tokens"])
+    assert err.count(f"{source} has no mask token: a plain language model") == 1
+    run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/ours")
+    assert run("generate", f"--checkpoint={tmp_path}/ours", *flags)[0] == out
 
 
 def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never_predicted(source):

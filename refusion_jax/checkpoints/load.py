@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from absl import logging
 from etils import epath
 from flax import nnx
 
@@ -19,7 +20,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.registry import decoders_for, default_system
+from refusion_jax.systems.registry import decoders_for, default_system, plain_system
 
 
 def load_model(
@@ -119,8 +120,6 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
     Raises:
       UserError: naming the key, its value, and the value it should have.
     """
-    if not path.is_dir():
-        raise UserError(f"--config.init_from={path} is no directory")
     there, own = read_model_config(path), find_tokenizer(path)
     if own and (token := first_difference(own, tokenizer)) is not None:
         raise UserError(
@@ -164,10 +163,26 @@ def _tokenizer_place(path: epath.Path) -> epath.Path:
 
 
 def find_objective(path: epath.Path) -> str | None:
-    """The system that trained a model, where that is known; the path is as for `load_model`."""
+    """The system that trained a model, where that is known; the path is as for `load_model`.
+
+    A Hugging Face directory without a mask token is a plain language model; one line says so.
+    """
     if huggingface.is_huggingface(path):
-        return huggingface.read_objective(path)
+        named = huggingface.read_objective(path)
+        if named or not _lacks_mask(path):
+            return named
+        plain = plain_system().name
+        line = "%s has no mask token: a plain language model, which nobody has adapted; %s decodes it"
+        logging.log_first_n(logging.WARNING, line, 1, path, plain)
+        return plain
     return run_directory.read_objective(find_step(path)[0])
+
+
+def _lacks_mask(path: epath.Path) -> bool:
+    if huggingface.read_mask_token_id(path) is not None:
+        return False
+    tokenizer = find_tokenizer(path)
+    return tokenizer is None or tokenizer.adds_mask
 
 
 def choose_method(checkpoint: epath.Path, method: str | None) -> str:

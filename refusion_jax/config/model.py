@@ -8,12 +8,15 @@ from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.registry import find_system
 
 
-def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None = None) -> ModelConfig:
+def model_config(
+    config: ml_collections.ConfigDict, tokenizer: Tokenizer | None = None, context: int = 0
+) -> ModelConfig:
     """The shape of a run's model, and what its token ids mean.
 
     Args:
       config: of the run.
       tokenizer: of the run; None: ids as a tokenizer that fills the vocabulary would give them, for planning.
+      context: tokens that the weights the run starts from can read; rows that are shorter take nothing from it.
 
     Raises:
       UserError: where the tokenizer has more ids than the embedding has rows.
@@ -31,7 +34,7 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer | None 
     )
     return ModelConfig(
         **config.model,
-        max_position_embeddings=config.row_length,
+        max_position_embeddings=max(config.row_length, context),
         num_tokens=size,
         pad_token_id=pad,
         bos_token_id=bos,

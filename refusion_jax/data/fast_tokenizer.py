@@ -94,6 +94,7 @@ class FastTokenizer:
             )
         named = (given, MASK_PIECE, of_config, MASK_TOKEN)
         mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)
+        self.adds_mask = self._tokenizer.token_to_id(mask) is None
         self._tokenizer.add_special_tokens([mask])
         return self._tokenizer.token_to_id(mask)
 

@@ -18,6 +18,7 @@ class Tokenizer(Protocol):
     pad_id: int  # never EOS; -1 where it has none of its own
     mask_id: int
     thinking: bool | None  # `enable_thinking` of the chat template in training; None: the template did not get it
+    adds_mask: bool  # whether its files have no mask token, and one was added to the vocabulary
 
     @property
     def size(self) -> int:

@@ -23,6 +23,7 @@ class SentencePieceTokenizer:
     """
 
     thinking: bool | None = None  # that of chat templates, which these never have
+    adds_mask = False
 
     def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
         """Wraps a serialized model.

@@ -130,4 +130,5 @@ SYSTEM = System(
     needs_prompt=True,
     references={"ar": reference},
     feed=feed,
+    decodes_plain=True,
 )

@@ -81,6 +81,7 @@ class System:
     studies: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
         default_factory=dict
     )  # by title: more settings to compare; called with the arguments of `Settings.operating_points`
+    decodes_plain: bool = False  # whether it decodes language models that nobody has adapted; true for one system
     is_default: bool = False  # whether it is trained by default; true for one system
 
 

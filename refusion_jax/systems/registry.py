@@ -86,6 +86,11 @@ def default_system() -> System:
     return next(system for system in systems().values() if system.is_default)
 
 
+def plain_system() -> System:
+    """The system that decodes plain language models."""
+    return next(system for system in systems().values() if system.decodes_plain)
+
+
 def trainable() -> list[str]:
     """Names of the systems that have an objective."""
     return [name for name, system in systems().items() if system.objective]
