@@ -30,6 +30,7 @@ from etils import epath
 
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params, read_model_config
+from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
@@ -42,7 +43,6 @@ from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import epochs, global_batches
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.compiled_code import keep_compiled
-from refusion_jax.distributed.owner import check_vacant, owned
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, ToldToGo
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
 from refusion_jax.distributed.profiling import Profile
@@ -96,7 +96,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     preemption = Preemption()
     check(config)
     check_same_run(workdir, config)
-    check_vacant(workdir)
+    check_free(workdir)
     steps = saved_steps(workdir)
     check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
     if all_agree(is_complete(workdir, config.steps, config.checkpoint.verify)):
@@ -137,7 +137,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
 
     # 5. Train: one session, and one more for every time that bad numbers roll the run back.
     check_shared(workdir)
-    with owned(workdir) as run.still_ours, jax.set_mesh(mesh):
+    with locked(workdir) as run.still_ours, jax.set_mesh(mesh):
         while (outcome := session(run, start_over)) == "rolled back":
             start_over = False
     return outcome == "complete"

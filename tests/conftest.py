@@ -38,6 +38,7 @@ import pytest
 import shapes  # noqa: F401  from here on shapes are checked in what is imported of ours
 from flax import nnx
 from fork_server import ForkServer
+from object_store import ObjectStore
 
 from refusion_jax import DecodeSettings
 from refusion_jax.batch.visibility import CAUSAL, Visibility
@@ -172,6 +173,21 @@ def trained_run(tmp_path_factory) -> Path:
     workdir = tmp_path_factory.mktemp("trained") / "run"
     run("train", *TINY_RUN, f"--workdir={workdir}")
     return workdir
+
+
+@pytest.fixture
+def store(monkeypatch) -> Iterator[ObjectStore]:
+    """An object store of this machine's, which gcsfs, tensorstore and array_record take for Google's."""
+    pytest.importorskip("gcsfs", reason="pip install gcsfs to keep runs in gs://")
+    store = ObjectStore()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", store.url)
+    monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", store.url)  # for array_record
+    monkeypatch.setenv("GCE_METADATA_HOST", "localhost:1")  # nobody is there: no one asks for credentials for long
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    yield store
+    store.shutdown()
+    store.server_close()
 
 
 def config_with(**keys) -> ml_collections.ConfigDict:

@@ -9,7 +9,6 @@ import time
 
 import pytest
 from conftest import TINY_RUN, run
-from object_store import ObjectStore
 from test_readme import tiny_qwen3
 
 from refusion_jax import UserError
@@ -21,20 +20,6 @@ from refusion_jax.training import events
 COMPUTED = ("step", "loss", "grad_norm", "tokens")
 
 
-@pytest.fixture
-def store(monkeypatch):
-    pytest.importorskip("gcsfs", reason="pip install gcsfs to keep runs in gs://")
-    store = ObjectStore()
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", store.url)
-    monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", store.url)  # for array_record
-    monkeypatch.setenv("GCE_METADATA_HOST", "localhost:1")  # nobody is there: no one asks for credentials for long
-    monkeypatch.setenv("NO_GCE_CHECK", "true")
-    yield store
-    store.shutdown()
-    store.server_close()
-
-
 def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(store, trained_run, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it: the run keeps its programs itself
     flags = [*TINY_RUN, "--workdir=gs://bucket/run", "--config.checkpoint.every=20"]
@@ -42,7 +27,7 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
     assert "trained to step 60; the run is in gs://bucket/run" in out
     assert "gs://bucket/run/compilation_cache is not known (--config.compilation_cache=shared" in err
     assert not any(name.startswith("run/compilation_cache") for name in store.objects)
-    assert "run/owner.json" not in store.objects
+    assert "run/lock" not in store.objects
     names = "config.json model.json tokenizer.model metrics.jsonl events.jsonl".split()
     assert {f"run/{name}" for name in names} <= store.objects.keys()
     assert any(name.startswith("run/tensorboard/events.out") for name in store.objects)

@@ -1,0 +1,121 @@
+"""One training run at a time in a directory.
+
+On a file system the operating system's lock (flock) on DIR/lock tells, and lets go with the process, however that ends.
+An object store cannot tell a dead holder from a silent one: there the lease, the object DIR/lock, belongs to whoever
+wrote it last, and a holder that finds another's in its place before a save stops and saves nothing more. It is written
+only over the generation that was read before (compare and swap), so of two that start at once one is refused.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import jax
+import tensorstore
+from absl import logging
+from etils import epath
+
+from refusion_jax.cli.errors import UserError, first_line
+from refusion_jax.cli.paths import is_remote
+from refusion_jax.distributed.processes import all_agree
+
+FILE = "lock"
+
+
+@contextlib.contextmanager
+def locked(directory: epath.Path) -> Iterator[Callable[[], None]]:
+    """Holds a directory for a block, for all processes of a run together; the first of them takes the lock.
+
+    Yields:
+      `check`, to be called before each save: raises UserError where a new holder has taken the directory over.
+
+    Raises:
+      UserError: where another run holds it, naming its process, and since when.
+    """
+    with contextlib.ExitStack() as stack:
+        check, refusal = (lambda: None), None
+        if jax.process_index() == 0:
+            try:
+                check = stack.enter_context(_lease(directory) if is_remote(directory) else _file_lock(directory))
+            except UserError as error:
+                refusal = error
+        if not all_agree(refusal is None):
+            raise refusal or UserError(f"--workdir={directory} is in use: process 0 says by whom")
+        yield check
+
+
+def check_free(directory: epath.Path) -> None:
+    """Refuses a local directory that another run holds; writes nothing.
+
+    Raises:
+      UserError: naming its process, and since when.
+    """
+    if not is_remote(directory) and (directory / FILE).exists():
+        with (directory / FILE).open("rb") as file:
+            _flock(file, fcntl.LOCK_SH, directory)
+
+
+@contextlib.contextmanager
+def _file_lock(directory: epath.Path) -> Iterator[Callable[[], None]]:
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / FILE, "a+b") as file:
+        _flock(file, fcntl.LOCK_EX, directory)
+        file.truncate(0)
+        file.write(_this_process())
+        file.flush()
+        yield lambda: None
+
+
+def _flock(file, operation: int, directory: epath.Path) -> None:
+    try:
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        raise _in_use(directory, file.read()) from error
+    except OSError as error:  # some network file systems know no locks
+        logging.warning("%s cannot be locked (%s): see to it that only one run uses it", directory, error.strerror)
+
+
+@contextlib.contextmanager
+def _lease(directory: epath.Path) -> Iterator[Callable[[], None]]:
+    store = tensorstore.KvStore.open(f"{directory}/").result()
+
+    def swap(content: bytes | None, generation: bytes) -> bytes:
+        """Writes or deletes the lease; its new generation, empty where another one is there than was read."""
+        return store.write(FILE, content, if_equal=generation).result().generation
+
+    def check() -> None:
+        there = store.read(FILE).result()
+        if there.stamp.generation != mine:
+            new_holder = there.value.decode(errors="replace") or "somebody who has left"
+            raise UserError(f"{directory} has been taken over by {new_holder}: this run stops and saves nothing more")
+
+    try:
+        there = store.read(FILE).result()
+        mine = swap(_this_process(), there.stamp.generation)
+    except ValueError as error:  # all that the store raises
+        raise UserError(f"--workdir={directory} cannot be written: {first_line(error)}") from error
+    if not mine:
+        raise _in_use(directory, store.read(FILE).result().value)
+    if there.value:
+        logging.warning("%s: taking over from %s", directory, there.value.decode(errors="replace"))
+    try:
+        yield check
+    finally:
+        with contextlib.suppress(ValueError):
+            swap(None, mine)
+
+
+def _in_use(directory: epath.Path, holder: bytes) -> UserError:
+    return UserError(
+        f"--workdir={directory} is in use by {holder.decode(errors='replace')}: wait for it, stop it, or name another "
+        f"directory"
+    )
+
+
+def _this_process() -> bytes:
+    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    return f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode()
