@@ -121,9 +121,9 @@ def test_what_is_needed_fits_and_the_shape_is_the_least_that_holds_what_pays(row
 
 
 def test_rows_whose_drafts_hold_speculate_more_and_share_what_that_saves():
-    live = jnp.array([True, True, True, False])
-    held = jnp.array([[0, 0], [7, 1], [0, 3], [3, 0]])
-    worth = jax.jit(worthwhile, static_argnums=(0, 3))
-    assert worth(48, held, live, 1).tolist() == [16, 64, 4, 64]  # of three rows
-    assert worth(48, held, live, 2).tolist() == [24, 96, 12, 192]  # of two, and of one
-    assert worth(0, held, live, 1).tolist() == [0] * 4
+    hits, misses = jnp.array([0, 7, 0, 3]), jnp.array([0, 1, 3, 0])
+    active = jnp.array([True, True, True, False])
+    affordable = jax.jit(worthwhile, static_argnums=(0, 4))
+    assert affordable(48, hits, misses, active, 1).tolist() == [16, 64, 4, 64]  # of three rows
+    assert affordable(48, hits, misses, active, 2).tolist() == [24, 96, 12, 192]  # of two, and of one
+    assert affordable(0, hits, misses, active, 1).tolist() == [0] * 4

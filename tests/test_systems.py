@@ -38,7 +38,6 @@ VARIANTS = {
     "refusion": [
         {"slot": 0.2, "token": 0.7},
         {"slot": 0.7, "token": 0.02, "blocks": 2},
-        {"slot": 0.2, "token": 0.7, "recompute": True},
         {"slot": 0.3, "infill": "exact"},
         {"slot": 0.5, "infill": "exact", "infill_blend": 0.5, "blocks": 2},
     ],

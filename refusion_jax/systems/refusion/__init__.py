@@ -1,12 +1,32 @@
 """ReFusion (arXiv 2512.13586): slot diffusion, with slots in any order and the tokens of a slot left to right."""
 
+import dataclasses
+from collections.abc import Sequence
+
+from refusion_jax.decoding.requests import Request
+from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.interface import System
-from refusion_jax.systems.refusion.decoder import PlanAndInfill
+from refusion_jax.systems.refusion.authors import ThresholdInfill
+from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.likelihood import slot_feed
+from refusion_jax.systems.refusion.loop import SlotDecoder
 from refusion_jax.systems.refusion.objective import KEYS, SlotDiffusion, check
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.sequential import Sequential
+from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
 from refusion_jax.systems.refusion.studies import CLAIMS, STUDIES
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanAndInfill(SlotDecoder):
+    """The decoder `refusion`: one of its two, as the setting `infill` says."""
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> SlotDecoder:
+        """The smallest decoder that serves all of these requests."""
+        infill = {EXACT: ExactInfill, THRESHOLD: ThresholdInfill}[requests[0].settings.resolved.infill]
+        return infill.for_requests(requests, model)
+
 
 SYSTEM = System(
     name="refusion",

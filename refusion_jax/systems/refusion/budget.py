@@ -1,20 +1,27 @@
-"""How many tokens a forward feeds: the compiled shapes, and the speculative tokens of each row in them.
+"""Speculation: what a forward feeds ahead of time, and the compiled shapes of forwards that hold it.
 
-Speculative tokens (the next plan, the next draft) never change the text; they only save forwards. They are free while a
-forward is bound by reading its weights, and where the shape that runs anyway has places left; otherwise they cost as
-much as any token. So there is a budget in tokens a forward: needed tokens are always fed, and speculative ones within
-the budget, or where the row has shown that they pay, or where the shape has room. Room goes to the smallest requests
-first, so that most are granted in full, since a partly granted one is of little use.
+Speculative tokens (the next plan, and with the authors' infilling the next drafts) never change the text; they only
+save forwards. They are free while a forward is bound by reading its weights, and where the shape that runs anyway has
+places left; otherwise they cost as much as any token. So there is a budget in tokens per forward: needed tokens are
+always fed, and speculative ones within the budget, or where the row has shown that they pay, or where the shape has
+room. Room goes to the smallest requests first, so that most are granted in full, since a partly granted one is of
+little use.
 
 Axes: B rows, S shards of rows, J shapes, O options.
 """
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from refusion_jax.distributed.chips import free_tokens
+from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
+from refusion_jax.model.transformer import Transformer
+
+_LEAST_PORTION = 16  # places whose logits are computed at once, at least; fewer cost as much on CPU
 MOST_ODDS = 4  # rows whose drafts are surer to hold are granted no more: shapes would be compiled for little
 _SHAPES = 6  # compiled shapes, at most; each has two thirds of the places of the next, which limits padding
 _TILE = 8  # places of a tile where rows feed few tokens: narrower tiles make attention slow, wider ones are seldom full
@@ -33,6 +40,51 @@ class Shape:
     def places(self) -> int:
         """Places of a shard."""
         return self.tile * self.tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Compiled sizes that depend on the batch and the device."""
+
+    shards: int  # of rows
+    shapes: tuple[Shape, ...]  # of a forward
+    free: int  # tokens that a forward of a shard can feed in the time that reading the weights takes
+    portion: int  # places whose logits are computed at once
+
+    @classmethod
+    def of(cls, model: Transformer, rows: int, width: int, needed: int, budget: int, slot_size: int) -> Self:
+        """The sizes for a batch of this many rows, on the mesh of `jax.set_mesh`; the others are for `shapes_of`."""
+        shards, itemsize = shard_count_here("batch"), model.operand_dtype.itemsize
+        free = free_tokens(model.weight_bytes, device_kind_here(), itemsize)
+        shapes = shapes_of(rows // shards, width, needed, max(budget, MOST_ODDS * free), slot_size)
+        return cls(shards, shapes, free, min(max(free, _LEAST_PORTION), shapes[-1].places))
+
+    def grant(
+        self,
+        needed: Int32[Array, "B"],
+        plan: Int32[Array, "B"],
+        drafts: Int32[Array, "B"],
+        room: Int32[Array, "B"],
+        budget: Int32[Array, "B"],
+        plan_hits: Int32[Array, "B"],
+        plan_misses: Int32[Array, "B"],
+        active: Bool[Array, "B"],
+    ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
+        """(index of the shape to run, number of speculative tokens of each row).
+
+        Args:
+          needed: tokens that each row must feed.
+          plan, drafts: speculative tokens of the next plan, and of the next drafts, that each row could feed.
+          room: of each row for speculative tokens.
+          budget: tokens up to which a forward of a shard may speculate; -1: as many as pay.
+          plan_hits, plan_misses: how often a speculative plan could be used, and how often not.
+          active: rows that are not finished.
+        """
+        requested = jnp.minimum(jnp.stack([plan + drafts, plan, drafts], axis=1), room[:, None])
+        affordable = jnp.where(budget < 0, worthwhile(self.free, plan_hits, plan_misses, active, self.shards), 0)
+        affordable = affordable[:, None] * jnp.array([[0, 1, 0]])  # what drafts are worth is not known
+        budget = jnp.where(budget < 0, self.free, budget)
+        return choose(needed, requested, budget, affordable, self.shapes, self.shards)
 
 
 def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[Shape, ...]:
@@ -63,7 +115,9 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     return tuple(sorted(set(shapes), key=lambda shape: shape.places))
 
 
-def worthwhile(free: int, held: Int32[Array, "B 2"], live: Bool[Array, "B"], shards: int) -> Int32[Array, "B"]:
+def worthwhile(
+    free: int, hits: Int32[Array, "B"], misses: Int32[Array, "B"], active: Bool[Array, "B"], shards: int
+) -> Int32[Array, "B"]:
     """Up to how many speculative tokens a row gains more than it loses, by how often its drafts were all accepted.
 
     A forward of n tokens takes about as long as `free` + n tokens' arithmetic. If the drafts before them are accepted,
@@ -72,20 +126,21 @@ def worthwhile(free: int, held: Int32[Array, "B 2"], live: Bool[Array, "B"], sha
 
     Args:
       free: tokens that a forward can feed in the time of reading the weights.
-      held: how often all drafts before were accepted, and how often they were not.
-      live: rows that are not finished.
+      hits: how often all drafts before a speculative plan were accepted.
+      misses: how often they were not.
+      active: rows that are not finished.
       shards: S.
     """
-    rows = jnp.sum(live.reshape(shards, -1), axis=1, dtype=jnp.int32)
-    rows = jnp.repeat(jnp.maximum(rows, 1), live.shape[0] // shards)
-    return free * (held[:, 0] + 1) // ((held[:, 1] + 1) * rows)
+    rows = jnp.sum(active.reshape(shards, -1), axis=1, dtype=jnp.int32)
+    rows = jnp.repeat(jnp.maximum(rows, 1), active.shape[0] // shards)
+    return free * (hits + 1) // ((misses + 1) * rows)
 
 
 def choose(
     needed: Int32[Array, "B"],
-    wishes: Int32[Array, "B O"],
+    requested: Int32[Array, "B O"],
     budget: Int32[Array, "B"],
-    worth: Int32[Array, "B O"],
+    affordable: Int32[Array, "B O"],
     shapes: tuple[Shape, ...],
     shards: int,
 ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
@@ -93,10 +148,10 @@ def choose(
 
     Args:
       needed: tokens that each row must feed.
-      wishes: speculative tokens that each row could feed; it asks for the first option that pays, or else for the first
-        one, in case the shape has room.
+      requested: speculative tokens that each row could feed; it asks for the first option that pays, or else for the
+        first one, in case the shape has room.
       budget: tokens up to which a forward of a shard may speculate, by the settings of each row.
-      worth: tokens up to which each option pays whatever the budget.
+      affordable: tokens up to which each option pays whatever the budget.
       shapes: from `shapes_of`.
       shards: S.
 
@@ -105,13 +160,13 @@ def choose(
       speculative tokens of each row).
     """
     needed, budget = (x.reshape(shards, -1) for x in (needed, budget))  # [S, B/S]
-    wishes, worth = (x.reshape(*needed.shape, -1) for x in (wishes, worth))
+    requested, affordable = (x.reshape(*needed.shape, -1) for x in (requested, affordable))
     total = jnp.sum(needed, axis=1, keepdims=True)
-    pays = (wishes > 0) & ((wishes <= worth) | (total[:, :, None] + wishes <= budget[:, :, None]))
+    pays = (requested > 0) & ((requested <= affordable) | (total[:, :, None] + requested <= budget[:, :, None]))
     option = jnp.argmax(pays, axis=2, keepdims=True)
-    asked, worth = (jnp.take_along_axis(x, option, axis=2)[:, :, 0] for x in (wishes, worth))
+    asked, affordable = (jnp.take_along_axis(x, option, axis=2)[:, :, 0] for x in (requested, affordable))
     within = total + asked + before(asked, asked) <= budget
-    pays = jnp.any(pays, axis=2) & ((asked <= worth) | within)
+    pays = jnp.any(pays, axis=2) & ((asked <= affordable) | within)
 
     tile, tiles = jnp.array([s.tile for s in shapes])[None], jnp.array([s.tiles for s in shapes])[None]  # [1, J]
     holds = tiles_of(needed + jnp.where(pays, asked, 0), tile) <= tiles  # [S, J]

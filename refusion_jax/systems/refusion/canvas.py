@@ -1,16 +1,18 @@
-"""The slots of a request: where they are in its text, and when the turn of each is.
+"""The slots of a request: where they are in its text, when the turn of each is, and those of a serial block.
 
-Axes: R requests, N slots a row.
+Axes: R requests, B rows, N slots of a row, M slots of a block.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, Bool, Int32
+from jaxtyping import Array, ArrayLike, Bool, Int32
 
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.requests import Given, Request
 from refusion_jax.systems.refusion.settings import LEFT_TO_RIGHT, RANDOM
 
 BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
@@ -41,6 +43,47 @@ class Canvas:
         return cls(start, size, may_end, rank, per_block)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotLayout:
+    """Requests as arrays."""
+
+    given: Given
+    canvas: Canvas
+    settings: shared.RowSettings
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[Request], capacity: int, slots: int, settings: type[shared.RowSettings]
+    ) -> "SlotLayout":
+        """Some requests, as numpy arrays with room for `capacity` given tokens and for `slots` slots a row."""
+        of_rows = settings.of([request.settings for request in requests])
+        return cls(Given.of(requests, capacity), Canvas.of(requests, slots), of_rows)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The slots of a serial block of each row."""
+
+    start: Int32[Array, "B M"]  # position of each slot's first token
+    size: Int32[Array, "B M"]  # 0 where there is no slot
+    may_end: Bool[Array, "B M"]  # an EOS may be written there
+    rank: Int32[Array, "B M"]  # when its turn is, or BY_CONFIDENCE
+
+    @classmethod
+    def of(cls, canvas: Canvas, index: Int32[Array, "B"], slots: int) -> "Block":
+        """The slots of serial block `index` of each row, with M = slots; empty after the last block."""
+        slot, N = jnp.arange(slots)[None], canvas.size.shape[1]
+        at = index[:, None] * canvas.per_block[:, None] + slot
+        exists = (slot < canvas.per_block[:, None]) & (at < N)
+        start, size, may_end, rank = (
+            jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1)
+            for x in (canvas.start, canvas.size, canvas.may_end, canvas.rank)
+        )
+        return cls(start, jnp.where(exists, size, 0), may_end, rank)
+
+
 def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
     """(starts, sizes, may_end) of a request's slots. Each gap is cut into slots, of which the last may be short."""
     K = request.settings.slot_size
@@ -66,12 +109,3 @@ def ranks(request: Request) -> list[int]:
 def slots_a_block(request: Request) -> int:
     """Number of slots in a serial block of a request."""
     return -(-len(slots_of(request)[0]) // request.settings.serial_blocks)
-
-
-def tokens_a_forward(request: Request) -> int:
-    """Tokens of a request's widest forward: a block, and with speculation the next block, or guesses for its slots."""
-    s, per_block = request.settings.resolved, slots_a_block(request)
-    if not s.budget:
-        return s.slot_size * per_block
-    blocks = 2 if len(slots_of(request)[0]) > per_block else 1
-    return s.slot_size * max(per_block * blocks, 2 if s.infill == "threshold" else 1)

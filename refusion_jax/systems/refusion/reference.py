@@ -174,9 +174,6 @@ def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], 
             fed = [(draft[at], at) for slot in chosen for at in slot]
             count = next((i + 1 for i, (token, _) in enumerate(fed) if token == eos), len(fed))
             alone = [slot for slot in chosen for _ in slot]
-            if s.recompute and len(chosen) > 1:  # one more forward, in which they attend to each other
-                text.probabilities("recompute", fed)
-                alone = None
             text.commit(fed[:count], alone)
 
 

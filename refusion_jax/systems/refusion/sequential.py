@@ -1,4 +1,4 @@
-"""One token a forward from a slot-diffusion model, in text order.
+"""One token per forward from a slot-diffusion model, in text order.
 
 The first token of a slot is predicted by a mask token at its place, the others by the token before them. This is the
 baseline for speed, and a check of the cache. A forward feeds the last token, whose keys and values are not committed
@@ -20,8 +20,7 @@ from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import RowSettings, TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.refusion.canvas import Canvas, slots_of
-from refusion_jax.systems.refusion.decoder import Layout
+from refusion_jax.systems.refusion.canvas import Canvas, SlotLayout, slots_of
 from refusion_jax.systems.refusion.settings import SequentialSettings
 
 
@@ -71,11 +70,11 @@ class Sequential:
             chunk=prefill_chunk(requests),
         )
 
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
+    def lay_out(self, requests: Sequence[Request]) -> SlotLayout:
         """Given tokens, slots and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.slots, RowSettings)
+        return SlotLayout.of(requests, self.cache_length, self.slots, RowSettings)
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: Transformer, layout: SlotLayout, keys: Key[Array, "B"]) -> State:
         """The initial state, after the prefill."""
         given = layout.given
         zeros = jnp.zeros_like(given.length)

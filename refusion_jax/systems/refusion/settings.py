@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
-from jaxtyping import ArrayLike, Bool, Float32, Int32
+from jaxtyping import ArrayLike, Float32, Int32
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import settings as shared
+from refusion_jax.model.transformer import ModelConfig
 
-AUTO = "auto"
-INFILLS = "threshold", "exact", AUTO
-THRESHOLD, EXACT = range(2)
+INFILLS = THRESHOLD, EXACT, AUTO = "threshold", "exact", "auto"
 ORDERS = CONFIDENCE, LEFT_TO_RIGHT, RANDOM = "confidence", "left_to_right", "random"
-BEST_INFILL = {"infill": "exact", "infill_blend": 0.5}  # right most often (benchmarks/results/infilling.md)
+BEST_INFILL = {"infill": EXACT, "infill_blend": 0.5}  # right most often (benchmarks/results/infilling.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +60,11 @@ class SlotSettings(_Slots):
         AUTO, "How drafts become text: 'threshold', the authors' algorithm, accepts those above token_threshold and "
         "drafts the others again; 'exact' takes the model's own next token wherever a draft differs from it; 'auto': "
         "exact, unless token_threshold is given",
-        choices=INFILLS,
+        scope="compiled", choices=INFILLS,
     )  # fmt: skip
     infill_blend: float = setting(
         0.5, "With infill=exact and no temperature: weight of the plan's probabilities in the choice between its draft "
         "and the next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
-    )  # fmt: skip
-    recompute: bool = setting(
-        False, "With infill=threshold: recompute keys and values of slots that were infilled without attending to each "
-        "other, in text order, which the authors do not",
     )  # fmt: skip
     speculate: str = setting(
         AUTO, "Tokens up to which a forward speculates, in each shard of the rows: the same text in fewer forwards. "
@@ -113,12 +108,17 @@ class SlotSettings(_Slots):
         The default is exact infilling, which writes better text in fewer forwards (see
         benchmarks/results/infilling.md), unless `token_threshold` is given, which only the authors' infilling uses.
         """
-        is_theirs = self.infill == "threshold" or (self.infill == AUTO and self.token_threshold >= 0)
+        is_theirs = self.infill == THRESHOLD or (self.infill == AUTO and self.token_threshold >= 0)
         return dataclasses.replace(
             self,
-            infill=INFILLS[THRESHOLD if is_theirs else EXACT],
+            infill=THRESHOLD if is_theirs else EXACT,
             token_threshold=self.token_threshold if self.token_threshold >= 0 else 0.9,
         )
+
+    def for_model(self, model: ModelConfig) -> Self:
+        """With `infill` and `token_threshold` resolved: a batch is infilled in one way."""
+        del model
+        return self.resolved
 
     @property
     def budget(self) -> int:
@@ -149,9 +149,7 @@ class RowSettings(shared.RowSettings):
 
     slot_threshold: Float32[ArrayLike, "*B"]
     token_threshold: Float32[ArrayLike, "*B"]
-    infill: Int32[ArrayLike, "*B"]  # THRESHOLD or EXACT
     infill_blend: Float32[ArrayLike, "*B"]
-    recompute: Bool[ArrayLike, "*B"]
     budget: Int32[ArrayLike, "*B"]  # -1: as many tokens as are free on the device
 
     @classmethod

@@ -34,14 +34,7 @@ def infilling(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any
     ]
 
 
-def recomputing(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Keys and values from the infilling of each slot, or recomputed in text order."""
-    own = {"slot_size": min(trained["sizes"]), "slot_threshold": 0.6, "token_threshold": 0.3}
-    return [own | {"recompute": recompute} for recompute in (False, True)]
-
-
 STUDIES = {
     "slot size, serial blocks and order": slots_blocks_and_order,
     "infilling": infilling,
-    "recomputed keys and values": recomputing,
 }

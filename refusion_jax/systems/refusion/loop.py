@@ -1,0 +1,321 @@
+"""Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): what both ways to infill have in common.
+
+Every row of a batch is in a phase, which decides what the row feeds and how it uses the logits, so that no row waits
+for another. In the phase PLAN it feeds mask tokens of the slots that remain of its serial block, and chooses the
+confident ones. The phases that follow make text of the chosen slots' drafts: those of exact infilling (decoder.py) or
+of the paper's thresholds (authors.py). If speculation (budget.py) has room, these phases feed the next plan, too.
+Its tokens attend to exactly what they would attend to in a forward of their own, so the text is the same: if all drafts
+are committed, the plan is already there, and a forward is saved.
+
+Axes: B rows, M slots of a block, K slot size, W width of a forward.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, Key
+
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import Record
+from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.systems.refusion.budget import Sizes
+from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, SlotLayout, slots_a_block, slots_of
+from refusion_jax.systems.refusion.feed import Draws, Feed, Part, Reading, pack, read, run
+from refusion_jax.systems.refusion.settings import RowSettings, SlotSettings
+
+DONE, PLAN, VERIFY, PROPOSE, CHECK = range(5)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of each row in its block."""
+
+    phase: Int32[Array, "B"]
+    chosen: Bool[Array, "B M"]  # the slots being verified or infilled
+    drafts: Int32[Array, "B M K"]
+    accepted: Int32[Array, "B M"]  # length of each chosen slot's prefix that is accepted already
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state of the decoding loop."""
+
+    cache: kv.Cache
+    record: Record
+    canvas: Canvas
+    keys: Key[Array, "B"]
+    settings: RowSettings
+    work: Work
+    block: Int32[Array, "B"]  # the serial block being decoded
+    remaining: Bool[Array, "B M"]  # slots of the block that are still masked
+    ended: Bool[Array, "B"]  # an EOS was committed: no further blocks
+    forwards: Int32[Array, "B"]
+    rounds: Int32[Array, "B"]  # plans that were followed
+    plan_hits: Int32[Array, "B"]  # forwards after which a plan fed with them could be used
+    plan_misses: Int32[Array, "B"]  # forwards after which it could not
+
+    @property
+    def active(self) -> Bool[Array, "B"]:
+        """Rows that are not finished."""
+        return self.work.phase != DONE
+
+
+class Needs(NamedTuple):
+    """What the phase of a row asks for besides a plan, by slots of its block."""
+
+    chosen: Bool[Array, "B M"]  # the slots of its drafts
+    drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
+    masks: Int32[Array, "B M"]  # number of mask tokens that continue these drafts
+    guesses: Int32[Array, "B M"]  # number of such tokens that it can feed ahead of time
+    is_read: Bool[Array, "B M K"]  # drafts whose logits are needed
+    may_plan: Bool[Array, "B"]  # whether the next plan can be fed ahead of time
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotDecoder:
+    """The decoder with its compiled sizes; subclasses have the methods that raise NotImplementedError here."""
+
+    settings: ClassVar[type[SlotSettings]] = SlotSettings
+    draws_drafts: ClassVar[bool]  # whether a temperature draws the tokens that are read at drafts
+
+    ids: TokenIds
+    slot_size: int  # K
+    slots: int  # at most, in a row
+    block_slots: int  # M, at most, in a serial block
+    width: int  # W, tokens of a row that one forward feeds, at most
+    budget: int  # tokens up to which a forward of a shard may speculate, if requests set it
+    cache_length: int
+    chunk: int  # given tokens of a forward of the prefill
+
+    @property
+    def block(self) -> int:
+        """Tokens of a serial block, at most, which one forward may commit."""
+        return self.block_slots * self.slot_size
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The smallest sizes that serve all of these requests; the cache has room for what a forward writes."""
+        K, block_slots = requests[0].settings.slot_size, max(map(slots_a_block, requests))
+        return cls(
+            ids=TokenIds.of(requests[0].settings, model),
+            slot_size=K,
+            slots=max(len(slots_of(request)[0]) for request in requests),
+            block_slots=block_slots,
+            width=K * max(map(cls.slots_of_a_forward, requests)),
+            budget=max(request.settings.budget for request in requests),
+            cache_length=text_capacity(requests) + block_slots * K,
+            chunk=prefill_chunk(requests),
+        )
+
+    @classmethod
+    def slots_of_a_forward(cls, request: Request) -> int:
+        """Slots that the widest forward of a request feeds: those of a block, and speculating those of the next."""
+        per_block = slots_a_block(request)
+        if not request.settings.budget:
+            return per_block
+        return per_block * (2 if len(slots_of(request)[0]) > per_block else 1)
+
+    def lay_out(self, requests: Sequence[Request]) -> SlotLayout:
+        """Given tokens, slots and settings of some requests."""
+        return SlotLayout.of(requests, self.cache_length, self.slots, RowSettings)
+
+    def init(self, model: Transformer, layout: SlotLayout, keys: Key[Array, "B"]) -> State:
+        """The initial state: prompts are prefilled, and the first forward plans."""
+        zeros = jnp.zeros(keys.shape, jnp.int32)
+        first_block = Block.of(layout.canvas, zeros, self.block_slots)
+        drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
+        nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
+        work = self.begin(drafts[:, :, 0] > 0, first_block, nothing, layout.settings)
+        return State(
+            cache=kv.prefill(model, layout.given, self.chunk),
+            record=Record.empty(len(zeros), self.slots * self.slot_size + self.block),
+            canvas=layout.canvas,
+            keys=keys,
+            settings=layout.settings,
+            work=dataclasses.replace(work, phase=zeros + PLAN),
+            block=zeros,
+            remaining=first_block.size > 0,
+            ended=zeros > 0,
+            forwards=zeros,
+            rounds=zeros,
+            plan_hits=zeros,
+            plan_misses=zeros,
+        )
+
+    def sizes(self, model: Transformer, rows: int) -> Sizes:
+        """Compiled sizes for a batch of this many rows."""
+        return Sizes.of(model, rows, self.width, self.block, self.budget, self.slot_size)
+
+    def scored(self, model: Transformer, rows: int) -> int:
+        """Places of a shard whose logits exist at once, for a batch of this many rows."""
+        return self.sizes(model, rows).portion
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward of the whole batch, and each row's next state."""
+        sizes = self.sizes(model, len(s.block))
+        here, following = (Block.of(s.canvas, s.block + i, self.block_slots) for i in (0, 1))
+        needs, is_planning = self.needs(s.work, here), s.work.phase == PLAN
+        offset = jnp.arange(self.slot_size)[None, None]
+
+        # The next plan, if all drafts are accepted: of the slots that then remain, or of the next block.
+        rest = s.remaining & ~needs.chosen
+        is_last = ~jnp.any(rest, axis=1)
+        plan_block = select(is_last, following, here)
+        # After a draft with an EOS a plan is lost: either the EOS is rejected, or what follows it is not committed.
+        has_eos = jnp.any(needs.chosen[:, :, None] & (s.work.drafts == self.ids.eos_id), axis=(1, 2))
+        may_plan = needs.may_plan & ~has_eos
+        next_slots = jnp.where(is_last[:, None], (following.size > 0) & ~s.ended[:, None], rest) & may_plan[:, None]
+
+        planned = is_planning[:, None] & s.remaining
+        needed = jnp.sum(needs.drafted + needs.masks + jnp.where(planned, here.size, 0), axis=1)
+        next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
+        most = jnp.where(s.settings.budget != 0, self.width - needed, 0)
+        shape, room = sizes.grant(
+            needed, next_plan, jnp.sum(needs.guesses, axis=1), most, s.settings.budget, s.plan_hits, s.plan_misses,
+            s.active,
+        )  # fmt: skip
+        planned |= next_slots & (next_plan <= room)[:, None]
+        plan_size = jnp.where(planned, plan_block.size, 0)
+        room -= jnp.sum(jnp.where(is_planning[:, None], 0, plan_size), axis=1)
+
+        drafts = Part(here, s.work.drafts, offset < needs.drafted[:, :, None], needs.is_read, self.draws_drafts)
+        mask, always = jnp.full((1, 1, 1), self.ids.mask_id), jnp.ones((1, 1, 1), bool)
+        plan = Part(plan_block, mask, offset < plan_size[:, :, None], always, is_drawn=True)
+        guess = self.guess(s.work, here, needs, room)
+        feed = pack([drafts, plan, *guess], self.candidates(s.work), self.width)
+        visible = self.visible(s.work, feed)
+        hidden, index, new = run(model, s.cache, feed, visible, shape, sizes, self.block)
+        fold_in = jax.vmap(jax.random.fold_in)
+        draws = Draws(fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings)
+        readings = read(model, hidden, index, feed, draws, self.ids, sizes, s.work.drafts.shape)
+
+        work, committed = self.judge(s.work, here, guess, readings, s.settings)
+        after = dataclasses.replace(s, cache=kv.write(s.cache, new), work=work)
+        after = self.commit(after, s.work.drafts, committed, following, feed)
+
+        # The next plan is ready if it was fed and all drafts before it were committed.
+        is_valid = jnp.sum(committed, axis=(1, 2)) == jnp.sum(needs.drafted, axis=1)
+        is_ready = jnp.any(planned, axis=1) & is_valid & after.active
+        chosen = choose_slots(after.remaining, plan_block, readings[1].chance[:, :, 0], s.settings)
+        return dataclasses.replace(
+            after,
+            work=select(is_ready, self.begin(chosen, plan_block, readings[1], s.settings), after.work),
+            forwards=s.forwards + s.active,
+            rounds=s.rounds + is_ready,
+            plan_hits=s.plan_hits + (needs.may_plan & is_valid),
+            plan_misses=s.plan_misses + (needs.may_plan & ~is_valid),
+        )
+
+    def commit(
+        self, s: State, drafts: Int32[Array, "B M K"], committed: Bool[Array, "B M K"], following: Block, feed: Feed
+    ) -> State:
+        """Commits drafts, and moves rows with a finished block to the following one or ends them.
+
+        A committed EOS, which is then the last committed token, drops the slots after it and all further blocks;
+        remaining slots of the block before it are still decoded.
+        """
+        slot = jnp.arange(drafts.shape[1])[None]
+        count = jnp.sum(committed, axis=(1, 2), dtype=jnp.int32)
+        is_in = jnp.any(committed, axis=2)
+        eos = jnp.any(committed & (drafts == self.ids.eos_id), axis=(1, 2))
+        last = jnp.max(jnp.where(is_in, slot, -1), axis=1)
+        remaining = s.remaining & ~is_in & ~(eos[:, None] & (slot > last[:, None]))
+        ended = s.ended | eos
+
+        is_finished = s.active & ~jnp.any(remaining, axis=1)
+        is_over = is_finished & (ended | ~jnp.any(following.size > 0, axis=1))
+        goes_on = is_finished & ~is_over
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(s.cache, count),
+            record=s.record.append(feed.tokens[:, : self.block], feed.positions[:, : self.block], count),
+            work=dataclasses.replace(s.work, phase=jnp.where(is_over, DONE, s.work.phase)),
+            block=s.block + goes_on,
+            remaining=select(goes_on, following.size > 0, remaining),
+            ended=ended,
+        )
+
+    def needs(self, work: Work, here: Block) -> Needs:
+        """What each row's phase asks for; `here` is its block."""
+        raise NotImplementedError
+
+    def guess(self, work: Work, here: Block, needs: Needs, room: Int32[Array, "B"]) -> list[Part]:
+        """Mask tokens that continue drafts: those that are needed, and with so much room those that are speculative."""
+        del work, here, needs, room
+        return []
+
+    def candidates(self, work: Work) -> Int32[Array, "B M K"]:
+        """The token of each place whose probability is wanted, given the drafts before it."""
+        raise NotImplementedError
+
+    def visible(self, work: Work, feed: Feed) -> Bool[Array, "B W W"]:
+        """Which tokens of the feed each one attends to: all before it, and itself."""
+        (B, W), index = feed.tokens.shape, jnp.arange(feed.tokens.shape[1])
+        del work
+        return jnp.broadcast_to((index[:, None] >= index[None])[None], (B, W, W))
+
+    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: RowSettings) -> Work:
+        """The work of rows whose plan has chosen these slots of a block."""
+        raise NotImplementedError
+
+    def judge(
+        self, work: Work, here: Block, guess: list[Part], readings: list[Reading], settings: RowSettings
+    ) -> tuple[Work, Bool[Array, "B M K"]]:
+        """(the next work of each row, unless a next plan is ready; the drafts to commit).
+
+        Args:
+          work: of the forward.
+          here: the block of each row.
+          guess: as it was fed.
+          readings: of the drafts, the plan and the guess.
+          settings: of each row.
+        """
+        raise NotImplementedError
+
+
+def choose_slots(
+    candidates: Bool[Array, "B M"], block: Block, confidence: Float32[Array, "B M"], settings: RowSettings
+) -> Bool[Array, "B M"]:
+    """The slots that a plan chooses: all confident candidates, or else the best; or as many by rank."""
+    confident = candidates & (confidence > settings.slot_threshold[:, None])
+    best = jnp.argmax(jnp.where(candidates, confidence, -1.0), axis=1)
+    single = jnp.arange(candidates.shape[1])[None] == best[:, None]
+    chosen = jnp.where(jnp.any(confident, axis=1, keepdims=True), confident, single)
+    is_before = candidates[:, None] & (block.rank[:, None] < block.rank[:, :, None])  # [B, M, M]
+    is_next = candidates & (jnp.sum(is_before, axis=2) < jnp.sum(chosen, axis=1, keepdims=True))
+    return jnp.where(block.rank == BY_CONFIDENCE, chosen, is_next)
+
+
+def leading_slots(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_id: int) -> Bool[Array, "B M K"]:
+    """The drafts to commit: of the accepted prefix of all chosen slots in sequence, up to an EOS or the whole slots.
+
+    An EOS after the accepted prefix is ignored.
+    """
+    B, M, K = work.drafts.shape
+    is_fed = work.chosen[:, :, None] & (jnp.arange(K)[None, None] < here.size[:, :, None])
+    prefix = first((is_fed & ~accepted).reshape(B, M * K))[:, None, None]  # in places of the grid, empty ones included
+    eos = first((is_fed & (work.drafts == eos_id)).reshape(B, M * K))[:, None, None]
+    place = jnp.arange(M * K).reshape(1, M, K)
+    return is_fed & jnp.where(eos < prefix, place <= eos, (place // K + 1) * K <= prefix)
+
+
+def select(rows: Bool[Array, "B"], new, old):
+    """A tree of per-row arrays: new where rows is True, old elsewhere."""
+    return jax.tree.map(lambda n, o: jnp.where(rows.reshape(rows.shape + (1,) * (n.ndim - 1)), n, o), new, old)
+
+
+def run_length(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
+    """Length of the leading run of True over the last axis."""
+    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=-1), axis=-1)
+
+
+def first(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
+    """Index of the first True over the last axis; the length of the axis if there is none."""
+    return run_length(~flags)
