@@ -10,9 +10,9 @@ import pytest
 from conftest import PROMPTS, settings, sharp_model, tiny_config, tiny_model
 
 from refusion_jax import UserError, decode
-from refusion_jax.decoding.masked_text import Window
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache, RowSettings, surest
+from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache, RowSettings, Surest
+from refusion_jax.systems.masked import Window
 from refusion_jax.systems.registry import decoders_for
 
 
@@ -61,7 +61,7 @@ def test_a_rule_commits_what_is_sure_enough_and_always_the_best():
 
     def committed(rule, **changes):
         own = RowSettings.of([settings("fast_dllm", **changes)])
-        return np.flatnonzero(surest(p, w, rule, jax.tree.map(jnp.asarray, own))[0]).tolist()
+        return np.flatnonzero(Surest(rule).chosen(p, w, jax.tree.map(jnp.asarray, own))[0]).tolist()
 
     assert committed("factor", factor=1.0) == [1, 3]
     assert committed("factor", factor=1.7) == [0, 1, 3]

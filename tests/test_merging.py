@@ -6,10 +6,9 @@ import numpy as np
 from conftest import BOS, PROMPTS, settings, sharp_models, tiny_config
 
 from refusion_jax import decode
-from refusion_jax.decoding import masked_text
-from refusion_jax.decoding.merging import fed_places
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
+from refusion_jax.systems.masked import MaskedText, fed_places
 
 
 def fed(requests: list[Request], block_length: int, block: int, merge: int) -> list[str]:
@@ -19,7 +18,7 @@ def fed(requests: list[Request], block_length: int, block: int, merge: int) -> l
     decoder = decoder_for(requests, tiny_config())
     layout = jax.tree.map(jnp.asarray, decoder.lay_out(requests))
     keys = jax.random.split(jax.random.key(0), len(requests))
-    state = masked_text.MaskedText.start(layout, keys, decoder.ids, decoder.new_tokens)
+    state = MaskedText.start(layout, keys, decoder.ids, decoder.new_tokens)
     is_fed = np.asarray(fed_places(state, jnp.full(len(requests), (block + 1) * block_length), merge))
     return ["".join(".x"[int(own[i])] for i in range(int(n))) for own, n in zip(is_fed, state.length, strict=True)]
 

@@ -87,7 +87,7 @@ class Plain:
                 self.margin = min(self.margin, last - next_one)
         return sorted(order[:count])
 
-    def is_settled(self, text: dict[int, int]) -> bool:
+    def is_complete(self, text: dict[int, int]) -> bool:
         """Whether every place, or every place before the first EOS, is filled."""
         tokens = [text.get(place) for place in self.places]
         end = tokens.index(self.ids.eos_id) if self.ids.eos_id in tokens else len(tokens)

@@ -151,3 +151,8 @@ def probability(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) ->
     """softmax(logits)[tokens]."""
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1))
+
+
+def put(text: Int32[Array, "B C"], at: Int32[Array, "B K"], tokens: Int32[Array, "B K"]) -> Int32[Array, "B C"]:
+    """The text with tokens written at these indices; indices outside the text are dropped."""
+    return jax.vmap(lambda text, at, tokens: text.at[at].set(tokens, mode="drop"))(text, at, tokens)

@@ -39,9 +39,7 @@ from jaxtyping import Array, ArrayLike, Float32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import (
     Layout,
@@ -52,8 +50,8 @@ from refusion_jax.decoding.requests import (
     text_capacity,
 )
 from refusion_jax.decoding.sampling import mask_logits, sample
-from refusion_jax.decoding.whole_text import denoise
 from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
 
@@ -70,7 +68,7 @@ class CheckedSettings(shared.Settings):
         0.6, "Weight of the drafting model's logits in the target; the verifier has the rest", at_least=0, at_most=1
     )
     lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
-    shift: str = setting(*masked_text.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+    shift: str = setting(*masked.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -87,7 +85,7 @@ class RowSettings(shared.RowSettings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State(MaskedText):
+class State(masked.MaskedText):
     """The state of the decoding loop."""
 
     cache: kv.Cache  # of the verifier: all tokens but the last
@@ -126,7 +124,7 @@ class DraftAndCheck:
             new_tokens=N,
             lookahead=min(s.lookahead, N),
             chunk=prefill_chunk(requests),
-            shifted=masked_text.is_shifted(s.shift, model),
+            shifted=masked.is_shifted(s.shift, model),
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -144,9 +142,9 @@ class DraftAndCheck:
     def step(self, model: Transformer, s: State) -> State:
         """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
         given, done, K = s.layout.given.length, s.record.count, self.lookahead
-        w = masked_text.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
+        w = masked.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
         ahead = dataclasses.replace(s, length=given + done + w.size)
-        drafter, choosable = mask_logits(denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids)
+        drafter, choosable = mask_logits(masked.denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids)
         own, noise = jax.tree.map(
             lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
             (s.layout.settings, jax.vmap(jax.random.fold_in)(s.keys, s.forwards)),
@@ -168,14 +166,14 @@ class DraftAndCheck:
         offset = jnp.arange(K)[None]
         is_eos = w.masked & (drafts == self.ids.eos_id)
         behind_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0
-        after = masked_text.commit(s, w, drafts, (offset < prefix) & ~behind_eos, self.ids)
+        after = masked.commit(s, w, drafts, (offset < prefix) & ~behind_eos, self.ids)
         return dataclasses.replace(after, cache=kv.commit(cache, after.record.count - done))
 
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, check, s = Plain(model, request, keeps_cache=False), Plain(model.verifier, request), request.settings
-    shift, commits = masked_text.is_shifted(s.shift, model.config), []
+    shift, commits = masked.is_shifted(s.shift, model.config), []
     text, places = list(plain.given.values()), list(plain.places)
     while places:
         ahead = places[: s.lookahead]

@@ -20,28 +20,24 @@ Axes: B rows, C text length, N tokens to decode, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32
 
 from refusion_jax.cli.settings import setting
-from refusion_jax.decoding import masked_text
-from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import probability
-from refusion_jax.decoding.whole_text import denoise
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.decoding.requests import Request
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvSettings(shared.Settings):
+class ConvSettings(masked.MaskedSettings):
     """How to decode a masked diffusion model with a preference for masks near known tokens."""
 
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
@@ -49,7 +45,11 @@ class ConvSettings(shared.Settings):
         512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )
     conv_scale: float = setting(1.0, "c: how fast confidence saturates with known tokens nearby", above=0, at_most=1e4)
-    shift: str = setting(*masked_text.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+    shift: str = setting(*masked.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+
+    def selection_rule(self) -> masked.SelectionRule:
+        """The most confident masks, as many a step, with more confidence near known tokens."""
+        return NearKnown()
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ class ConvSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
+class RowSettings(masked.RowSettings):
     """The traced settings of each row."""
 
     steps: Int32[ArrayLike, "*B"]
@@ -67,50 +67,23 @@ class RowSettings(shared.RowSettings):
     conv_scale: Float32[ArrayLike, "*B"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Convolve:
+class NearKnown(masked.EvenSteps):
+    """Prefers masks near known tokens."""
+
+    def confidence(
+        self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
+    ) -> Float32[Array, "B N"]:
+        """The probability of the token times tanh(c * r)."""
+        own = s.layout.settings
+        known = known_nearby(s.text != mask_id, w.position, own.conv_window // 2)
+        return proposal.probability * jnp.tanh(own.conv_scale[:, None] * known)
+
+
+class Convolve(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
-    cache_length: ClassVar[int] = 0
-
-    ids: shared.TokenIds
-    width: int  # C, tokens of the longest text
-    new_tokens: int  # N, at most, in a row
-    shifted: bool
-
-    @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests.
-
-        Raises:
-          UserError: where a request begins with a gap, and the model cannot write a first token.
-        """
-        shifted = masked_text.is_shifted(requests[0].settings.shift, model)
-        if shifted:
-            masked_text.check_first(requests)
-        ids = shared.TokenIds.of(requests[0].settings, model)
-        return cls(ids, text_capacity(requests), most_new_tokens(requests), shifted)
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.width, self.new_tokens, RowSettings)
-
-    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
-        """The initial state; there is no prefill."""
-        return MaskedText.start(layout, keys, self.ids, self.new_tokens)
-
-    def step(self, model: Transformer, s: MaskedText) -> MaskedText:
-        """One forward over the whole text, which commits the most confident masks."""
-        own, size = s.layout.settings, s.layout.places.count
-        w = masked_text.window(s, self.ids, self.new_tokens, jnp.zeros_like(size), size)
-        logits = denoise(model, s, w.position, self.shifted)
-        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
-        known = known_nearby(s.text != self.ids.mask_id, w.position, own.conv_window // 2)
-        confidence = probability(real, chosen) * jnp.tanh(own.conv_scale[:, None] * known)
-        steps = jnp.clip(jnp.where(own.steps > 0, own.steps, size), 1, jnp.maximum(size, 1))
-        share = masked_text.even_share(size, steps, s.forwards)
-        return masked_text.commit(s, w, chosen, masked_text.ranks(confidence, w) < share[:, None], self.ids)
+    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
 
 def known_nearby(
@@ -127,7 +100,7 @@ def known_nearby(
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
     plain, s, commits = Plain(model, request, keeps_cache=False), request.settings, []
-    shift, n = masked_text.is_shifted(s.shift, model.config), len(plain.places)
+    shift, n = masked.is_shifted(s.shift, model.config), len(plain.places)
     text, steps = dict(plain.given), min(s.steps or n, n)
     for step in range(steps):
         tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
@@ -138,7 +111,7 @@ def reference(model: Transformer, request: Request) -> dict:
         for place in plain.first(scores, n // steps + (step < n % steps)):
             text[place] = best[place]
             commits.append((best[place], place))
-        if plain.is_settled(text):
+        if plain.is_complete(text):
             break
     return plain.result(commits, len(plain.phases))
 

@@ -47,9 +47,7 @@ from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import masked_text
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import (
     Layout,
@@ -59,8 +57,8 @@ from refusion_jax.decoding.requests import (
     rounded_up,
     text_capacity,
 )
-from refusion_jax.decoding.sampling import probability
 from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
 _BLOCK = 16  # as in the paper
@@ -188,7 +186,7 @@ class RowSettings(shared.RowSettings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State(MaskedText):
+class State(masked.MaskedText):
     """The state of the decoding loop."""
 
     cache: kv.Cache  # of the prompt and of leading blocks without masks
@@ -253,7 +251,7 @@ class Pipeline:
         cached = (s.cache.length - s.layout.given.length) // K  # [B] blocks
         before = self._left(s, cached)  # [B, W] masks of the blocks in flight
         opened = self._open(s, cached, before)
-        w = masked_text.window(s, self.ids, F, cached * K, (opened - cached) * K)
+        w = masked.window(s, self.ids, F, cached * K, (opened - cached) * K)
 
         index = s.cache.length[:, None] + jnp.arange(F)[None]
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)
@@ -261,15 +259,15 @@ class Pipeline:
         visible = jnp.broadcast_to(block[:, None] >= block, (len(index), F, F))
         logits, cache = kv.extend(model, s.cache, tokens, index, visible)
 
-        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
+        proposal = masked.propose(logits, s, w, self.ids)
         by_block = (len(index), F // K, K)
-        p = jnp.where(w.masked, probability(real, chosen), -1.0).reshape(by_block)
+        p = jnp.where(w.masked, proposal.probability, -1.0).reshape(by_block)
         sure = p > own.threshold[:, None, None]
         is_best = jnp.argmax(p, axis=2)[:, :, None] == jnp.arange(K)[None, None]
         share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed share of the block before each one
         is_forced = (share >= own.force_at[:, None]) & ~jnp.any(sure, axis=2)
-        after = masked_text.commit(
-            s, w, chosen, (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape), self.ids
+        after = masked.commit(
+            s, w, proposal.token, (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape), self.ids
         )
 
         done = jnp.cumprod(before == 0, axis=1) * (jnp.arange(F // K)[None] < (opened - cached)[:, None])
@@ -281,7 +279,7 @@ class Pipeline:
     def _left(self, s: State, cached: Int32[Array, "B"]) -> Int32[Array, "B W"]:
         """Number of masks in each block behind the cached ones, whether open or not."""
         K, F = self.block_length, self.width
-        w = masked_text.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
+        w = masked.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
         return jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)
 
     def _open(self, s: State, cached: Int32[Array, "B"], left: Int32[Array, "B W"]) -> Int32[Array, "B"]:
@@ -290,7 +288,7 @@ class Pipeline:
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
         has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.layout.places.count)
-        is_due = has_room & (share >= s.layout.settings.open_at) & ~masked_text.has_ended(s.record, self.ids)
+        is_due = has_room & (share >= s.layout.settings.open_at) & ~masked.has_ended(s.record, self.ids)
         return s.opened + is_due
 
 
@@ -304,7 +302,7 @@ def reference(model: Transformer, request: Request) -> dict:
     def share(block):
         return 1.0 if block < 0 else sum(place in text for place in blocks[block]) / K
 
-    while not plain.is_settled(text):
+    while not plain.is_complete(text):
         room = opened < len(blocks) and opened - cached < s.blocks_in_flight
         if room and share(opened - 1) >= s.open_at and plain.ids.eos_id not in dict(commits):
             opened += 1

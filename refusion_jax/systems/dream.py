@@ -28,7 +28,7 @@ Axes: B rows, T row length, N tokens to decode, S steps, V vocabulary.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,10 @@ from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers
 from refusion_jax.batch.rows import Rows, next_in_row, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
-from refusion_jax.decoding import masked_text
-from refusion_jax.decoding.masked_text import MaskedText
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import probability
-from refusion_jax.decoding.settings import Settings, TokenIds
-from refusion_jax.decoding.whole_text import denoise
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
 KEYS = {
@@ -123,8 +119,10 @@ def schedule(masks: int, steps: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DreamSettings(Settings):
+class DreamSettings(masked.MaskedSettings):
     """How to decode a shifted masked diffusion model."""
+
+    shift: ClassVar[str] = "yes"
 
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**16)
     confidence: str = setting(
@@ -134,6 +132,10 @@ class DreamSettings(Settings):
         choices=("entropy", "margin", "maskgit"),
     )
 
+    def selection_rule(self) -> masked.SelectionRule:
+        """By the schedule, the surest masks first."""
+        return Scheduled(self.confidence)
+
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
@@ -141,83 +143,50 @@ class DreamSettings(Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """Requests as arrays, with the number of commits of each forward."""
+class ScheduledRows(masked.RowSettings):
+    """The traced settings of each row, and its schedule."""
 
-    text: Layout
-    counts: Int32[ArrayLike, "R S"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State(MaskedText):
-    """The state of the decoding loop."""
-
-    counts: Int32[Array, "B S"]  # number of commits of each forward
+    counts: Int32[ArrayLike, "*B N"]  # number of commits of each forward
 
 
 @dataclasses.dataclass(frozen=True)
-class Denoise:
-    """The decoder with its compiled sizes."""
+class Scheduled:
+    """Commits the surest masks, as many as each row's schedule says."""
 
-    settings: ClassVar[type[Settings]] = DreamSettings
-    cache_length: ClassVar[int] = 0
-
-    ids: TokenIds
-    width: int  # C, tokens of the longest text
-    new_tokens: int  # N, at most, in a row
-    steps: int  # S, at most, in a row
     confidence: str
 
-    @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests.
+    def __call__(
+        self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
+    ) -> Bool[Array, "B N"]:
+        del mask_id
+        counts = s.layout.settings.counts
+        at = jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None]
+        return masked.ranks(self._confidence(proposal), w) < jnp.take_along_axis(counts, at, axis=1)
 
-        Raises:
-          UserError: where a request begins with a gap.
-        """
-        masked_text.check_first(requests)
-        return cls(
-            ids=TokenIds.of(requests[0].settings, model),
-            width=text_capacity(requests),
-            new_tokens=most_new_tokens(requests),
-            steps=max(len(_counts(request)) for request in requests),
-            confidence=requests[0].settings.confidence,
-        )
-
-    def lay_out(self, requests: Sequence[Request]) -> Planned:
-        """Given tokens, places to decode, settings and schedules of some requests."""
-        counts = np.zeros((len(requests), self.steps), np.int32)
-        for row, request in enumerate(requests):
-            own = _counts(request)
-            counts[row, : len(own)] = own
-        return Planned(Layout.of(requests, self.width, self.new_tokens), counts)
-
-    def init(self, _: Transformer, layout: Planned, keys: Key[Array, "B"]) -> State:
-        """The initial state; there is no prefill."""
-        return State.start(layout.text, keys, self.ids, self.new_tokens, counts=layout.counts)
-
-    def step(self, model: Transformer, s: State) -> State:
-        """One forward over the whole text, which commits the most confident masks by each row's schedule."""
-        zeros = jnp.zeros_like(s.forwards)
-        w = masked_text.window(s, self.ids, self.new_tokens, zeros, s.layout.places.count)
-        logits = denoise(model, s, w.position, shifted=True)
-        chosen, real, choosable = masked_text.propose(logits, s, w, self.ids)
-        at = jnp.minimum(s.forwards, self.steps - 1)[:, None]
-        rank = masked_text.ranks(self._confidence(real, choosable, chosen), w)
-        return masked_text.commit(s, w, chosen, rank < jnp.take_along_axis(s.counts, at, axis=1), self.ids)
-
-    def _confidence(
-        self, real: Float32[Array, "B N V"], choosable: Float32[Array, "B N V"], chosen: Int32[Array, "B N"]
-    ) -> Float32[Array, "B N"]:
+    def _confidence(self, proposal: masked.Proposal) -> Float32[Array, "B N"]:
         """The confidence of each choice, by the rule of the settings."""
         if self.confidence == "maskgit":
-            return probability(real, chosen)
+            return proposal.probability
+        real = proposal.real
         log_p = real - jax.nn.logsumexp(real, axis=-1, keepdims=True)
         if self.confidence == "entropy":
             return jnp.sum(jnp.where(real > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1)
-        best = jnp.exp(jax.lax.top_k(jnp.where(choosable > -jnp.inf, log_p, -jnp.inf), 2)[0])
+        best = jnp.exp(jax.lax.top_k(jnp.where(proposal.choosable > -jnp.inf, log_p, -jnp.inf), 2)[0])
         return best[:, :, 0] - best[:, :, 1]
+
+
+class Denoise(masked.MaskedDecoder):
+    """The decoder with its compiled sizes."""
+
+    settings: ClassVar[type[DreamSettings]] = DreamSettings
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, places to decode, settings and schedules of some requests."""
+        layout, counts = super().lay_out(requests), np.zeros((len(requests), self.new_tokens), np.int32)
+        for row, request in enumerate(requests):
+            own = _counts(request)
+            counts[row, : len(own)] = own
+        return dataclasses.replace(layout, settings=ScheduledRows(**vars(layout.settings), counts=counts))
 
 
 def _counts(request: Request) -> tuple[int, ...]:
@@ -244,7 +213,7 @@ def reference(model: Transformer, request: Request) -> dict:
         for place in plain.first({place: surety(p[place - 1], place) for place in masks}, count):
             text[place] = plain.best(p[place - 1], place)
             commits.append((text[place], place))
-        if plain.is_settled(text):
+        if plain.is_complete(text):
             break
     return plain.result(commits, len(plain.phases))
 

@@ -37,22 +37,18 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
-from refusion_jax.decoding import masked_text
-from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.cache import Cache, stored
-from refusion_jax.decoding.masked_text import MaskedText, Window
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Request, check_no_templates, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import probability
-from refusion_jax.decoding.whole_text import in_smallest, widths
+from refusion_jax.decoding.requests import Layout, Request, check_no_templates
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
+from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
 _BLOCK = 32  # as in the paper
 
 
 @dataclasses.dataclass(frozen=True)
-class FastSettings(shared.Settings):
+class FastSettings(masked.MaskedSettings):
     """How to decode a masked diffusion model with a cache."""
 
     block_length: int = setting(
@@ -73,7 +69,11 @@ class FastSettings(shared.Settings):
     factor: float = setting(
         1.0, "With rule=factor: the n-th token is committed if p >= 1 - factor / (n + 1)", above=0, at_most=1e4
     )
-    shift: str = setting(*masked_text.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+    shift: str = setting(*masked.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
+
+    def selection_rule(self) -> masked.SelectionRule:
+        """All masks that are sure enough."""
+        return Surest(self.rule)
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -83,38 +83,48 @@ class FastSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
+class RowSettings(masked.RowSettings):
     """The traced settings of each row."""
 
-    block_length: Int32[ArrayLike, "*B"]
     threshold: Float32[ArrayLike, "*B"]
     factor: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State(MaskedText):
+class State(masked.InBlocks):
     """The state of the decoding loop."""
 
-    block: Int32[Array, "B"]
-    is_fresh: Bool[Array, "B"]  # the next forward of the row runs over its whole text
     entries: KeyValues  # C entries a row; a leading part is valid
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockCache:
+class Surest:
+    """The masks of a window that are sure enough, at least the most probable one."""
+
+    rule: str  # threshold | factor
+
+    def __call__(
+        self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
+    ) -> Bool[Array, "B K"]:
+        del mask_id
+        return self.chosen(proposal.probability, w, s.layout.settings)
+
+    def chosen(self, p: Float32[Array, "B K"], w: masked.Window, own: RowSettings) -> Bool[Array, "B K"]:
+        """Of tokens with these probabilities."""
+        rank = masked.ranks(p, w)
+        needed = own.threshold[:, None] if self.rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
+        return w.masked & ((p >= needed) | (rank == 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCache(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[FastSettings]] = FastSettings
+    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
-    ids: shared.TokenIds
-    width: int  # C, tokens of the longest text
-    cache_length: int  # C, or 0 where nothing is kept
-    new_tokens: int  # N, at most, in a row
-    block_length: int  # K, at most, in a block
-    reuse: str
-    rule: str
-    shifted: bool
+    reuse: str = "none"
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
@@ -124,33 +134,24 @@ class BlockCache:
           UserError: for templates, as the places that are fed must be contiguous.
         """
         check_no_templates(requests)
-        N, C, own = most_new_tokens(requests), text_capacity(requests), requests[0].settings
-        return cls(
-            ids=shared.TokenIds.of(own, model),
-            width=C,
-            cache_length=0 if own.reuse == "none" else C,
-            new_tokens=N,
-            block_length=min(N, max(r.settings.block_length or N for r in requests)),
-            reuse=own.reuse,
-            rule=own.rule,
-            shifted=masked_text.is_shifted(own.shift, model),
-        )
+        return dataclasses.replace(super().for_requests(requests, model), reuse=requests[0].settings.reuse)
 
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.width, self.new_tokens, RowSettings)
+    @property
+    def cache_length(self) -> int:
+        """C, or 0 where nothing is kept."""
+        return 0 if self.reuse == "none" else self.width
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state; there is no prefill, as the first forward runs over the whole text."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
         entries = Cache.empty(model, len(zeros), self.cache_length).entries
-        own = {"block": zeros, "is_fresh": zeros == 0, "entries": entries}
+        own = {"block": zeros, "block_step": zeros, "entries": entries}
         return State.start(layout, keys, self.ids, self.block_length, **own)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward: over the whole text for rows that begin a block, or over blocks for the others."""
         if self.reuse == "none":
-            return self._whole(model, s)
+            return super().step(model, s)
         return jax.lax.cond(self._is_whole(s), lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
 
     def _is_whole(self, s: State) -> Bool[Array, ""]:
@@ -163,11 +164,11 @@ class BlockCache:
 
     def _that_begin(self, s: State) -> Bool[Array, "B"]:
         """The rows that take part in a forward over whole texts."""
-        return s.active & s.is_fresh
+        return s.active & (s.block_step == 0)
 
     def _whole(self, model: Transformer, s: State) -> State:
         """A forward over whole texts, whose keys and values are kept."""
-        (w, start, fed), C, took_part = self._window(s), self.width, self._that_begin(s)
+        (w, _), (start, fed), C, took_part = self.window(s), self._fed(s), self.width, self._that_begin(s)
         at = jnp.maximum(w.position - self.shifted, 0)
 
         def forward(width: int):
@@ -183,23 +184,21 @@ class BlockCache:
             return jnp.pad(x[:, :, : self.cache_length], ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
 
         lengths = jnp.where(took_part, s.length, 0)
-        x, new = in_smallest(lengths, widths(C, self.new_tokens), forward)
-        logits = model.logits(x)
-        if self.reuse == "none":
-            return self._commit(s, w, logits, took_part, jnp.zeros_like(w.masked))
+        x, new = masked.in_smallest(lengths, masked.widths(C, self.new_tokens), forward)
         index = jnp.arange(C)[None]
-        if self.reuse == "dual":  # entries behind the block are moved next to those before it
+        if self.reuse == "dual":  # entries after the block are moved next to those before it
             order = jnp.minimum(jnp.where(index < start[:, None], index, index + fed[:, None]), C - 1)
             order = order[None, :, :, None, None]
             new = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=2), new)
         is_new = took_part[None, :, None, None, None]
         entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
         is_first = self.shifted & (jnp.arange(self.block_length)[None] == 0)
-        return self._commit(dataclasses.replace(s, entries=entries), w, logits, took_part, is_first)
+        proposal = masked.propose(model.logits(x), s, w, self.ids)
+        return self.commit(dataclasses.replace(s, entries=entries), w, proposal, took_part, is_first)
 
     def _block(self, model: Transformer, s: State) -> State:
         """A forward over the block, on top of the kept keys and values."""
-        (w, start, fed), F = self._window(s), self.fed_width
+        (w, _), (start, fed), F = self.window(s), self._fed(s), self.fed_width
         offset = jnp.arange(F)[None]
         index = start[:, None] + offset
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, self.width - 1), axis=1)
@@ -207,54 +206,27 @@ class BlockCache:
         x, _ = model.extend_hidden(tokens, index, s.entries, s.length - fed, visible)
         # With a shifted model, the first token of the block was committed by the forward over the whole text.
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
-        return self._commit(s, w, model.logits(x[:, at]), s.active & ~s.is_fresh, jnp.zeros_like(w.masked))
+        proposal = masked.propose(model.logits(x[:, at]), s, w, self.ids)
+        return self.commit(s, w, proposal, s.active & (s.block_step > 0))
 
     @property
     def fed_width(self) -> int:
         """F: with `dual` the block, else all from the block on."""
         return self.block_length if self.reuse == "dual" else self.new_tokens
 
-    def _window(self, s: State) -> tuple[Window, Int32[Array, "B"], Int32[Array, "B"]]:
-        """The window of the block, and the start and length of what is fed on top of the cache."""
+    def _fed(self, s: State) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+        """The start and length of what is fed on top of the cache: the block, or all from it on."""
         count, own = s.layout.places.count, s.layout.settings.block_length
         length = jnp.where(own > 0, own, count)
         first = s.block * length
-        start = s.layout.given.length + first
-        w = masked_text.window(s, self.ids, self.block_length, first, length)
         left = jnp.maximum(count - first, 0)
-        return w, start, jnp.minimum(left, length) if self.reuse == "dual" else left
-
-    def _commit(
-        self,
-        s: State,
-        w: Window,
-        logits: Float32[Array, "B K V"],
-        took_part: Bool[Array, "B"],
-        always: Bool[Array, "#B K"],
-    ) -> State:
-        """Commits masks of the block by the rule, and those in `always`."""
-        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
-        committed = w.masked & (surest(probability(real, chosen), w, self.rule, s.layout.settings) | always)
-        is_over = ~jnp.any(w.masked & ~committed, axis=1)
-        after = masked_text.commit(s, w, chosen, committed, self.ids, took_part)
-        return dataclasses.replace(
-            after,
-            block=s.block + (took_part & is_over),
-            is_fresh=jnp.where(took_part, is_over | (self.reuse == "none"), s.is_fresh),
-        )
-
-
-def surest(p: Float32[Array, "B K"], w: Window, rule: str, own: RowSettings) -> Bool[Array, "B K"]:
-    """The masks of a window that a rule commits, at least the most probable one."""
-    rank = masked_text.ranks(p, w)
-    needed = own.threshold[:, None] if rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
-    return w.masked & ((p >= needed) | (rank == 0))
+        return s.layout.given.length + first, jnp.minimum(left, length) if self.reuse == "dual" else left
 
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy. Kept keys and values are recomputed from the older text."""
     plain, s, commits = Plain(model, request), request.settings, []
-    shift, n = masked_text.is_shifted(s.shift, model.config), len(plain.places)
+    shift, n = masked.is_shifted(s.shift, model.config), len(plain.places)
     text, whole = dict(plain.given), [*range(request.length)]
 
     def tokens(places):
@@ -273,12 +245,12 @@ def reference(model: Transformer, request: Request) -> dict:
 
     length = s.block_length or n
     for block in (plain.places[i : i + length] for i in range(0, n, length)):
-        while not plain.is_settled(text) and not all(place in text for place in block):
+        while not plain.is_complete(text) and not all(place in text for place in block):
             then = tokens(whole)
             p = plain.forward("whole", then, whole, np.ones((len(whole), len(whole)), bool))
             commit(p, block, whole, block[:1] if shift and s.reuse != "none" else ())
             fed = block if s.reuse == "dual" else [*range(block[0], request.length)]
-            while s.reuse != "none" and not plain.is_settled(text) and not all(place in text for place in block):
+            while s.reuse != "none" and not plain.is_complete(text) and not all(place in text for place in block):
                 sees = np.ones((len(whole) + len(fed),) * 2, bool)
                 sees[: len(whole), len(whole) :] = False
                 sees[len(whole) :, fed] = False  # the block attends to its new keys instead

@@ -9,8 +9,8 @@ tokens never. The loss is the cross-entropy of the masked tokens themselves (not
 
 Decoding: every forward runs over the whole text. The answer is cut into blocks that are decoded one after the other. A
 block of n masks takes a fixed number of steps, each of which commits the n / steps most confident ones. A temperature
-adds Gumbel noise to the logits, but not to the confidences. With `merge` only some of the masks behind the block are
-fed (decoding/merging.py).
+adds Gumbel noise to the logits, but not to the confidences. With `merge` only some of the masks after the block are
+fed (masked.py).
 
 From the paper and the authors' code: schedule, order of commitment, 1 / p. Our choices: t and the normalization
 are per document, as documents are packed; padding takes the places of other documents, in the order in which they are
@@ -21,27 +21,23 @@ Axes: B rows, T row length, C text length, N tokens to decode, K block length, V
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Int32, Key
+from jaxtyping import Array, ArrayLike, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
-from refusion_jax.decoding import masked_text
-from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.merging import fed_places, merged_logits
 from refusion_jax.decoding.plain import Plain
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import probability
-from refusion_jax.decoding.whole_text import denoise
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.decoding.requests import Request
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.likelihood import Feed, Text
 
@@ -84,7 +80,7 @@ class MaskedDiffusion:
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffusionSettings(shared.Settings):
+class DiffusionSettings(masked.MaskedSettings):
     """How to decode a masked diffusion model."""
 
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
@@ -93,7 +89,7 @@ class DiffusionSettings(shared.Settings):
     )
 
     merge: int = setting(
-        1, "Only one of this many masks behind the block is fed: fewer tokens a forward, an approximation",
+        1, "Only one of this many masks after the block is fed: fewer tokens per forward, an approximation",
         scope="compiled", at_least=1, at_most=2**24,
     )  # fmt: skip
 
@@ -101,6 +97,10 @@ class DiffusionSettings(shared.Settings):
         blocks = -(-self.max_new_tokens // (self.block_length or self.max_new_tokens or 1))
         if self.steps and blocks and self.steps % blocks:
             self.refuse("steps", f"must be a multiple of the {blocks} blocks of block_length={self.block_length}")
+
+    def selection_rule(self) -> masked.SelectionRule:
+        """The most confident masks, as many a step."""
+        return masked.EvenSteps()
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -110,88 +110,17 @@ class DiffusionSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
+class RowSettings(masked.RowSettings):
     """The traced settings of each row."""
 
     steps: Int32[ArrayLike, "*B"]
-    block_length: Int32[ArrayLike, "*B"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State(masked_text.MaskedText):
-    """The state of the decoding loop."""
-
-    block: Int32[Array, "B"]
-    block_step: Int32[Array, "B"]  # forwards taken in this block
-
-
-@dataclasses.dataclass(frozen=True)
-class Denoise:
+class Denoise(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
-    cache_length: ClassVar[int] = 0
-
-    ids: shared.TokenIds
-    width: int  # C, tokens of the longest text
-    new_tokens: int  # N, at most, in a row
-    block_length: int  # K, at most, in a block
-    merge: int
-
-    @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests."""
-        N = most_new_tokens(requests)
-        return cls(
-            ids=shared.TokenIds.of(requests[0].settings, model),
-            width=text_capacity(requests),
-            new_tokens=N,
-            block_length=min(N, max(r.settings.block_length or N for r in requests)),
-            merge=requests[0].settings.merge,
-        )
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.width, self.new_tokens, RowSettings)
-
-    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state; there is no prefill."""
-        zeros = jnp.zeros(keys.shape, jnp.int32)
-        return State.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
-
-    def _block_length(self, s: State) -> Int32[Array, "B"]:
-        """Of each row."""
-        own = s.layout.settings.block_length
-        return jnp.maximum(jnp.where(own > 0, own, s.layout.places.count), 1)
-
-    def _fed_places(self, s: State) -> Bool[Array, "B C"]:
-        """Which places are fed where masks behind the block are merged."""
-        return fed_places(s, (s.block + 1) * self._block_length(s), self.merge)
-
-    def step(self, model: Transformer, s: State) -> State:
-        """One forward over the whole text, which commits the most confident masks of each row's block."""
-        own, count, length = s.layout.settings, s.layout.places.count, self._block_length(s)
-        blocks = jnp.maximum(-(-count // length), 1)
-        w = masked_text.window(s, self.ids, self.block_length, s.block * length, length)
-        if self.merge > 1:
-            logits = merged_logits(model, s, w.position, self._fed_places(s))
-        else:
-            logits = denoise(model, s, w.position, shifted=False)
-        chosen, real, _ = masked_text.propose(logits, s, w, self.ids)
-        steps = jnp.clip(jnp.where(own.steps > 0, own.steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
-        rank = masked_text.ranks(probability(real, chosen), w)
-        after = masked_text.commit(
-            s, w, chosen, rank < masked_text.even_share(w.size, steps, s.block_step)[:, None], self.ids
-        )
-        is_over = s.block_step + 1 >= steps  # of the block
-        is_last = masked_text.has_ended(after.record, self.ids) | (s.block + 1 >= blocks)
-        return dataclasses.replace(
-            after,
-            block=s.block + (s.active & is_over),
-            block_step=jnp.where(is_over, 0, s.block_step + s.active),
-            active=after.active & ~(is_over & is_last),
-        )
+    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
 
 def reference(model: Transformer, request: Request) -> dict:
@@ -214,7 +143,7 @@ def reference(model: Transformer, request: Request) -> dict:
             new = {place: best[place] for place in plain.first({at: p[at][best[at]] for at in best}, count)}
             text |= new
             commits += [(token, place) for place, token in new.items()]
-            if plain.is_settled(text):
+            if plain.is_complete(text):
                 return plain.result(commits, len(plain.phases))
         if plain.ids.eos_id in dict(commits):
             break
@@ -229,10 +158,10 @@ def feed(text: Text) -> Feed:
     """
     P, R = len(text.prompt), len(text.continuation)
     random = np.random.default_rng(text.draw)
-    masked = P + random.permutation(R)[: random.integers(1, R + 1)]
+    hidden = P + random.permutation(R)[: random.integers(1, R + 1)]
     labels = np.concatenate([text.prompt, text.continuation])
     tokens, weights = labels.copy(), np.zeros(P + R, np.float32)
-    tokens[masked], weights[masked] = text.mask_id, R / len(masked)
+    tokens[hidden], weights[hidden] = text.mask_id, R / len(hidden)
     index, everywhere = np.arange(P + R, dtype=np.int32), np.zeros(P + R, np.int32)
     return Feed(tokens, index, everywhere, everywhere, labels, weights, index - P)
 

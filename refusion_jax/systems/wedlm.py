@@ -48,10 +48,9 @@ from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
-from refusion_jax.decoding.masked_text import put
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
-from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.decoding.sampling import mask_logits, put, sample
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
 

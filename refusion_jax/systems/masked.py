@@ -1,0 +1,442 @@
+"""The base of masked decoders, which fill the masks of a text in any order by bidirectional forwards over all of it.
+
+Every forward takes a window of the text, its current block, proposes a token for each mask in it, and commits those
+that a *selection rule* chooses. Decoders differ in this rule: an even number a step (llada.py), near known tokens
+(conv.py), by a schedule (dream.py), by a threshold (fast_dllm.py, which also keeps keys and values).
+
+Shapes are static, so a few widths of the text are compiled, and every forward chooses among them by its longest active
+row. A short text that is decoded alone takes no longer because other texts of the queue are long.
+
+With `merge`, only one in every so many masks after the block is fed, in the spirit of ToMA (arXiv 2509.10918), which
+merges similar tokens of an image. Masks differ in their position alone, so the representatives are evenly spaced: of
+every `merge` masks after the block, counted from its end, the middle one is fed at its own position and the others are
+left out. Nothing has to be unmerged, since no token is read from masks after the block. This is an approximation: a
+merged group is one key in attention. Example with a block of two after three given tokens and merge = 3 (the last group
+may be smaller):
+
+    text       p q r M M | M M M M M        fed        p q r M M   M     M
+
+Axes: B rows, C text length, N places to decode, K places of a window, D hidden size, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+
+from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
+from refusion_jax.cli.errors import UserError
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
+from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
+from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.model.transformer import ModelConfig, Transformer
+
+_WIDTHS = 4  # number of compiled widths, at most
+# Default and help of the setting `shift`, which decoders have that serve models of several systems; see `is_shifted`.
+SHIFT = "auto", "Whether the token at j is read from the logits at j - 1: yes | no | auto (what a run's model says; no)"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskedText:
+    """The state of a decoding loop that fills masks; decoders that need more fields subclass it."""
+
+    layout: Layout
+    keys: Key[Array, "B"]
+    text: Int32[Array, "B C"]  # the mask token wherever nothing is committed
+    length: Int32[Array, "B"]  # of the text
+    record: Record
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
+
+    @property
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward counts as a round."""
+        return self.forwards
+
+    @classmethod
+    def start(cls, layout: Layout, keys: Key[Array, "B"], ids: TokenIds, at_once: int, **own: Any) -> Self:
+        """The initial state of some rows.
+
+        Args:
+          layout: given tokens and places to decode.
+          keys: one a row.
+          ids: of the special tokens.
+          at_once: the largest K; the record needs room for that many extra entries.
+          **own: further fields of the subclass.
+        """
+        B, C = layout.given.tokens.shape
+        given = layout.given
+        at = jnp.where(jnp.arange(C)[None] < given.length[:, None], given.positions, C)  # filler is dropped
+        zeros = jnp.zeros((B,), jnp.int32)
+        return cls(
+            layout=layout,
+            keys=keys,
+            text=put(jnp.full((B, C), ids.mask_id, jnp.int32), at, given.tokens),
+            length=given.length + layout.places.count,
+            record=Record.empty(B, layout.places.position.shape[1] + at_once),
+            active=zeros == 0,
+            forwards=zeros,
+            **own,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InBlocks(MaskedText):
+    """The state of decoders that fill one block after the other."""
+
+    block: Int32[Array, "B"]
+    block_step: Int32[Array, "B"]  # forwards taken in this block
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Consecutive places to decode, in text order."""
+
+    position: Int32[Array, "B K"]  # in the text
+    may_end: Bool[Array, "B K"]  # an EOS may be written there
+    is_in: Bool[Array, "B K"]  # the other entries are padding
+    masked: Bool[Array, "B K"]  # in the window and not yet committed
+
+    @property
+    def size(self) -> Int32[Array, "B"]:
+        """Number of places without padding."""
+        return jnp.sum(self.is_in, axis=1)
+
+
+class Proposal(NamedTuple):
+    """A token for every place of a window."""
+
+    token: Int32[Array, "B K"]  # the most probable, or with a temperature a sampled one
+    real: Float32[Array, "B K V"]  # logits of the real vocabulary
+    choosable: Float32[Array, "B K V"]  # logits of the tokens that may be chosen
+
+    @property
+    def probability(self) -> Float32[Array, "B K"]:
+        """Of each token."""
+        return probability(self.real, self.token)
+
+
+class SelectionRule(Protocol):
+    """Which masks a forward commits: a frozen dataclass, compiled in."""
+
+    def __call__(self, s: InBlocks, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
+        """Which places of the window to commit; those that are not masked are ignored. Runs inside `jit`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedSettings(shared.Settings):
+    """Settings that all masked decoders know; where one lets the user choose, it declares a field of this name."""
+
+    block_length: ClassVar[int] = 0  # 0: the whole answer
+    merge: ClassVar[int] = 1
+    shift: ClassVar[str] = "no"
+
+    def selection_rule(self) -> SelectionRule:
+        """Which masks a forward commits."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings(shared.RowSettings):
+    """The traced settings of each row."""
+
+    block_length: Int32[ArrayLike, "*B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedDecoder:
+    """A masked decoder with its compiled sizes."""
+
+    settings: ClassVar[type[MaskedSettings]]
+    row_settings: ClassVar[type[RowSettings]] = RowSettings
+    cache_length: ClassVar[int] = 0
+
+    ids: TokenIds
+    width: int  # C, tokens of the longest text
+    new_tokens: int  # N, at most, in a row
+    block_length: int  # K, at most, in a block
+    merge: int
+    shifted: bool  # whether the token at j is read from the logits at j - 1
+    rule: SelectionRule
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The smallest sizes that serve all of these requests.
+
+        Raises:
+          UserError: where a request begins with a gap, and the model cannot write a first token.
+        """
+        own, N, shifted = requests[0].settings, most_new_tokens(requests), is_shifted(requests[0].settings.shift, model)
+        if shifted:
+            check_first(requests)
+        return cls(
+            ids=TokenIds.of(own, model),
+            width=text_capacity(requests),
+            new_tokens=N,
+            block_length=min(N, max(r.settings.block_length or N for r in requests)),
+            merge=own.merge,
+            shifted=shifted,
+            rule=own.selection_rule(),
+        )
+
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        """Given tokens, places to decode and settings of some requests."""
+        return Layout.of(requests, self.width, self.new_tokens, self.row_settings)
+
+    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> InBlocks:
+        """The initial state; there is no prefill."""
+        zeros = jnp.zeros(keys.shape, jnp.int32)
+        return InBlocks.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
+
+    def step(self, model: Transformer, s: InBlocks) -> InBlocks:
+        """One forward over the whole text, which commits masks of each row's block."""
+        w, after_block = self.window(s)
+        if self.merge > 1:
+            logits = merged_logits(model, s, w.position, fed_places(s, after_block, self.merge))
+        else:
+            logits = denoise(model, s, w.position, self.shifted)
+        return self.commit(s, w, propose(logits, s, w, self.ids), s.active)
+
+    def window(self, s: InBlocks) -> tuple[Window, Int32[Array, "B"]]:
+        """(the places of each row's block, the number of the first place after it)."""
+        own, count = s.layout.settings.block_length, s.layout.places.count
+        length = jnp.maximum(jnp.where(own > 0, own, count), 1)
+        return window(s, self.ids, self.block_length, s.block * length, length), (s.block + 1) * length
+
+    def commit(
+        self,
+        s: InBlocks,
+        w: Window,
+        proposal: Proposal,
+        took_part: Bool[Array, "B"],
+        also: Bool[Array, "#B #K"] | None = None,
+    ) -> InBlocks:
+        """Commits the masks of the block that the rule chooses, and those in `also`; a finished block is left."""
+        chosen = self.rule(s, w, proposal, self.ids.mask_id)
+        chosen = chosen if also is None else chosen | also
+        is_over = ~jnp.any(w.masked & ~chosen, axis=1)
+        return dataclasses.replace(
+            commit(s, w, proposal.token, chosen, self.ids, took_part),
+            block=s.block + (took_part & is_over),
+            block_step=jnp.where(took_part, jnp.where(is_over, 0, s.block_step + 1), s.block_step),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenSteps:
+    """A block of n masks takes a number of steps, each of which commits the n / steps most confident ones.
+
+    The settings of the rows have `steps`, for the whole answer; 0: one a mask.
+    """
+
+    def confidence(self, s: InBlocks, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
+        """The higher, the earlier a place is committed."""
+        del s, w, mask_id
+        return proposal.probability
+
+    def __call__(self, s: InBlocks, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
+        own, count = s.layout.settings, s.layout.places.count
+        length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
+        blocks = jnp.maximum(-(-count // length), 1)
+        steps = jnp.clip(jnp.where(own.steps > 0, own.steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
+        share = w.size // steps + (s.block_step < w.size % steps)  # the first steps commit one more
+        return ranks(self.confidence(s, w, proposal, mask_id), w) < share[:, None]
+
+
+def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
+    """The window of places first .. first + length - 1, padded to K = size."""
+    places, offset = s.layout.places, jnp.arange(size)[None]
+    at = first[:, None] + offset
+    is_in = (offset < length[:, None]) & (at < places.count[:, None])
+    at = jnp.minimum(at, places.position.shape[1] - 1)
+    position, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (places.position, places.may_end))
+    return Window(position, may_end, is_in, is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id))
+
+
+def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds) -> Proposal:
+    """Proposes a token for every place of a window."""
+    real, choosable = mask_logits(logits, w.may_end, ids)
+    own = s.layout.settings
+    keys, settings = jax.tree.map(
+        lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
+        (
+            jax.vmap(jax.random.fold_in)(s.keys, s.forwards),
+            shared.RowSettings(own.temperature, own.top_k, own.top_p),
+        ),
+    )
+    return Proposal(sample(choosable, w.masked, keys, w.position, settings), real, choosable)
+
+
+def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
+    """The rank of each mask of a window, 0 for the most confident; ties in text order."""
+    order = jnp.argsort(-jnp.where(w.masked, confidence, -jnp.inf), axis=1, stable=True)
+    return jnp.argsort(order, axis=1, stable=True)
+
+
+def commit(
+    s: MaskedText,
+    w: Window,
+    chosen: Int32[Array, "B K"],
+    committed: Bool[Array, "B K"],
+    ids: TokenIds,
+    took_part: Bool[Array, "B"] | None = None,
+) -> MaskedText:
+    """The state after a forward that commits some masks of a window; a row whose answer is complete becomes inactive.
+
+    Args:
+      s: the state before.
+      w: the window.
+      chosen: a token for each of its places.
+      committed: which of them to commit; places that are not masked are ignored.
+      ids: of the special tokens.
+      took_part: the active rows that this forward served; by default all active rows.
+    """
+    took_part = s.active if took_part is None else took_part
+    committed = committed & w.masked & took_part[:, None]
+    text = put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen)
+    return dataclasses.replace(
+        s,
+        text=text,
+        record=s.record.append_where(committed, chosen, w.position),
+        active=s.active & ~is_complete(text, s.layout, ids),
+        forwards=s.forwards + took_part,
+    )
+
+
+def is_complete(text: Int32[Array, "B C"], layout: Layout, ids: TokenIds) -> Bool[Array, "B"]:
+    """Whether no mask is left before the first EOS, or none at all: the answer cannot change any more."""
+    places = layout.places
+    index = jnp.arange(places.position.shape[1])[None]
+    tokens = jnp.take_along_axis(text, places.position, axis=1)
+
+    def first(token):
+        found = (tokens == token) & (index < places.count[:, None])
+        return jnp.min(jnp.where(found, index, index.shape[1]), axis=1)
+
+    return (first(ids.mask_id) == index.shape[1]) | (first(ids.eos_id) < first(ids.mask_id))
+
+
+def has_ended(record: Record, ids: TokenIds) -> Bool[Array, "B"]:
+    """Whether an EOS was committed."""
+    is_real = jnp.arange(record.tokens.shape[1])[None] < record.count[:, None]
+    return jnp.any(is_real & (record.tokens == ids.eos_id), axis=1)
+
+
+def is_shifted(choice: str, model: ModelConfig) -> bool:
+    """Whether the token at j is read from the logits at j - 1; choice is "yes", "no", or "auto": as the model says."""
+    return model.shifted if choice == "auto" else choice == "yes"
+
+
+def check_first(requests: Sequence[Request]) -> None:
+    """Refuses texts that begin with a gap, of which a shifted model cannot write the first token.
+
+    Raises:
+      UserError: naming the request.
+    """
+    for request in requests:
+        if min(start for start, _, _ in request.gaps) == 0:
+            raise UserError(
+                f"{request.name}: begins with a gap, and this model reads a token from the one before it; give at "
+                f"least one token first"
+            )
+
+
+def widths(capacity: int, least: int = 0) -> list[int]:
+    """The widths that are compiled: C / 4, C / 2, 3 C / 4 and C, in ascending order.
+
+    Args:
+      capacity: C.
+      least: what is narrower is made as wide. No text is shorter than its answer, N, so whole texts need no less.
+    """
+    return sorted({max(least, -(-capacity * i // _WIDTHS)) for i in range(1, _WIDTHS + 1)})
+
+
+def smallest(count: Int32[Array, "B"], of: list[int]) -> Int32[Array, ""]:
+    """The index of the smallest of these widths that holds the tokens of every row, of which there are `count`."""
+    return jnp.argmax(jnp.max(count) <= jnp.array(of)).astype(jnp.int32)
+
+
+def in_smallest(count: Int32[Array, "B"], of: list[int], forward: Callable[[int], Any]) -> Any:
+    """Runs a function of the width, with the smallest of these widths that holds the tokens of every row."""
+    return jax.lax.switch(smallest(count, of), [functools.partial(forward, width) for width in of])
+
+
+def live_lengths(s: MaskedText) -> Int32[Array, "B"]:
+    """The length of each row's text; 0 for rows that are finished."""
+    return jnp.where(s.active, s.length, 0)
+
+
+def denoise(model: Transformer, s: MaskedText, position: Int32[Array, "B K"], shifted: bool) -> Float32[Array, "B K V"]:
+    """One forward over the whole text: logits at some positions.
+
+    Args:
+      model: the transformer.
+      s: holds the texts.
+      position: in the text, for which logits are wanted; those of finished rows mean nothing.
+      shifted: whether the token at j is read from the logits at j - 1.
+    """
+    at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
+
+    def forward(width: int):
+        index = jnp.broadcast_to(jnp.arange(width)[None], (len(at), width))
+        seen = Visibility.of(BIDIRECTIONAL, (index < s.length[:, None]).astype(jnp.int32))
+        hidden = model.hidden(s.text[:, :width], index, seen)
+        return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
+
+    C, N = s.text.shape[1], s.layout.places.position.shape[1]
+    return model.logits(in_smallest(live_lengths(s), widths(C, N), forward))
+
+
+def fed_places(s: MaskedText, behind: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
+    """Which places of the text are fed; none in finished rows.
+
+    Args:
+      s: holds the texts.
+      behind: number of the first place to decode behind the block.
+      merge: size of the groups of masks behind the block.
+    """
+    places, text = s.layout.places, jnp.arange(s.text.shape[1])[None]
+    number = jnp.arange(places.position.shape[1])[None] - behind[:, None]  # [B, N], counted from behind the block
+    left = places.count[:, None] - behind[:, None]
+    group = number - number % merge
+    middle = (jnp.minimum(merge, left - group) - 1) // 2
+    is_left_out = (number >= 0) & (number < left) & (number - group != middle)
+    into = jnp.where(is_left_out, places.position, s.text.shape[1])
+    kept = put(jnp.ones(s.text.shape, jnp.int32), into, jnp.zeros_like(into)) > 0
+    return kept & (text < s.length[:, None]) & s.active[:, None]
+
+
+def merged_logits(
+    model: Transformer, s: MaskedText, position: Int32[Array, "B K"], is_fed: Bool[Array, "B C"]
+) -> Float32[Array, "B K V"]:
+    """One forward over the fed places: logits at some of them.
+
+    Args:
+      model: the transformer.
+      s: holds the texts.
+      position: fed places for which logits are wanted.
+      is_fed: from `fed_places`.
+    """
+    C = s.text.shape[1]
+    count = jnp.sum(is_fed, axis=1)
+    order = jnp.argsort(~is_fed, axis=1, stable=True)  # fed places first, in text order
+    at = jnp.take_along_axis(jnp.cumsum(is_fed, axis=1) - is_fed, position, axis=1)  # [B, K], as fed
+
+    def forward(width: int):
+        fed = order[:, :width]
+        tokens = jnp.take_along_axis(s.text, fed, axis=1)
+        is_token = (jnp.arange(width)[None] < count[:, None]).astype(jnp.int32)
+        hidden = model.hidden(tokens, fed, Visibility.of(BIDIRECTIONAL, is_token))
+        return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
+
+    return model.logits(in_smallest(count, widths(C), forward))
