@@ -3,6 +3,7 @@ its own rows; what it decodes is its plain reference, whatever stands beside it.
 
 import dataclasses
 import functools
+import re
 import sys
 
 import jax
@@ -231,8 +232,14 @@ def requests_for(name: str, model, **changes) -> list[Request]:
 
 
 def ways_of(name: str) -> list:
-    """A decoder as it is, and its variants; those behind the first compile for minutes together."""
-    cases = [{}, *VARIANTS.get(name, [])]
+    """A decoder as it is, and its variants; those after the first compile for minutes together.
+
+    A decoder without variants here is tried at the settings that it is measured at: a new system needs no edit.
+    """
+    system = registry.system_of(name)
+    trained = {key: own.default for key, own in system.keys.items()}
+    points = registry.find_decoder(name).settings.operating_points(16, trained)
+    cases = [{}, *VARIANTS.get(name, points[1:])]
     return [pytest.param(name, case, marks=[pytest.mark.slow] if i > 1 else []) for i, case in enumerate(cases)]
 
 
@@ -281,18 +288,52 @@ def test_neither_the_batch_nor_the_capacity_changes_an_answer(name):
         assert apart == together
 
 
-def test_a_copy_of_a_system_in_the_folder_does_not_take_its_place(tmp_path, monkeypatch):
-    copy = (ROOT / "refusion_jax" / "systems" / "llada.py").read_text().replace('name="llada"', 'name="copied"')
-    (tmp_path / "copied.py").write_text(copy)
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A further folder of systems: files written there are found."""
     monkeypatch.setattr(registry.folder, "__path__", [*registry.folder.__path__, str(tmp_path)])
     registry._found.cache_clear()
-    try:
-        with pytest.raises(UserError, match="'copied': 'llada' has this name or one of its decoders' already"):
-            registry.systems()
-    finally:
-        monkeypatch.undo()
-        registry._found.cache_clear()
-        sys.modules.pop("refusion_jax.systems.copied", None)
+    yield tmp_path
+    monkeypatch.undo()
+    registry._found.cache_clear()
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(f"refusion_jax.systems.{path.stem}", None)
+
+
+def copy_of_llada(name: str) -> str:
+    """Source of a system of another name."""
+    source = (ROOT / "refusion_jax" / "systems" / "llada.py").read_text()
+    for own in ('name="llada"', 'section="llada"', '{"llada": Denoise}', '{"llada": reference}'):
+        source = source.replace(own, own.replace("llada", name))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        (copy_of_llada("llada"), "UserError: system 'llada': 'llada' has this name or one of its decoders' already"),
+        (copy_of_llada("odd").replace("def corrupt(", "def corupt("), "UserError: .*its objective has no corrupt"),
+        (
+            copy_of_llada("odd").replace("masked.MaskedDecoder", "Decoder").replace("import masked", "import masked\n"
+            "from refusion_jax.decoding.decoder import Decoder"),
+            "UserError: system 'odd': its decoder 'odd' has no ids",
+        ),
+        (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
+    ],
+)  # fmt: skip
+def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, source, why):
+    before = list(registry.systems())
+    registry._found.cache_clear()
+    (folder / "broken.py").write_text(source)
+    assert list(registry.systems()) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"{re.escape(str(folder))}/broken.py is left out: {why}.*", line)
+
+
+def test_a_whole_system_in_the_folder_is_found(folder):
+    (folder / "copied.py").write_text(copy_of_llada("copied"))
+    assert {"copied", "llada"} <= set(registry.systems())
 
 
 def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
@@ -318,7 +359,9 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
         )
         other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
         with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
-            registry.register(dataclasses.replace(toy, name="other", section="other", decoders=other))
+            registry.register(
+                dataclasses.replace(toy, name="other", section="other", decoders=other, references={"other": print})
+            )
     finally:
         registry.unregister("toy")
     with pytest.raises(UserError, match="method=toy: unknown; known: "):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding.cache import Cache
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import (
     Layout,
     Places,
@@ -26,7 +27,7 @@ from refusion_jax.decoding.requests import (
 )
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import RowSettings, Settings, TokenIds
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.transformer import ModelConfig, Transformer
 
 
 @jax.tree_util.register_dataclass
@@ -52,10 +53,11 @@ _State = TypeVar("_State", bound=Continuation)
 
 
 @dataclasses.dataclass(frozen=True)
-class Continuer:
+class Continuer(Decoder):
     """A decoder's compiled sizes."""
 
     settings: ClassVar[type[Settings]] = Settings
+    copies_prefix: ClassVar[bool] = True
     row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     ids: TokenIds
@@ -85,6 +87,10 @@ class Continuer:
     def width_for(cls, requests: Sequence[Request]) -> int:
         """Tokens a row that one forward has to feed to serve these requests."""
         raise NotImplementedError
+
+    def scored(self, model: Transformer, rows: int) -> int:
+        """No more places of a row than it decodes."""
+        return super().scored(model, rows) * min(self.width, self.new_tokens) // self.width
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode and settings of some requests."""

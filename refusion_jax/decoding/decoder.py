@@ -1,8 +1,9 @@
-"""The protocols that the queue asks for: a decoder, and the state that it carries from forward to forward.
+"""What the queue asks for: a decoder, and the state that it carries from forward to forward.
 
 Axes: R requests admitted at once, B rows of the batch.
 """
 
+import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, Self
 
@@ -11,13 +12,14 @@ from jaxtyping import Array, Bool, Int32, Key
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import Settings, TokenIds
+from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 
 class State(Protocol):
     """The state of the decoding loop: a dataclass of arrays, registered as a pytree.
 
-    The first axis of every array is the batch; in `KeyValues` it is the second, behind the layers. In a state of all
+    The first axis of every array is the batch; in `KeyValues` it is the second, after the layers. In a state of all
     zeros every row is finished.
     """
 
@@ -31,34 +33,32 @@ class State(Protocol):
         ...
 
 
-class Decoder(Protocol):
-    """A decoding algorithm with its compiled sizes: a frozen, hashable dataclass, static under `jit`.
-
-    It may also have
-      chunk: given tokens a forward of the prefill; what all requests begin with is then computed once.
-      new_tokens: tokens to decode in a row, at most; no forward scores more places of a row.
-      scored(model, rows): places of a shard whose logits exist at once, where these are fewer; under `jax.set_mesh`.
-    """
+class Decoder(abc.ABC):
+    """A decoding algorithm with its compiled sizes: a frozen, hashable dataclass, static under `jit`."""
 
     settings: ClassVar[type[Settings]]
+    # Whether `init` fills `state.cache` by `cache.prefill(model, layout.given, self.chunk)`: what requests begin with
+    # is then computed once, and copied from one row to the others.
+    copies_prefix: ClassVar[bool] = False
 
     ids: TokenIds
-    width: int  # tokens a row that one forward feeds, at most
+    width: int  # tokens of a row that one forward feeds, at most
     cache_length: int  # entries of a row's cache; 0 without one
 
     @classmethod
+    @abc.abstractmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         """A decoder with the smallest sizes that serve all of these requests, of which there is at least one.
 
         Raises:
           UserError: where the decoder cannot serve a request.
         """
-        ...
 
+    @abc.abstractmethod
     def lay_out(self, requests: Sequence[Request]) -> Any:
         """The requests as a tree of numpy arrays with leading axis R; runs on the host."""
-        ...
 
+    @abc.abstractmethod
     def init(self, model: Transformer, layout: Any, keys: Key[Array, "R"]) -> State:
         """The initial state of new rows, with what is given already prefilled; runs inside `jit`.
 
@@ -67,8 +67,17 @@ class Decoder(Protocol):
           layout: from `lay_out`, as jax arrays.
           keys: one a request; all randomness comes from them.
         """
-        ...
 
+    @abc.abstractmethod
     def step(self, model: Transformer, state: State) -> State:
         """One forward of the whole batch, and each row's next state. Finished rows must not change."""
-        ...
+
+    def scored(self, model: Transformer, rows: int) -> int:
+        """Places of a shard whose logits exist at once, for a batch of so many rows; under `jax.set_mesh`."""
+        del model
+        return rows // shard_count_here("batch") * self.width
+
+    @property
+    def prefill_width(self) -> int:
+        """Given tokens of a row that one forward of the prefill feeds, at most."""
+        return self.chunk if self.copies_prefix else self.cache_length

@@ -32,8 +32,6 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
     """Bytes on each device besides the weights: the caches of the batch and of the rows that are prefilled at once, and
     the temporaries of the widest forward or of the prefill.
 
-    Logits are charged for the places that a decoder scores at once: `Decoder.scored`, where it has that.
-
     Args:
       model: only its shape and dtypes are used.
       mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
@@ -44,11 +42,8 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
     admitted = admissions(rows, mesh)[-1] // batch  # of a shard, as are:
     rows = -(-rows // batch)
-    if hasattr(decoder, "scored"):
-        with jax.set_mesh(mesh):
-            scored = decoder.scored(model, rows * batch)
-    else:
-        scored = rows * min(decoder.width, getattr(decoder, "new_tokens", decoder.width))
+    with jax.set_mesh(mesh):
+        scored = decoder.scored(model, rows * batch)
     logits = _LOGIT_ARRAYS * c.vocab_size * _FLOAT32
     logits += model.head_rows * c.hidden_size * model.dtype.itemsize  # gathered rows of the head
     rounded = c.vocab_size * c.hidden_size if model.head_rows else 0  # the head in int8
@@ -56,8 +51,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
     def scores(fed: int) -> int:
         return 2 * fed * c.num_attention_heads * (entries + fed) * _FLOAT32  # before and after softmax
 
-    chunk = getattr(decoder, "chunk", entries)  # some prefill all that is given at once
-    temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(chunk))
+    temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(decoder.prefill_width))
     return ((rows + admitted) * entries * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
 
 

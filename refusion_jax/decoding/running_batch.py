@@ -129,7 +129,7 @@ class RunningBatch:
 
     def _find_prefix(self, requests: Sequence[Request]) -> tuple[int, int]:
         """(row, number of leading given tokens that requests share with it, in whole chunks of the prefill)."""
-        if not hasattr(self._decoder, "chunk"):
+        if not self._decoder.copies_prefix:
             return 0, 0
         first, *others = (
             np.array(request.given, np.int32)[:, :-1] for request in requests
@@ -158,7 +158,7 @@ class RunningBatch:
             ended = np.zeros(self.rows, bool)
             ended[list(rows)] = True
             with jax.set_mesh(self._mesh):
-                self._state = _release(self._state, ended)
+                self._state = _release(self._state, ended, self._decoder.copies_prefix)
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> int:
@@ -219,7 +219,7 @@ def _admit(compiled: Program, params, state: State, new: Newcomers) -> State:
     """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
     layout = new.layout
-    if hasattr(state, "cache") and hasattr(layout, "given"):
+    if compiled.decoder.copies_prefix:
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
         layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, known=Known(row, new.shared)))
     started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
@@ -252,8 +252,8 @@ def _run(compiled: Program, params, state: State, wanted, most) -> State:
     return _placed(end)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def _release(state: State, ended: jax.Array) -> State:
+@functools.partial(jax.jit, static_argnames="copies_prefix", donate_argnames="state")
+def _release(state: State, ended: jax.Array, copies_prefix: bool) -> State:
     """Clears the rows where `ended` [B] is true, but for their keys and values.
 
     These keep their length: the forwards that follow write behind it, and the prefix that newcomers copy stays whole.
@@ -265,7 +265,7 @@ def _release(state: State, ended: jax.Array) -> State:
         return jnp.where(ended.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
 
     cleared = _by_batch_axis(clear, state)
-    if hasattr(state, "cache"):
+    if copies_prefix:
         length = state.cache.length
         cleared = dataclasses.replace(cleared, cache=dataclasses.replace(cleared.cache, length=length))
     return _placed(cleared)

@@ -40,6 +40,7 @@ from jaxtyping import Array, ArrayLike, Float32, Key
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import (
     Layout,
@@ -92,10 +93,11 @@ class State(masked.MaskedText):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftAndCheck:
+class DraftAndCheck(Decoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
+    copies_prefix: ClassVar[bool] = True
 
     ids: shared.TokenIds
     width: int  # C, tokens of the longest text
@@ -138,6 +140,10 @@ class DraftAndCheck:
         cache = kv.prefill(model.verifier, dataclasses.replace(given, tokens=room[0], positions=room[1]), self.chunk)
         cache = kv.commit(cache, jnp.full_like(given.length, -1))
         return State.start(layout, keys, self.ids, self.lookahead, cache=cache)
+
+    def scored(self, model: Transformer, rows: int) -> int:
+        """The places ahead."""
+        return super().scored(model, rows) * self.lookahead // self.width
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""

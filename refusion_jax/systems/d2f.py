@@ -48,6 +48,7 @@ from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import (
     Layout,
@@ -194,7 +195,7 @@ class State(masked.MaskedText):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Decoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
@@ -226,8 +227,8 @@ class Pipeline:
         )
 
     @property
-    def chunk(self) -> int:
-        """Given tokens a forward of the prefill: all of them."""
+    def prefill_width(self) -> int:
+        """All given tokens."""
         return self.prompt
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:

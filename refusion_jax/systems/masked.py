@@ -31,6 +31,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
 from refusion_jax.decoding.settings import TokenIds
@@ -154,7 +155,7 @@ class RowSettings(shared.RowSettings):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedDecoder:
+class MaskedDecoder(Decoder):
     """A masked decoder with its compiled sizes."""
 
     settings: ClassVar[type[MaskedSettings]]
@@ -197,6 +198,10 @@ class MaskedDecoder:
         """The initial state; there is no prefill."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
         return InBlocks.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
+
+    def scored(self, model: Transformer, rows: int) -> int:
+        """The places of a block."""
+        return super().scored(model, rows) * self.block_length // self.width
 
     def step(self, model: Transformer, s: InBlocks) -> InBlocks:
         """One forward over the whole text, which commits masks of each row's block."""

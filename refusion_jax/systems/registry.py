@@ -4,14 +4,16 @@ Other packages add systems by entry points in the group `refusion_jax.systems`, 
 may call before `default_config`.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 
 from refusion_jax import systems as folder
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import SettingError, UserError, first_line
 from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.systems.interface import System
@@ -25,10 +27,10 @@ def register(system: System) -> System:
     """Registers a system by its name.
 
     Raises:
-      UserError: where it cannot stand beside those there are, see `_check_beside`.
+      UserError: where it lacks something or takes something from the others, see `_check`.
     """
     if system not in systems().values():
-        _check_beside(system, systems().values())
+        _check(system, systems().values())
         _registered[system.name] = system
     return system
 
@@ -45,23 +47,41 @@ def systems() -> dict[str, System]:
 
 @functools.cache
 def _found() -> dict[str, System]:
-    modules = [f"{folder.__name__}.{info.name}" for info in pkgutil.iter_modules(folder.__path__)]
-    here = [getattr(importlib.import_module(name), "SYSTEM", None) for name in modules]
-    elsewhere = [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    """The systems of this folder and of entry points; a line on stderr names one that fails, and the others stay."""
     found = {}
-    for system in filter(None, [*here, *elsewhere]):
-        _check_beside(system, found.values())
-        found[system.name] = system
+    for place, load in [*_modules(), *_entry_points()]:
+        try:
+            system = load()
+            if system is not None:
+                _check(system, found.values())
+                found[system.name] = system
+        except Exception as error:  # noqa: BLE001  whatever the code of a system may raise when it is imported
+            print(f"{place} is left out: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
     return found
 
 
-def _check_beside(system: System, others: Iterable[System]) -> None:
-    """Checks that a system takes nothing from others.
+def _modules() -> Iterator[tuple[str, Callable[[], System | None]]]:
+    for info in pkgutil.iter_modules(folder.__path__):
+        name = f"{folder.__name__}.{info.name}"
+        place = f"{info.module_finder.path}/{info.name}{'' if info.ispkg else '.py'}"
+        yield place, lambda name=name: getattr(importlib.import_module(name), "SYSTEM", None)
+
+
+def _entry_points() -> Iterator[tuple[str, Callable[[], System]]]:
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        yield f"the entry point {entry.name} = {entry.value}", entry.load
+
+
+def _check(system: System, others: Iterable[System]) -> None:
+    """Checks that a system is whole and takes nothing from others.
 
     Raises:
-      UserError: where one of them has its name, the name of one of its decoders, or its section of the config, or a
-        decode setting of the same name, which is the same flag, and of another type.
+      UserError: where something that a system must have is missing; or where one of the others has its name, the name
+        of one of its decoders, or its section of the config, or a decode setting of the same name, which is the same
+        flag, and of another type.
     """
+    for name, lacks in _missing(system):
+        raise UserError(f"system {system.name!r}: {name} has no {lacks}")
     for other in others:
         if other.name == system.name or (set(other.decoders) & set(system.decoders)):
             raise UserError(f"system {system.name!r}: {other.name!r} has this name or one of its decoders' already")
@@ -73,6 +93,27 @@ def _check_beside(system: System, others: Iterable[System]) -> None:
                     f"system {system.name!r}: its --decode.{name} is of type {kind.__name__}, and that of "
                     f"{other.name!r} of type {known.__name__}; both are one flag"
                 )
+
+
+def _missing(system: System) -> Iterator[tuple[str, str]]:
+    """(part of a system, what the protocol asks of it and it does not have)."""
+    if system.objective:
+        defaults = {name: key.default for name, key in system.keys.items()}
+        objective = system.objective(mask_id=0, **defaults)
+        for member in ("coefficients", "pattern", "corrupt", "input_length"):
+            if not hasattr(objective, member):
+                yield "its objective", member
+    for name, decoder in system.decoders.items():
+        fields = {field.name for field in dataclasses.fields(decoder)} if dataclasses.is_dataclass(decoder) else set()
+        needed = ["ids", "width", "cache_length", "settings"] + ["chunk"] * getattr(decoder, "copies_prefix", False)
+        for member in [n for n in needed if n not in fields and not hasattr(decoder, n)]:
+            yield f"its decoder {name!r}", member
+        for member in sorted(getattr(decoder, "__abstractmethods__", ())):
+            yield f"its decoder {name!r}", member
+        if not issubclass(decoder, Decoder):
+            yield f"its decoder {name!r}", "base class Decoder"
+        if name not in system.references:
+            yield f"its decoder {name!r}", "reference"
 
 
 def _kinds(system: System) -> dict[str, type]:

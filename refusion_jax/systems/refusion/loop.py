@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds
@@ -79,10 +80,11 @@ class Needs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotDecoder:
+class SlotDecoder(Decoder):
     """The decoder with its compiled sizes; subclasses have the methods that raise NotImplementedError here."""
 
     settings: ClassVar[type[SlotSettings]] = SlotSettings
+    copies_prefix: ClassVar[bool] = True
     draws_drafts: ClassVar[bool]  # whether a temperature draws the tokens that are read at drafts
 
     ids: TokenIds

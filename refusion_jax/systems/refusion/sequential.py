@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
 from refusion_jax.decoding.settings import RowSettings, TokenIds
@@ -47,10 +48,11 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequential:
+class Sequential(Decoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[SequentialSettings]] = SequentialSettings
+    copies_prefix: ClassVar[bool] = True
     width: ClassVar[int] = 2  # the last token and a mask token
 
     ids: TokenIds
