@@ -112,7 +112,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
     check_scoring_alone()
     method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
     is_own = not is_huggingface(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
-    has_likelihood = system_of(method).feed is not None
+    has_likelihood = system_of(method).scoring is not None
     if not (is_own or has_likelihood):
         raise UserError(
             f"--data={data}: nothing can be measured on it: {checkpoint} was trained elsewhere, and the likelihood of "

@@ -15,8 +15,8 @@ from flax import nnx
 from refusion_jax import UserError, load_model, log_likelihood
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.transformer import KeyValues
-from refusion_jax.systems.likelihood import Text
-from refusion_jax.systems.refusion.likelihood import slot_feed
+from refusion_jax.systems.refusion.scoring import slot_scoring
+from refusion_jax.systems.scoring import ScoredText
 
 LENGTH = 64
 
@@ -137,7 +137,7 @@ def test_the_greedy_continuation_is_known_as_such():
 
 
 def test_the_feed_of_the_docstring():
-    feed = slot_feed(Text(np.array([9]), np.array([1, 2, 3, 4]), 2, [1, 0], 99, (0,), "text"))
+    feed = slot_scoring(ScoredText(np.array([9]), np.array([1, 2, 3, 4]), 2, [1, 0], 99, (0,), "text"))
     assert feed.tokens.tolist() == [9, 3, 4, 1, 2, 99, 99]
     assert feed.positions.tolist() == [0, 3, 4, 1, 2, 1, 3]
     assert feed.rank.tolist() == [0, 2, 4, 6, 8, 5, 1]

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.evaluation.likelihood import bytes_of, documents, lay_out, log_probabilities, packed
-from refusion_jax.systems.likelihood import Text
 from refusion_jax.systems.registry import find_system
+from refusion_jax.systems.scoring import ScoredText
 
 _ROUNDING = 256  # T is a multiple of this; short documents share a row
 _SLOT_SIZE = 8  # as in `evaluate`
@@ -47,14 +47,16 @@ def bits_per_byte(
       None if the likelihood of the objective is not known, or the rows hold no text.
     """
     system = find_system(config.objective)
-    if system.feed is None:
+    if system.scoring is None:
         return None
-    prompts, responses = documents(rows, system.needs_prompt)
+    prompts, responses = documents(rows, system.scoring.needs_prompt)
     size = bytes_of(responses, tokenizer)
     if not size:
         return None
     feeds = [
-        system.feed(Text(p, r, _SLOT_SIZE, "left_to_right", tokenizer.mask_id, (0, number, 0), f"document {number}"))
+        system.scoring.forward(
+            ScoredText(p, r, _SLOT_SIZE, "left_to_right", tokenizer.mask_id, (0, number, 0), f"document {number}")
+        )
         for number, (p, r) in enumerate(zip(prompts, responses, strict=True))
         if len(r)
     ]
@@ -78,5 +80,5 @@ def bits_per_byte(
         return -nats / size / np.log(2)
 
     jitted = jax.jit(evaluate, out_shardings=sharding.sharding(mesh))
-    mark = {"eval_bits_per_byte_is_bound": True} if system.is_bound else {}
+    mark = {"eval_bits_per_byte_is_bound": True} if system.scoring.is_bound else {}
     return lambda params: {"eval_bits_per_byte": jitted(params, arrays)} | mark

@@ -178,7 +178,7 @@ class EvaluatedModel(TemplateLM):
         """
         system = system_of(self._method)
         scored = [request for request in requests if request.request_type != "generate_until"]
-        if scored and system.feed is None:
+        if scored and system.scoring is None:
             raise UserError(
                 f"--tasks={scored[0].task_name}: needs the likelihood of texts, which is not known for {system.name} "
                 f"models: take tasks whose output_type is generate_until"

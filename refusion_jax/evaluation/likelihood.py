@@ -1,7 +1,7 @@
-"""Likelihood of texts, many texts a forward.
+"""Likelihood of texts, many texts per forward.
 
-The system defines the forward by which a text is scored (`systems.likelihood.Feed`). Feeds are packed into rows here,
-run, and summed for each text. The likelihood of a text does not depend on the other texts.
+The system defines the forward by which a text is scored (`systems.scoring.ScoredTokens`). These are packed into rows
+here, run, and summed for each text. The likelihood of a text does not depend on the other texts.
 
 Axes: B rows of a forward, T tokens of a row, V vocabulary.
 """
@@ -24,8 +24,8 @@ from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
-from refusion_jax.systems.likelihood import Feed, Text
 from refusion_jax.systems.registry import default_system, system_of
+from refusion_jax.systems.scoring import ScoredTokens, ScoredText
 
 _SHORTEST = 256  # tokens a row, at least; short texts are packed
 _TOKENS = 2**14  # tokens a forward, at most
@@ -92,7 +92,7 @@ def likelihoods(
       keys: a number for each text that seeds its draws; by default 0, 1, ...
     """
     system = system_of(method) if method else default_system()
-    if system.feed is None:
+    if system.scoring is None:
         raise UserError(f"the likelihood of {system.name} models is not known")
     texts = _checked(model, prompts, continuations, slot_size, order, draws)
     keys = range(len(texts)) if keys is None else keys
@@ -101,14 +101,17 @@ def likelihoods(
     for number, (prompt, continuation) in enumerate(texts):
         for draw in range(draws if len(continuation) else 0):
             drawn = (seed, keys[number], draw)
-            text = Text(prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}")
-            feeds.append((number, system.feed(text)))
+            text = ScoredText(
+                prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}"
+            )
+            feeds.append((number, system.scoring.forward(text)))
     nats, greedy = [[] for _ in texts], [True] * len(texts)
     for (number, _), (value, is_greedy) in zip(feeds, score(model, [feed for _, feed in feeds]), strict=True):
         nats[number].append(value)
         greedy[number] &= is_greedy
     return [
-        _averaged(values or [0.0], all_best, system.is_bound) for values, all_best in zip(nats, greedy, strict=True)
+        _averaged(values or [0.0], all_best, system.scoring.is_bound)
+        for values, all_best in zip(nats, greedy, strict=True)
     ]
 
 
@@ -134,7 +137,7 @@ def held_out_bits(
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
     indices = spread(min(len(rows), limit or len(rows)), len(rows))
-    prompts, responses = documents((rows[index] for index in indices), system.needs_prompt)
+    prompts, responses = documents((rows[index] for index in indices), system.scoring.needs_prompt)
     size = bytes_of(responses, tokenizer)
     if not size:
         return {}
@@ -159,7 +162,7 @@ def _has_slots(system: System) -> bool:
 
 def _draws(system: System, order: str | Sequence[int], draws: int) -> int:
     """How many draws a likelihood is the mean over."""
-    if system.is_bound:
+    if system.scoring.is_bound:
         return draws or _BOUND_DRAWS
     return (draws or 1) if order == "random" and _has_slots(system) else 1
 
@@ -169,7 +172,7 @@ def _used(
 ) -> dict[str, object]:
     """Those of the settings of `likelihoods` on which the value depends."""
     slots = {"slot_size": slot_size, "order": order} if _has_slots(system) else {}
-    is_drawn = system.is_bound or (bool(slots) and order == "random")
+    is_drawn = system.scoring.is_bound or (bool(slots) and order == "random")
     drawn = {"draws": _draws(system, order, draws), "seed": seed} if is_drawn else {}
     return {"method": method or next(iter(system.decoders))} | slots | drawn
 
@@ -229,7 +232,7 @@ def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tup
     return texts
 
 
-def score(model: Transformer, feeds: Sequence[Feed]) -> list[tuple[float, bool]]:
+def score(model: Transformer, feeds: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
     """(sum of weight * log p(label), whether every label is the most probable token) of each feed."""
     results: list = [None] * len(feeds)
     for number, (log_p, is_best) in _run(model, feeds, _log_probabilities):
@@ -265,12 +268,12 @@ def token_scores(
       UserError: as `log_likelihood`, and where the likelihood of a token is not known.
     """
     system = system_of(method)
-    if system.feed is None or system.is_bound:
+    if system.scoring is None or system.scoring.is_bound:
         raise UserError(f"the likelihood of a token is not known for {system.name} models")
     texts = _checked(model, prompts, continuations, slot_size, "left_to_right", 0)
     numbers = [number for number, (_, continuation) in enumerate(texts) if len(continuation)]
     how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
-    feeds = [system.feed(Text(*texts[number], *how, f"text {number}")) for number in numbers]
+    feeds = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]
     scores: list[list[TokenScore]] = [[] for _ in texts]
     for at, (log_p, _, best, best_log_p) in _run(model, feeds, _with_best):
         fed = np.flatnonzero(feeds[at].weights)
@@ -279,7 +282,9 @@ def token_scores(
     return scores
 
 
-def _run(model: Transformer, feeds: Sequence[Feed], program: Callable) -> Iterator[tuple[int, list[np.ndarray]]]:
+def _run(
+    model: Transformer, feeds: Sequence[ScoredTokens], program: Callable
+) -> Iterator[tuple[int, list[np.ndarray]]]:
     """(number of a feed, what a program says of its tokens) of all feeds, packed into rows."""
     if not feeds:
         return
@@ -321,7 +326,7 @@ def _batched(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
         yield rows[at : at + size]
 
 
-def lay_out(feeds: Sequence[Feed], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
+def lay_out(feeds: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
     """The feeds in rows as [B, T] arrays: tokens, positions, rank, group, labels, segment int32, weights float32."""
     integers = ("tokens", "positions", "rank", "group", "labels", "segment")
     arrays = {name: np.zeros((B, T), np.int32) for name in integers} | {"weights": np.zeros((B, T), np.float32)}

@@ -26,7 +26,7 @@ from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
-from refusion_jax.systems.likelihood import Feed, Text
+from refusion_jax.systems.scoring import Scoring, ScoredTokens, ScoredText
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def reference(model: Transformer, request: Request) -> dict:
     return plain.result(commits, len(plain.phases))
 
 
-def feed(text: Text) -> Feed:
+def scoring_forward(text: ScoredText) -> ScoredTokens:
     """The forward that scores a text: each token of the continuation is predicted from the one before it.
 
     Raises:
@@ -120,15 +120,16 @@ def feed(text: Text) -> Feed:
     tokens = np.concatenate([text.prompt, text.continuation])
     index = np.arange(len(tokens) - 1, dtype=np.int32)
     places = index + 1 - len(text.prompt)
-    return Feed(tokens[:-1], index, index, np.zeros_like(index), tokens[1:], (places >= 0).astype(np.float32), places)
+    return ScoredTokens(
+        tokens[:-1], index, index, np.zeros_like(index), tokens[1:], (places >= 0).astype(np.float32), places
+    )
 
 
 SYSTEM = System(
     name="ar",
     objective=lambda mask_id: NextToken(),
     decoders={"ar": LeftToRight},
-    needs_prompt=True,
     references={"ar": reference},
-    feed=feed,
+    scoring=Scoring(scoring_forward, needs_prompt=True),
     decodes_plain=True,
 )

@@ -20,9 +20,9 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.likelihood import Feed, Text
+from refusion_jax.systems.scoring import Scoring
 
-__all__ = ["Claim", "Decoder", "Objective", "System", "train_flops_per_row"]
+__all__ = ["Claim", "Decoder", "Objective", "Scoring", "System", "train_flops_per_row"]
 
 
 class Objective(Protocol):
@@ -72,9 +72,7 @@ class System:
     keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
     check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together
     decodes: tuple[str, ...] = ()  # names of other systems whose models its decoders serve
-    feed: Callable[[Text], Feed] | None = None  # the forward that scores a text, if the likelihood is known
-    needs_prompt: bool = False  # whether the first token can only be predicted from one before it
-    is_bound: bool = False  # whether the feed is random, and its mean a lower bound of log p
+    scoring: Scoring | None = None  # None: the likelihood of texts is not known
     block_key: str = ""  # its config key for the number of tokens that are denoised together
     shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     claims: tuple[Claim, ...] = ()

@@ -39,7 +39,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
-from refusion_jax.systems.likelihood import Feed, Text
+from refusion_jax.systems.scoring import Scoring, ScoredTokens, ScoredText
 
 KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
@@ -150,7 +150,7 @@ def reference(model: Transformer, request: Request) -> dict:
     return plain.result(commits, len(plain.phases))
 
 
-def feed(text: Text) -> Feed:
+def scoring_forward(text: ScoredText) -> ScoredTokens:
     """The forward that scores a text: one draw of a lower bound of log p (LLaDA, eq. 6 and its appendix).
 
     Of the R tokens of the continuation l ~ U{1 .. R} are masked. The bound is the mean over draws of R / l times the
@@ -163,8 +163,10 @@ def feed(text: Text) -> Feed:
     tokens, weights = labels.copy(), np.zeros(P + R, np.float32)
     tokens[hidden], weights[hidden] = text.mask_id, R / len(hidden)
     index, everywhere = np.arange(P + R, dtype=np.int32), np.zeros(P + R, np.int32)
-    return Feed(tokens, index, everywhere, everywhere, labels, weights, index - P)
+    return ScoredTokens(tokens, index, everywhere, everywhere, labels, weights, index - P)
 
+
+SCORING = Scoring(scoring_forward, is_bound=True)
 
 SYSTEM = System(
     name="llada",
@@ -174,6 +176,5 @@ SYSTEM = System(
     section="llada",
     keys=KEYS,
     decodes=("r2ft",),
-    feed=feed,
-    is_bound=True,
+    scoring=SCORING,
 )

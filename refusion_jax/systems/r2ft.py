@@ -151,6 +151,5 @@ SYSTEM = System(
     references={},
     section="r2ft",
     keys=KEYS,
-    feed=llada.feed,
-    is_bound=True,
+    scoring=llada.SCORING,
 )

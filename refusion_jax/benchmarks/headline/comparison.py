@@ -74,7 +74,7 @@ class Comparison:
         """
         self._directory, self._plan, self._commit, self._pieces = directory, plan, commit(), pieces
         self._config, self._budget, self._file, self._systems = plan.config, plan.budget, plan.file, plan.systems
-        self._scored = [name for name in plan.systems if plan.text and find_system(name).feed]  # by likelihood
+        self._scored = [name for name in plan.systems if plan.text and find_system(name).scoring]  # by likelihood
         self._points = {system: operating_points(system, self._budget, self._config) for system in plan.systems}
         self._studies = {
             system: studies(system, self._budget, self._config) if plan.with_studies else {} for system in plan.systems

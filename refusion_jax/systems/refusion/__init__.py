@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import Scoring, System
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
-from refusion_jax.systems.refusion.likelihood import slot_feed
 from refusion_jax.systems.refusion.loop import SlotDecoder
 from refusion_jax.systems.refusion.objective import KEYS, SlotDiffusion, check
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
+from refusion_jax.systems.refusion.scoring import slot_scoring
 from refusion_jax.systems.refusion.sequential import Sequential
 from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
 from refusion_jax.systems.refusion.studies import CLAIMS, STUDIES
@@ -36,7 +36,7 @@ SYSTEM = System(
     section="slots",
     keys=KEYS,
     check=check,
-    feed=slot_feed,
+    scoring=Scoring(slot_scoring),
     claims=CLAIMS,
     studies=STUDIES,
     is_default=True,

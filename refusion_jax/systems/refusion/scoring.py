@@ -17,10 +17,10 @@ Axes: P tokens of the prompt, R of the continuation, N slots.
 import numpy as np
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.systems.likelihood import Feed, Text
+from refusion_jax.systems.scoring import ScoredTokens, ScoredText
 
 
-def slot_feed(text: Text) -> Feed:
+def slot_scoring(text: ScoredText) -> ScoredTokens:
     """The feed of a text. Slots start at the first token of the continuation; the last one may be short.
 
     Raises:
@@ -45,7 +45,7 @@ def slot_feed(text: Text) -> Feed:
     has_next = np.append(slot_of[1:] == slot_of[:-1], np.zeros(min(R, 1), bool))
     at = np.argsort(written)[first]  # [N] number of tokens of the continuation before each slot in the order
     clean = np.arange(P + R)
-    return Feed(
+    return ScoredTokens(
         *(
             np.concatenate(parts).astype(np.int32)
             for parts in (

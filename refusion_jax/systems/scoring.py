@@ -1,17 +1,17 @@
 """How a system scores a text: the tokens of one forward, who attends to whom, and the labels they predict.
 
-Axis: N tokens of a feed.
+Axis: N tokens of the forward.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float32, Int, Int32
 
 
 @dataclasses.dataclass(frozen=True)
-class Feed:
+class ScoredTokens:
     """The tokens of one forward that scores a text: log p is the sum of weight * log p(label)."""
 
     tokens: Int32[np.ndarray, "N"]
@@ -27,7 +27,7 @@ class Feed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class ScoredText:
     """A text to score."""
 
     prompt: Int[np.ndarray, "P"]  # may be empty
@@ -37,3 +37,12 @@ class Text:
     mask_id: int
     draw: tuple[int, ...]  # random draws are a function of this
     name: str  # in error messages
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """The likelihood of texts under a system's models."""
+
+    forward: Callable[[ScoredText], ScoredTokens]
+    needs_prompt: bool = False  # whether the first token can only be predicted from one before it
+    is_bound: bool = False  # whether the forward is random, and its mean a lower bound of log p
