@@ -25,7 +25,7 @@ from refusion_jax.distributed.processes import fetch
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.registry import default_system, system_of
-from refusion_jax.systems.scoring import ScoredTokens, ScoredText
+from refusion_jax.systems.scoring import ScoredText, ScoredTokens
 
 _SHORTEST = 256  # tokens a row, at least; short texts are packed
 _TOKENS = 2**14  # tokens a forward, at most

@@ -26,7 +26,7 @@ from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
-from refusion_jax.systems.scoring import Scoring, ScoredTokens, ScoredText
+from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
-from refusion_jax.systems.scoring import Scoring, ScoredTokens, ScoredText
+from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
 
 KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
