@@ -88,7 +88,7 @@ def useless_flags() -> list[str]:
 def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[str, str]:
     """What the answers of this call depend on, by name."""
     own = requests[0].settings
-    places = [_CHECKPOINT.value, *filter(None, (getattr(own, name) for name in own.companions))]
+    places = [_CHECKPOINT.value, *filter(None, (getattr(own, name) for name in own.auxiliary_models))]
     files = [path for place in places for path in weight_files(epath.Path(place))]
     whole_batch = scope(type(requests[0].settings), "batch")
     settings = [

@@ -26,7 +26,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.companions import missing
+from refusion_jax.decoding.auxiliary import missing
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import Transformer

@@ -43,7 +43,7 @@ from object_store import ObjectStore
 from refusion_jax import DecodeSettings
 from refusion_jax.batch.visibility import CAUSAL, Visibility
 from refusion_jax.config import default_config
-from refusion_jax.decoding.companions import with_companions
+from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import find_decoder
@@ -268,7 +268,7 @@ def sharp_models():
 
 def equipped(model: Transformer, method: str) -> Transformer:
     """The model with what a decoder needs beside it."""
-    return with_companions(model, **dict.fromkeys(find_decoder(method).settings.companions, sharp_model(7)))
+    return with_auxiliaries(model, **dict.fromkeys(find_decoder(method).settings.auxiliary_models, sharp_model(7)))
 
 
 def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, **changes) -> Settings:

@@ -1,4 +1,4 @@
-"""A model that drafts and one that checks: what is committed, and what a decoder with a companion asks for."""
+"""A model that drafts and one that checks: what is committed, and what a decoder with an auxiliary model asks for."""
 
 import jax.numpy as jnp
 import pytest
@@ -7,7 +7,7 @@ from test_readme import tiny_qwen3
 
 from refusion_jax import UserError, decode
 from refusion_jax.checkpoints.load import load_for
-from refusion_jax.decoding.companions import with_companions
+from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.systems.registry import decoders_for
 
 
@@ -38,7 +38,7 @@ def test_it_needs_a_model_of_the_same_vocabulary_beside_its_own():
     with pytest.raises(UserError, match="verifier=: the decoder 'apd' needs a model here"):
         load_for("/no/model/is/read", settings("apd"))
     with pytest.raises(UserError, match="of another vocabulary: num_tokens is 20, not 30"):
-        with_companions(model, verifier=tiny_model(num_tokens=20))
+        with_auxiliaries(model, verifier=tiny_model(num_tokens=20))
 
 
 @pytest.mark.parametrize("padded", [30, 48])
@@ -48,7 +48,7 @@ def test_the_vocabulary_of_the_verifier_may_be_padded_otherwise(padded):
         table = jnp.zeros(getattr(verifier, name).shape)
         getattr(verifier, name)[...] = table.at[:30].set(getattr(same, name)[:30])
     for own in (settings("apd"), settings("apd", temperature=1.0)):
-        one, two = (decode(with_companions(model, verifier=x), PROMPTS, own) for x in (verifier, same))
+        one, two = (decode(with_auxiliaries(model, verifier=x), PROMPTS, own) for x in (verifier, same))
         assert one == two
 
 

@@ -1,4 +1,4 @@
-"""Answers in a journal belong to one model: any other weight, shape, companion or tokenizer has answers of its own."""
+"""Answers in a journal belong to one model: another weight, shape, auxiliary model or tokenizer has its own answers."""
 
 import types
 
@@ -12,7 +12,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from refusion_jax.decoding.companions import with_companions
+from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.evaluation.harness import EvaluatedModel, fingerprint
@@ -74,11 +74,11 @@ def test_it_is_the_same_on_any_devices():
         assert fingerprint(placed) == fingerprint(some)
 
 
-def test_companions_and_what_the_weights_mean_count():
+def test_auxiliary_models_and_what_the_weights_mean_count():
     model, other = tiny_model(), tiny_model(rope_theta=5e5)
     assert fingerprint(other) != fingerprint(model)
     _, changed = next(altered(model, next_up))
-    together = [fingerprint(with_companions(model, verifier=one)) for one in (model, changed)]
+    together = [fingerprint(with_auxiliaries(model, verifier=one)) for one in (model, changed)]
     assert len({*together, fingerprint(model)}) == 3
 
 

@@ -43,7 +43,7 @@ CONFIGS = load(ROOT / "configs" / "headline.py")
 def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
     size, config = BUDGETS[budget], CONFIGS(budget)
     points = operating_points(system, size, config)
-    alone = {name for name in decoders_for(system) if not find_decoder(name).settings.companions}
+    alone = {name for name in decoders_for(system) if not find_decoder(name).settings.auxiliary_models}
     assert {point.decoder for point in points} == alone
     points += [point for own in studies(system, size, config).values() for point in own]
     for point in points:

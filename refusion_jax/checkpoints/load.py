@@ -14,7 +14,7 @@ from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE
-from refusion_jax.decoding.companions import check_vocabulary, lacking, missing, with_companions
+from refusion_jax.decoding.auxiliary import check_vocabulary, lacking, missing, with_auxiliaries
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model import huggingface
@@ -61,22 +61,22 @@ def load_model(
 def load_for(
     path: epath.PathLike, settings: Settings, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> Transformer:
-    """`load_model`, with the companions that the settings of a decoder name.
+    """`load_model`, with the auxiliary models that the settings of a decoder name.
 
     Raises:
       SettingError: where one of them is not named, or has another tokenizer.
     """
-    companions = {}
+    auxiliary = {}
     for name in missing(settings):
         raise lacking(settings, name)
-    for name in settings.companions:
+    for name in settings.auxiliary_models:
         other = getattr(settings, name)
         check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))
         files = [find_tokenizer_file(_tokenizer_place(epath.Path(place))) for place in (path, other)]
         if all(files) and files[0].read_bytes() != files[1].read_bytes():
             raise SettingError("decode", name, other, f"has another tokenizer than {path}")
-        companions[name] = load_model(other, dtype, mesh, settings.weights)
-    return with_companions(load_model(path, dtype, mesh, settings.weights), **companions)
+        auxiliary[name] = load_model(other, dtype, mesh, settings.weights)
+    return with_auxiliaries(load_model(path, dtype, mesh, settings.weights), **auxiliary)
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:

@@ -108,7 +108,7 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
     """
     flag = f"--config.eval.decode={c.eval.decode!r}"
     settings = read_settings(c.eval.decode.split(), flag)
-    fitting = [name for name in decoders_for(c.objective) if not find_decoder(name).settings.companions]
+    fitting = [name for name in decoders_for(c.objective) if not find_decoder(name).settings.auxiliary_models]
     method = settings.pop("method", next(iter(fitting), ""))
     if method not in fitting:
         raise UserError(f"{flag}: models of objective={c.objective} are decoded by {' or '.join(fitting) or 'nothing'}")

@@ -238,7 +238,7 @@ def _admit(compiled: Program, params, state: State, new: Newcomers) -> State:
 @functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
 def _run(compiled: Program, params, state: State, wanted, most) -> State:
     """Decodes until `wanted` rows are finished, for at most `most` forwards."""
-    model, decoder = nnx.merge(compiled.graphdef, params).ready(), compiled.decoder
+    model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
 
     def is_running(carry):
         state, done = carry

@@ -28,7 +28,7 @@ class Settings:
       SettingError: for an impossible value, naming it, the reason, and what would be possible.
     """
 
-    companions: ClassVar[tuple[str, ...]] = ()  # settings that name further models, see companions.py
+    auxiliary_models: ClassVar[tuple[str, ...]] = ()  # settings that name further models, see auxiliary.py
 
     method: str = setting(
         "", "Name of the decoder; by default the one for the system that trained the model", scope="compiled"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import scope
@@ -66,7 +67,7 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
     for _, some in by_program(requests, model.config):
         mesh, decoder, own = mesh_of(model), decoder_for(some, model.config), some[0].settings
         rows = batch_rows(len(some), own.batch_size, mesh)
-        served = model.rounded(cache=own.cache).with_head_rows(own.head_rows)
+        served = nnx.eval_shape(lambda m, own=own: m.rounded(cache=own.cache).with_head_rows(own.head_rows), model)
         check_memory(served, mesh, rows, decoder)
 
 

@@ -302,7 +302,7 @@ def _number(*parts: object) -> int:
 
 
 def fingerprint(model: Transformer) -> str:
-    """A digest of every weight of a model and its companions, and of their shapes; the same on any devices."""
+    """A digest of every weight of a model and its auxiliary ones, and of their shapes; the same on any devices."""
     models = [part for _, part in nnx.iter_modules(model) if isinstance(part, Transformer)]
     weights, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(model)))
     sums = jax.device_get([_sums(x) for _, x in weights])

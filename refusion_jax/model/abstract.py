@@ -37,8 +37,10 @@ def abstract_transformer(
     Raises:
       SettingError: where the mesh cannot split a weight evenly.
     """
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype).rounded(weights, cache))
-    graphdef, params = nnx.split(model.with_head_rows(head_rows))
+    model = nnx.eval_shape(
+        lambda: Transformer(config, nnx.Rngs(0), dtype).rounded(weights, cache).with_head_rows(head_rows)
+    )
+    graphdef, params = nnx.split(model)
 
     def place(x: jax.ShapeDtypeStruct | Int8Array, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct | Int8Array:
         if not is_int8(x):

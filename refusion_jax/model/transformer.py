@@ -104,7 +104,7 @@ _KEY_COUNTS, _LEAST_KEYS = 3, 32
 
 
 class Transformer(nnx.Module):
-    """A decoder-only transformer; who sees whom is said by its caller. It computes in `dtype`; logits are float32.
+    """A decoder-only transformer. The caller supplies the attention mask. It computes in `dtype`; logits are float32.
 
     Args:
       config: its shape.
@@ -113,6 +113,8 @@ class Transformer(nnx.Module):
       remat: which of `remat.REMAT_POLICIES` the backward pass follows.
       backend: one of `packed_attention.BACKENDS`, for packed rows.
     """
+
+    head_rows = 0  # rows of the output head that the logits of a token are computed of; 0: all
 
     def __init__(
         self,
@@ -123,8 +125,6 @@ class Transformer(nnx.Module):
         backend: str = "xla",
     ):
         self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
-        self.head_rows = 0  # of the output head that a token's logits are computed of; 0: all, see `with_head_rows`
-        self._rounded_head: Int8Array | None = None
         self.cache_dtype = self.dtype  # of keys and values between forwards; int8: see `rounded`
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
@@ -293,22 +293,12 @@ class Transformer(nnx.Module):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         """Logits from what `hidden` gave, or a part of its tokens."""
-        if self._rounded_head:
-            return shortlisted_logits(x, self.output_head, self._rounded_head, self.head_rows)
         logits = head_product(x, self.output_head)
         return constrain(logits.astype(jnp.float32), "batch", "length", "vocab")
 
     def with_head_rows(self, rows: int) -> "Transformer":
-        """The same weights, with an output head of so many rows a token (see approximate_head.py); 0: all."""
-        model = nnx.merge(*nnx.split(self))
-        model.head_rows = rows if rows < self.config.vocab_size else 0
-        return model
-
-    def ready(self) -> "Transformer":
-        """This model with what its output head needs made once for the many forwards that follow."""
-        if self.head_rows:
-            self._rounded_head = rounded_head(self.output_head)
-        return self
+        """This model with an output head of so many rows for each token (see approximate_head.py); 0: all."""
+        return ApproximateHead(self, rows) if 0 < rows < self.config.vocab_size else self
 
     def rounded(self, weights: str = "same", cache: str = "same") -> "Transformer":
         """The same model with weights or cache in int8, for decoding (see int8.py); what is rounded already stays so.
@@ -327,7 +317,7 @@ class Transformer(nnx.Module):
         if weights == "int8":
             state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
         model = nnx.merge(graphdef, state)
-        for _, each in nnx.iter_modules(model):  # companions too
+        for _, each in nnx.iter_modules(model):  # also of models inside this one
             if cache == "int8" and isinstance(each, Transformer):
                 each.cache_dtype = jnp.dtype(jnp.int8)
         return model
@@ -368,6 +358,52 @@ class Transformer(nnx.Module):
         weights = in_dtype(nnx.to_pure_dict(nnx.state(self.layers)), self.dtype)
         x, kept = jax.lax.scan(layer, x, (weights, per_layer))
         return rms_norm(x, self.final_norm[...].astype(self.dtype), eps), kept
+
+
+class Wrapper(Transformer):
+    """A model that computes what the one inside it does, except for what a subclass overrides."""
+
+    def __init__(self, model: Transformer):
+        self.model = model
+        self.config, self.dtype, self.cache_dtype = model.config, model.dtype, model.cache_dtype
+
+    def hidden(self, *fed: Any) -> Float[Array, "B T D"]:
+        """As of the model inside."""
+        return self.model.hidden(*fed)
+
+    def extend_hidden(self, *fed: Any) -> tuple[Float[Array, "_ _ D"], KeyValues]:
+        """As of the model inside."""
+        return self.model.extend_hidden(*fed)
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
+        """As of the model inside."""
+        return self.model.logits(x)
+
+    def empty_cache(self, rows: int, capacity: int) -> KeyValues:
+        """As of the model inside."""
+        return self.model.empty_cache(rows, capacity)
+
+    @property
+    def weight_bytes(self) -> int:
+        """As of the model inside."""
+        return self.model.weight_bytes
+
+    @property
+    def _head(self) -> nnx.Param:
+        return self.model._head  # noqa: SLF001
+
+
+class ApproximateHead(Wrapper):
+    """A model whose logits are those of a few rows of the output head, chosen by its rounded copy; -inf for others."""
+
+    def __init__(self, model: Transformer, rows: int):
+        super().__init__(model)
+        self.head_rows = rows
+        self.rounded_head = nnx.Param(rounded_head(model.output_head), logical_axes=("vocab", None), summed=())
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
+        """Of the best `head_rows` rows."""
+        return shortlisted_logits(x, self.output_head, self.rounded_head.get_value(), self.head_rows)
 
 
 def key_counts(capacity: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding import queue
-from refusion_jax.decoding.companions import check_companions
+from refusion_jax.decoding.auxiliary import check_auxiliaries
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, check_same_program, prepare
@@ -111,7 +111,7 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int] | Request], setti
     whatever their thresholds, temperature, seed and prompts.
 
     Args:
-      model: from `load_model`; with companions if the decoder needs them (`with_companions`).
+      model: from `load_model`; with auxiliary ones if the decoder needs them (`with_auxiliaries`).
       prompts: token ids, at least one each; or requests, for templates with gaps.
       settings: from `DecodeSettings`.
 
@@ -142,7 +142,7 @@ def stream(
       UserError: where the decoder cannot serve them together.
     """
     settings = requests[0].settings
-    check_companions(model, settings)
+    check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
     model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
     return queue.stream(model, decoder, requests, settings.batch_size, is_over)

@@ -179,7 +179,7 @@ def decoders_for(objective: str) -> list[str]:
     """Names of the decoders for models of a system: its default first, those that need further models last."""
     own = systems()[objective].decoders if objective in systems() else {}
     others = {n: d for system in systems().values() if objective in system.decodes for n, d in system.decoders.items()}
-    return [*own, *sorted(others, key=lambda name: len(others[name].settings.companions))]
+    return [*own, *sorted(others, key=lambda name: len(others[name].settings.auxiliary_models))]
 
 
 def loss_terms() -> list[str]:

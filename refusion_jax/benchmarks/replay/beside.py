@@ -43,7 +43,7 @@ class Beside(Transformer):
     def __init__(self, trained: Transformer, other: Transformer):
         self.trained, self.other = trained, other
         self.config, self.dtype, self.cache_dtype = trained.config, trained.dtype, trained.cache_dtype
-        self.head_rows = 0
+        self.head_rows = trained.head_rows
 
     @property
     def weight_bytes(self) -> int:
@@ -63,11 +63,6 @@ class Beside(Transformer):
     def with_head_rows(self, rows: int) -> "Beside":
         """As of each."""
         return Beside(self.trained.with_head_rows(rows), self.other.with_head_rows(rows))
-
-    def ready(self) -> "Beside":
-        """As of each."""
-        self.trained.ready(), self.other.ready()
-        return self
 
     def empty_cache(self, rows: int, capacity: int) -> BothKeyValues:
         """Of both."""

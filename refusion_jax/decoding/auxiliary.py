@@ -1,0 +1,73 @@
+"""Auxiliary models, which a decoder runs besides the main one, such as a small one that verifies its drafts.
+
+`Settings.auxiliary_models` lists the settings whose values are the checkpoints of such models. The decoder finds each
+of them as an attribute of its model, under the name of the setting.
+"""
+
+from refusion_jax.cli.errors import SettingError
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.model.transformer import ModelConfig, Transformer, Wrapper
+
+_SAME = ("num_tokens", "pad_token_id", "bos_token_id", "eos_token_id")
+
+
+class WithAuxiliaries(Wrapper):
+    """A model, with auxiliary ones as attributes by the names of their settings.
+
+    Raises:
+      SettingError: where one of them has another vocabulary.
+    """
+
+    def __init__(self, model: Transformer, **auxiliary: Transformer):
+        super().__init__(model)
+        self.names = tuple(auxiliary)
+        for name, other in auxiliary.items():
+            check_vocabulary(name, "", model.config, other.config)
+            setattr(self, name, other)
+
+    def with_head_rows(self, rows: int) -> Transformer:
+        """The main model with an approximate head; see `Transformer.with_head_rows`."""
+        return WithAuxiliaries(self.model.with_head_rows(rows), **{name: getattr(self, name) for name in self.names})
+
+
+def with_auxiliaries(model: Transformer, **auxiliary: Transformer) -> Transformer:
+    """`WithAuxiliaries`, or the model itself where there are none."""
+    return WithAuxiliaries(model, **auxiliary) if auxiliary else model
+
+
+def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfig) -> None:
+    """Refuses an auxiliary model with another vocabulary.
+
+    Raises:
+      SettingError: naming the model and what differs.
+    """
+    for key in _SAME:
+        if getattr(model, key) != getattr(other, key):
+            raise SettingError(
+                "decode",
+                name,
+                path,
+                f"is of another vocabulary: {key} is {getattr(other, key)}, not {getattr(model, key)}",
+            )
+
+
+def missing(settings: Settings) -> list[str]:
+    """Names of the auxiliary models for which no checkpoint is set."""
+    return [name for name in settings.auxiliary_models if not getattr(settings, name)]
+
+
+def check_auxiliaries(model: Transformer, settings: Settings) -> None:
+    """Refuses a model without an auxiliary one which the decoder needs.
+
+    Raises:
+      SettingError: naming the first that is missing.
+    """
+    for name in settings.auxiliary_models:
+        if not isinstance(model, WithAuxiliaries) or name not in model.names:
+            raise lacking(settings, name)
+
+
+def lacking(settings: Settings, name: str) -> SettingError:
+    """What to tell a user who has not given an auxiliary model."""
+    why = f"the decoder {settings.method!r} needs a model here, a run with the same tokenizer"
+    return SettingError("decode", name, getattr(settings, name), why)
