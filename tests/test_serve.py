@@ -25,7 +25,7 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import token_scores
 from refusion_jax.serving.address import listen
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
-from refusion_jax.serving.errors import LARGEST_BODY
+from refusion_jax.serving.errors import largest_body
 from refusion_jax.serving.writer import Writer
 
 SETTINGS = {"slot_size": 4, "serial_blocks": 2, "infill": "exact", "slot_threshold": 0.05}
@@ -291,19 +291,20 @@ def test_lm_eval_measures_over_http_what_evaluate_measures(address, library, tmp
             assert float(nats) == pytest.approx(sum(one.log_p for one in scores[len(begun) :]), abs=1e-3)
 
 
+LARGEST = largest_body(64)
 BAD = {
-    "not an object": (b"[]", 400, "valid dictionary"),
+    "not an object": (b"[]", 400, "^must be an object$"),
     "not JSON": (b'{"prompt": ', 400, "not JSON"),
     "too deep": (b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 400, ""),
     "no prompt": ({}, 400, "prompt: Field required"),
     "no text": ({"prompt": 3}, 400, "prompt: must be a text, a list of token ids, or a list of either"),
-    "half a character": (b'{"prompt": "\\ud800"}', 400, "prompt: not UTF-8"),
+    "half a character": (b'{"prompt": "\\ud800"}', 400, "not JSON: .*hex escape"),
     "outside the vocabulary": ({"prompt": [1, 512]}, 400, "prompt: holds an id outside 0 to 511"),
     "outside it, and not continued": ({"prompt": [1, 512], "max_tokens": 0}, 400, "prompt: holds an id outside"),
     "too long, and not continued": ({"prompt": [1] * 65, "max_tokens": 0}, 400, "prompt: has 65 tokens, of at most 64"),
     "a gap of nothing": ({"prompt": "a", "suffix": "b", "max_tokens": 0}, 400, "suffix: needs max_tokens"),
     "many stops": ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop: at most 16"),
-    "half a name": (b'{"prompt": "a", "decode": {"\\ud800": 1}}', 400, "decode: '.*ud800' is no setting"),
+    "half a name": (b'{"prompt": "a", "decode": {"\\ud800": 1}}', 400, "not JSON: .*hex escape"),
     "one of several": ({"prompt": ["a", "b" * 99]}, 400, "prompt\\[1\\]: has \\d+ tokens"),
     "no effect": ({"prompt": "a", "frequency_penalty": 1}, 400, "frequency_penalty: is not supported here"),
     "tools": ({"prompt": "a", "tools": [{}]}, 400, "tools: is not supported here"),
@@ -321,7 +322,10 @@ BAD = {
     "wider forwards": ({"prompt": "a", "decode": {"serial_blocks": 1}}, 400, "larger forwards than were compiled"),
     "scores of a stream": ({"prompt": "a", "stream": True, "logprobs": 1}, 400, "logprobs: .* not for a stream"),
     "another model": ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; 'tiny' is"),
-    "too large": (b'{"prompt": "' + b"a" * LARGEST_BODY + b'"}', 413, f"at most {LARGEST_BODY} bytes"),
+    "too large": (b'{"prompt": "' + b"a" * LARGEST + b'"}', 413, f"at most {LARGEST} bytes"),
+    "too long to tokenize": ({"prompt": "a" * 10**6}, 400, "prompt: has 1000000 characters, .* more than 64 tokens"),
+    "no text to stop at": ({"prompt": "a", "stop": [1]}, 400, "stop.0: "),
+    "unknown ones": ({"prompt": "a", **{f"a{i}": 0 for i in range(50_000)}}, 400, "^a0: is not supported here$"),
 }
 
 
@@ -352,6 +356,25 @@ def test_text_becomes_tokens_and_text_again(address, library):
     for name, token in (("eos_token", tokenizer.eos_id), ("bos_token", tokenizer.bos_id)):
         asked = post(address, "/tokenize", json={"prompt": special[name], "add_special_tokens": False})
         assert asked.json()["tokens"] == [token]
+
+
+def test_bodies_of_any_kind_freeze_nobody(address):
+    """A million keys, messages or numbers, texts of megabytes: others are answered meanwhile."""
+    bodies = [{"prompt": "a", **{f"k{i}": 0 for i in range(10**6)}}, {"prompt": ["a" * 10**6] * 10}]
+    bodies += [{"prompt": [1] * 340_000}, {"prompt": ["a"] * 200_000}, {"messages": [{"b": i} for i in range(70_000)]}]
+    bodies += [{"prompt": "a", "stop": [{}] * 250_000}, {"prompt": "a", "decode": {f"a{i}": 0 for i in range(80_000)}}]
+    sent = [json.dumps(body).encode() for body in bodies]
+    paths = ["/v1/chat/completions" if "messages" in body else "/v1/completions" for body in bodies]
+    slowest = 0.0
+    how = {"headers": {"Content-Type": "application/json"}}
+    with concurrent.futures.ThreadPoolExecutor(len(sent)) as clients, httpx.Client(timeout=60) as health:
+        asked = [clients.submit(post, address, path, content=raw, **how) for path, raw in zip(paths, sent, strict=True)]
+        while not all(answer.done() for answer in asked):
+            began = time.monotonic()
+            assert health.get(f"{address}/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - began)
+    assert slowest < 2  # on a busy machine
+    assert [answer.result().status_code for answer in asked] == [413, 413, 400, 400, 400, 400, 400]
 
 
 def test_a_client_that_goes_away_leaves_its_rows_to_others(address):

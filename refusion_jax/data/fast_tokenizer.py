@@ -122,7 +122,8 @@ class FastTokenizer:
         return self._encode(texts, as_text=True)
 
     def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
-        self._tokenizer.encode_special_tokens = as_text  # else "<|im_end|>" becomes the token of that name
+        if self._tokenizer.encode_special_tokens != as_text:  # else "<|im_end|>" becomes the token of that name; where
+            self._tokenizer.encode_special_tokens = as_text  # all calls ask for the same, threads may encode at once
         self._ask(lambda: self._growth.check(texts))
         encoded = self._ask(lambda: self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         return [one.ids for one in encoded]

@@ -1,11 +1,13 @@
 """The routes of the server: OpenAI's completions and chats, and what clients ask beside them."""
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from refusion_jax.serving.errors import handle_errors
@@ -18,7 +20,7 @@ from refusion_jax.serving.writer import Piece
 def make_app(service: Service) -> FastAPI:
     """The server as an ASGI application; the engine is started and ended by the caller."""
     app = FastAPI(title="refusion_jax", docs_url="/docs", redoc_url=None)
-    handle_errors(app)
+    handle_errors(app, service.engine.settings.cache_length)
     began = int(time.time())
     one_at_a_time = anyio.CapacityLimiter(1)  # scoring needs memory beside the batch, for one response
 
@@ -32,8 +34,8 @@ def make_app(service: Service) -> FastAPI:
         own["max_model_len"] = service.engine.settings.cache_length
         return {"object": "list", "data": [own]}
 
-    @app.post("/v1/completions")
-    async def completions(body: Completion, request: Request):
+    @app.post("/v1/completions", **_documented(Completion))
+    async def completions(body: Annotated[Completion, _parsed(Completion)], request: Request):
         _check_model(body.model, service)
         body.seed = service.seed_of(body)
         choices = await anyio.to_thread.run_sync(service.completion, body)
@@ -52,8 +54,8 @@ def make_app(service: Service) -> FastAPI:
 
         return await reply.whole(request, fields)
 
-    @app.post("/v1/chat/completions")
-    async def chats(body: Chat, request: Request):
+    @app.post("/v1/chat/completions", **_documented(Chat))
+    async def chats(body: Annotated[Chat, _parsed(Chat)], request: Request):
         _check_model(body.model, service)
         body.seed = service.seed_of(body)
         choices = await anyio.to_thread.run_sync(service.chat, body)
@@ -73,18 +75,43 @@ def make_app(service: Service) -> FastAPI:
     async def tokenizer_info() -> dict[str, Any]:
         return service.special_tokens
 
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize) -> dict[str, Any]:
+    @app.post("/tokenize", **_documented(Tokenize))
+    async def tokenize(body: Annotated[Tokenize, _parsed(Tokenize)]) -> dict[str, Any]:
         _check_model(body.model, service)
         tokens = await anyio.to_thread.run_sync(service.tokenize, body.prompt, body.add_special_tokens)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.settings.cache_length}
 
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize) -> dict[str, Any]:
+    @app.post("/detokenize", **_documented(Detokenize))
+    async def detokenize(body: Annotated[Detokenize, _parsed(Detokenize)]) -> dict[str, Any]:
         _check_model(body.model, service)
         return {"prompt": await anyio.to_thread.run_sync(service.detokenize, body.tokens)}
 
+    app.openapi().setdefault("components", {})["schemas"] = _SCHEMAS
     return app
+
+
+_REFERENCE = "#/components/schemas/{model}"
+_BODIES = [(kind, "validation") for kind in (Completion, Chat, Tokenize, Detokenize)]
+_SCHEMAS = models_json_schema(_BODIES, ref_template=_REFERENCE)[1]["$defs"]
+
+
+def _documented(kind: type[BaseModel]) -> dict[str, Any]:
+    """What /docs shows of a body that the route parses by itself."""
+    schema = {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
+    return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
+
+
+async def _raw(request: Request) -> bytes:
+    return await request.body()
+
+
+def _parsed(kind: type[BaseModel]) -> Any:
+    """The body of a request. It is parsed and validated in another thread, where a large one holds nobody up."""
+
+    def parse(raw: Annotated[bytes, Depends(_raw)]) -> BaseModel:
+        return kind.model_validate_json(raw)
+
+    return Depends(parse)
 
 
 def _check_model(name: str | None, service: Service) -> None:

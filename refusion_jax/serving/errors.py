@@ -3,23 +3,31 @@
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.serving.engine import BusyError
 
-LARGEST_BODY = 16 << 20  # bytes of a request
+
+def largest_body(cache_length: int) -> int:
+    """Bytes of a request, at most: some texts as long as the context, many short ones."""
+    return (1 << 20) + 128 * cache_length
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Has the application answer every error with its status and the field at fault."""
-    app.add_middleware(LimitBody)
+def handle_errors(app: FastAPI, cache_length: int) -> None:
+    """Has the application answer every error with its status and the field at fault.
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    Args:
+      app: the application.
+      cache_length: tokens of the context, by which the body of a request is limited.
+    """
+    app.add_middleware(LimitBody, most=largest_body(cache_length))
+
+    @app.exception_handler(ValidationError)
+    async def invalid(request: Request, error: ValidationError) -> JSONResponse:
         return _refusal(400, *_explained(error))
 
     @app.exception_handler(UserError)
@@ -40,10 +48,10 @@ def handle_errors(app: FastAPI) -> None:
 
 
 class LimitBody:
-    """Refuses requests with a body larger than `LARGEST_BODY`, before it is read as a whole."""
+    """Refuses requests with a body of more than `most` bytes, before it is read as a whole."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    def __init__(self, app: ASGIApp, most: int):
+        self._app, self._most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection."""
@@ -53,22 +61,19 @@ class LimitBody:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > LARGEST_BODY:
-                raise HTTPException(413, f"a request has at most {LARGEST_BODY} bytes")
+            if seen > self._most:
+                raise HTTPException(413, f"a request has at most {self._most} bytes: send fewer prompts at once")
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
-def _explained(error: RequestValidationError) -> tuple[str, str | None]:
+def _explained(error: ValidationError) -> tuple[str, str | None]:
     """(what is wrong with the first field at fault, its name)."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        return f"{name}: is not supported here", name
+    first = error.errors(include_url=False, include_input=False)[0]
+    name = ".".join(map(str, first["loc"]))
     if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+        return f"the body is not JSON: {first['ctx']['error']}", None
     why = first["msg"].removeprefix("Value error, ")
     return f"{name}: {why}" if name else why, name or None
 

@@ -4,11 +4,12 @@ A field that is not listed here is refused, so that nobody believes in a setting
 for nothing (`"presence_penalty": 0`) are let through.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _MOST_CHOICES = 1024  # answers in a response
+_MOST_PARTS = 1024  # messages of a conversation, and parts of a message
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
 # What clients send as a matter of course, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -25,7 +26,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    """Fields of null are left out; of those that are not known the first is told, as a hostile body has a million."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("must be an object")
+        for name, value in body.items():
+            if name not in cls.model_fields and value is not None and not _asks_for_nothing(name, value):
+                raise ValueError(f"{name[:200]}: is not supported here")
+        return {name: value for name, value in body.items() if value is not None and name in cls.model_fields}
 
 
 class StreamOptions(_Strict):
@@ -61,28 +74,15 @@ class _Body(_Strict):
         False, description="Tell every committed token as [position, token], in the order of commitment"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {
-            name: value
-            for name, value in body.items()
-            if value is not None and not (name in _NEUTRAL and _is_among(value, _NEUTRAL[name]))
-        }
-
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
-
-    @field_validator("stop")
-    @classmethod
-    def _stops_are_texts(cls, stop: list[str] | None) -> list[str] | None:
-        if stop and (len(stop) > _MOST_STOPS or max(map(len, stop)) > _LONGEST_STOP):
-            raise ValueError(f"at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters")
-        return [text for text in stop if text] if stop else None  # every answer would end before an empty one
+        stop = [stop] if isinstance(stop, str) else stop
+        if isinstance(stop, list):
+            if len(stop) > _MOST_STOPS or any(len(text) > _LONGEST_STOP for text in stop if isinstance(text, str)):
+                raise ValueError(f"at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters")
+            return [text for text in stop if text != ""]  # every answer would end before an empty one
+        return stop
 
 
 class Completion(_Body):
@@ -133,13 +133,7 @@ class Message(_Strict):
     """A turn of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_is_empty(cls, message: Any) -> Any:
-        """OpenAI's client hands back its own answers with all the fields that they might have had."""
-        return {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
+    content: str | Annotated[list[TextPart], Field(max_length=_MOST_PARTS)]
 
     @property
     def text(self) -> str:
@@ -156,7 +150,7 @@ class TemplateArguments(_Strict):
 class Chat(_Body):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+    messages: list[Message] = Field(min_length=1, max_length=_MOST_PARTS)
     max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name of max_tokens")
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
@@ -182,12 +176,12 @@ class Tokenize(_Strict):
 class Detokenize(_Strict):
     """The body of POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True)
     model: str | None = None
 
 
-def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one or value == one == 0 for one in values)
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return any(type(value) is type(one) and value == one or value == one == 0 for one in _NEUTRAL.get(name, ()))
 
 
 def _is_ids(value: Any) -> bool:

@@ -20,6 +20,7 @@ from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.protocol import Chat, Completion
 from refusion_jax.serving.writer import Writer
 
+_LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
 _OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed"}
 
 
@@ -53,7 +54,7 @@ class Service:
         # As in `evaluate`: a model's config may name a token that its tokenizer never writes.
         begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)
         self._ends = {"eos_token": tokenizer.eos_id, "bos_token": begins}
-        self._encoding = threading.Lock()  # a tokenizer is told for each call what special tokens mean to it
+        self._rendering = threading.Lock()
 
     def completion(self, body: Completion) -> list[Choice]:
         """The answers to a completion, n for each prompt.
@@ -61,11 +62,13 @@ class Service:
         Raises:
           UserError: where a field cannot be served.
         """
+        self._check_length(len(body.suffix or ""), "suffix")
         suffix = () if body.suffix is None else (self.encode(body.suffix, "suffix"),)
         choices, noises = [], collections.defaultdict(lambda: range(body.n))
         for number, prompt in enumerate(body.prompt):
             name = "prompt" if len(body.prompt) == 1 else f"prompt[{number}]"
             text = prompt if isinstance(prompt, str) else None
+            self._check_length(len(text or ""), name)
             given = prompt if text is None else self.encode(text, name)
             behind = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
             ids = self._begun(given, behind) if body.add_special_tokens else given
@@ -101,14 +104,15 @@ class Service:
         turns = [{"role": message.role, "content": message.text} for message in body.messages]
         for number, turn in enumerate(turns):
             check_characters(turn["content"], f"messages[{number}]")
-        with self._encoding:
-            if self.tokenizer.has_chat_template:
+        self._check_length(sum(len(turn["content"]) for turn in turns), "messages")
+        if self.tokenizer.has_chat_template:
+            with self._rendering:
                 text = self.tokenizer.render_chat(turns, body.chat_template_kwargs.enable_thinking)
-                (ids,) = self.tokenizer.encode_chat([text])
-            elif body.chat_template_kwargs.enable_thinking:
-                raise UserError("chat_template_kwargs: this model has no chat template")
-            else:
-                (ids,) = self.tokenizer.encode_prompts([tuple((turn["role"], turn["content"]) for turn in turns)])
+            (ids,) = self.tokenizer.encode_chat([text])
+        elif body.chat_template_kwargs.enable_thinking:
+            raise UserError("chat_template_kwargs: this model has no chat template")
+        else:
+            (ids,) = self.tokenizer.encode_prompts([tuple((turn["role"], turn["content"]) for turn in turns)])
         return self._answers(body, ids, 0, None, "messages", (), range(body.n))
 
     def _answers(
@@ -166,9 +170,13 @@ class Service:
         """
         check_characters(text, name)
         tokenizer = self.tokenizer
-        with self._encoding:
-            (ids,) = (tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode)([text])
+        (ids,) = (tokenizer.encode_chat if tokenizer.has_chat_template else tokenizer.encode)([text])
         return ids
+
+    def _check_length(self, characters: int, name: str) -> None:
+        """Refuses a text that is far too long before it is tokenized."""
+        if characters > _LONGEST_TOKEN * (most := self._settings.cache_length):
+            raise UserError(f"{name}: has {characters} characters, which are more than {most} tokens")
 
     @property
     def special_tokens(self) -> dict[str, str | None]:
