@@ -1,7 +1,10 @@
+import contextlib
 import json
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -19,6 +22,7 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.tensor_files import Tensors
 
 SHAPES = {
     "1:1, tied": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -71,6 +75,48 @@ def test_logits_are_those_of_transformers(tmp_path, shape):
     positions = np.broadcast_to(np.arange(17), (2, 17))
     got = forward(load_model(path), tokens, positions, causal(np.ones((2, 17), np.int32)))
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},  # as SmolLM2
+    "llama 3": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32, "rope_theta": 5e5}},
+    "mistral": {"sliding_window": None, "head_dim": 12},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 12},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_read_and_written_as_transformers_does(name, tmp_path):
+    """Directories that transformers writes, of random models: the same logits, and the same tensors when written."""
+    torch = pytest.importorskip("torch", reason="pip install -e '.[compare]' brings torch and transformers")
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "pad_token_id": 0}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1}
+    config = transformers.AutoConfig.for_model(name.split()[0], **shape | {"eos_token_id": 2} | FAMILIES[name])
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases are 0 at first, and norms 1
+            parameter += 0.1 * torch.randn_like(parameter)
+        theirs.save_pretrained(tmp_path / "theirs")
+        tokens = np.random.default_rng(0).integers(0, 32, (2, 50))
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    ours = load_model(tmp_path / "theirs")
+    got = forward(ours, tokens, np.broadcast_to(np.arange(50), (2, 50)), causal(np.ones((2, 50), np.int32)))
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    huggingface.save(ours, tmp_path / "ours")
+    before, after = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(tensor, after[name]) for name, tensor in before.items())
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        np.testing.assert_array_equal(again(torch.tensor(tokens)).logits.numpy(), expected)
 
 
 def test_many_shards_are_read_and_written_as_one(tmp_path, monkeypatch):
@@ -181,18 +227,33 @@ BAD = {
         lambda p: change_tensors(p, lambda t: t | {Q: np.where(t[Q] == t[Q].max(), np.nan, t[Q])}),
         f"model-00001-of-00001.safetensors: {Q} holds values that are not finite as float32",
     ),
+    "bias beyond the family": (
+        lambda p: change_tensors(p, lambda t: t | {Q.replace("weight", "bias"): t[Q][:, 0].copy()}),
+        f"model-00001-of-00001.safetensors: {Q[:-6]}bias has no place in the model that config.json describes",
+    ),
+    "layer beyond the config": (
+        lambda p: change_config(p, num_hidden_layers=1),
+        "model.layers.1.input_layernorm.weight has no place in the model that config.json describes",
+    ),
+    "head beside tied weights": (
+        lambda p: change_config(p, tie_word_embeddings=True),
+        "lm_head.weight has no place in the model that config.json describes",
+    ),
     "missing tensor": (lambda p: change_tensors(p, lambda t: {k: t[k] for k in t if k != Q}), f"holds no tensor {Q}"),
-    "another architecture": (lambda p: change_config(p, model_type="llama"), 'model_type="llama" is not supported; of'),
+    "another architecture": (lambda p: change_config(p, model_type="gpt2"), 'model_type="gpt2" is not supported; of'),
     "scaled rope": (lambda p: change_config(p, rope_scaling={"type": "yarn"}), "rope_scaling="),
-    "no size": (lambda p: change_config(p, head_dim="gone"), "config.json: head_dim is missing"),
+    "no size": (
+        lambda p: change_config(p, hidden_size="gone"),
+        "config.json cannot be read: hidden_size: Field required",
+    ),
     "no mask token": (lambda p: change_config(p, mask_token_id="gone"), "has no mask_token_id; name one with --mask"),
     "mask out of range": (lambda p: change_config(p, mask_token_id=99), "mask_token_id=99 is no row of the embedding"),
     "config of another kind": (
         lambda p: (p / "config.json").write_text("[]"),
-        "config.json cannot be read: it must hold",
+        "config.json cannot be read: Input should be an object",
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
-    "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read"),
+    "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read: Invalid JSON: EOF"),
     "tokenizer file that is a pipe": (
         lambda p: os.mkfifo(p / "merges.txt"),
         "merges.txt cannot be read: it is no file",
@@ -201,7 +262,10 @@ BAD = {
         lambda p: (p / "vocab.json").symlink_to("/dev/zero"),
         "vocab.json cannot be read: it is no file",
     ),
-    "broken index": (lambda p: (p / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+    "broken index": (
+        lambda p: (p / "model.safetensors.index.json").write_text("{"),
+        "index.json cannot be read: Invalid JSON: EOF",
+    ),
 }
 
 
@@ -215,6 +279,39 @@ def test_a_directory_that_will_not_do_is_refused_and_nothing_is_written(case, tm
     assert len(err.splitlines()) == 1, err
     assert said in err
     assert sorted(p.name for p in tmp_path.rglob("*") if p.parent != source) == ["theirs"]
+
+
+def test_tied_weights_that_are_saved_twice_are_read(tmp_path):
+    path = saved(tmp_path / "theirs", tie_word_embeddings=True)
+    change_tensors(path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
+    assert load_model(path).config.tie_word_embeddings
+
+
+def test_exports_may_be_read_by_whom_the_umask_says_and_others_are_told_what_stops_them():
+    with tempfile.TemporaryDirectory() as directory:
+        before = os.umask(0o027)
+        try:
+            path = saved(Path(directory) / "theirs")
+        finally:
+            os.umask(before)
+        (file,) = path.glob("*.safetensors")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640
+        os.chmod(directory, 0o755)
+        path.chmod(0o755)
+        file.chmod(0)
+        with unprivileged(), pytest.raises(UserError, match="safetensors cannot be read: Permission denied"):
+            Tensors(path)
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """Root may read what nobody else may."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):

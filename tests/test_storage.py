@@ -7,8 +7,10 @@ import stat
 import threading
 import time
 
+import numpy as np
 import pytest
 from conftest import TINY_RUN, run
+from safetensors.numpy import load_file
 from test_readme import tiny_qwen3
 
 from refusion_jax import UserError
@@ -67,8 +69,27 @@ def test_a_pod_takes_rows_tokenizer_and_weights_from_the_store(store, tmp_path):
     flags += ["--config.data.path=gs://bucket/rows", "--config.data.tokenizer="]
     out, _ = run("train", *flags, "--workdir=gs://bucket/run", "--config.init_from=gs://bucket/converted")
     assert "trained to step 2; the run is in gs://bucket/run" in out
-    _, err = run("train", *flags, "--workdir=gs://bucket/new", "--config.init_from=gs://bucket/Qwen3", code=2)
-    assert "gs://bucket/Qwen3: weights of Hugging Face are read from a local disk; put there what `convert" in err
+    run("train", *flags, "--workdir=gs://bucket/new", "--config.init_from=gs://bucket/Qwen3")
+    losses = [store.objects[f"{name}/metrics.jsonl"][1].decode().splitlines() for name in ("run", "new")]
+    assert [json.loads(line)["loss"] for line in losses[0]] == [json.loads(line)["loss"] for line in losses[1]]
+
+
+def test_models_are_converted_from_and_to_the_store(store, tmp_path):
+    tiny_qwen3(tmp_path / "Qwen3")
+    orbax, huggingface = (["convert", f"--format={name}"] for name in ("orbax", "huggingface"))
+    run(*orbax, f"--from={tmp_path}/Qwen3", "--to=gs://bucket/ours")
+    run(*huggingface, "--from=gs://bucket/ours", "--to=gs://bucket/theirs", devices=4)
+    run(*orbax, "--from=gs://bucket/theirs", f"--to={tmp_path}/ours")
+    run(*huggingface, f"--from={tmp_path}/ours", f"--to={tmp_path}/again")
+    tensors, again = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("Qwen3", "again"))
+    assert tensors.keys() == again.keys()
+    assert all(np.array_equal(tensor, again[name]) for name, tensor in tensors.items())
+    _, err = run(*orbax, f"--from={tmp_path}/Qwen3", "--to=gs://bucket/theirs", code=2)
+    assert "--to=gs://bucket/theirs exists; name a new directory" in err
+    before = dict(store.objects)
+    (tmp_path / "Qwen3" / "model.safetensors.index.json").write_text("{")
+    run(*orbax, f"--from={tmp_path}/Qwen3", "--to=gs://bucket/new", code=2)
+    assert store.objects == before
 
 
 class Unreachable:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from refusion_jax.checkpoints import run_directory
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.weights import restore_params
+from refusion_jax.checkpoints.weights import restore_params, stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -33,7 +33,7 @@ def load_model(
 
     Args:
       path: the directory of a run or its checkpoints/, for the newest checkpoint; the directory of one step; or a
-        Hugging Face directory of the Qwen3 family.
+        Hugging Face directory of one of `model.families.FAMILIES`.
       dtype: of weights and computation, "float32" or "bfloat16".
       mesh: from `sharding.make_mesh`; the first device by default.
       weights: "same", or "int8": rounded in host memory, so that the devices never hold the unrounded weights.
@@ -97,6 +97,15 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     return restore_params(path, target)
 
 
+def read_dtype(path: epath.Path) -> str:
+    """The dtype in which no weight of a model is rounded, "float32" or "bfloat16".
+
+    Raises:
+      UserError: where there is none.
+    """
+    return huggingface.read_dtype(path) if huggingface.is_huggingface(path) else stored_dtype(path)
+
+
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
     """The tokenizer of a run or model; the path is as for `load_model`.
 
@@ -128,7 +137,7 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
             f"--config.data.tokenizer, and prepare data with it"
         )
     sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
-    for key in f"{sizes} rope_theta rms_norm_eps tie_word_embeddings".split():
+    for key in f"{sizes} rope_theta rms_norm_eps tie_word_embeddings family rope_scaling".split():
         if getattr(there, key) != getattr(config, key):
             raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
     is_padded = huggingface.is_huggingface(path) and there.vocab_size < config.vocab_size

@@ -45,6 +45,12 @@ def restore_params(path: epath.Path, target: Any) -> Any:
     raise UserError(f"{directory}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
 
 
+def stored_dtype(path: epath.Path) -> str:
+    """The dtype of the weights of the newest step, or of the step that is named: "float32" or "bfloat16"."""
+    stored = ocp.StandardCheckpointHandler().metadata(find_step(path)[1] / "params")
+    return "bfloat16" if {str(x.dtype) for x in jax.tree.leaves(stored)} == {"bfloat16"} else "float32"
+
+
 def save_params(workdir: epath.Path, params: Any) -> None:
     """Writes weights as step 0 of a run directory; models are loaded from it, but no training resumes from it."""
     checkpointer = make_checkpointer(params)

@@ -8,7 +8,7 @@ import codecs
 import functools
 import json
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic
 from etils import epath
@@ -20,13 +20,20 @@ _T = TypeVar("_T")
 _adapter = functools.cache(pydantic.TypeAdapter)
 
 
-def read_json(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> _T:
+def read_json(
+    path: epath.PathLike, kind: type[_T] = dict[str, Any], extra: Literal["forbid", "ignore"] = "forbid"
+) -> _T:
     """The value that a file holds.
+
+    Args:
+      path: of the file.
+      kind: of the value.
+      extra: what becomes of fields that `kind` does not declare.
 
     Raises:
       UserError: naming the file, and the line or field at fault.
     """
-    return parse_json(read_file(path), kind, f"{path} cannot be read")
+    return parse_json(read_file(path), kind, f"{path} cannot be read", extra)
 
 
 def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> Iterator[tuple[int, _T]]:
@@ -46,14 +53,14 @@ def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> It
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def parse_json(content: bytes, kind: type[_T], where: str) -> _T:
+def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbid", "ignore"] = "forbid") -> _T:
     """The value in some bytes of UTF-8, with or without a byte order mark.
 
     Raises:
       UserError: where it is not JSON, or not of this kind: `where`, the field, and what it must be.
     """
     try:
-        return _adapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True, extra="forbid")
+        return _adapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True, extra=extra)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))

@@ -32,6 +32,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "head_dim": None,
     "layers": None,
     "norm": None,
+    "bias": None,
 }
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories of the Qwen3 family: their weights into ours, and ours into theirs.
+"""Hugging Face directories of the families in families.py: their weights into ours, and ours into theirs.
 
 A weight of theirs is [out, in], one tensor a layer; ours is [in, out] with the head axes apart, all layers stacked. One
 table says which is which, and both directions follow from it.
@@ -6,148 +6,161 @@ table says which is which, and both directions follow from it.
 
 import functools
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
+import pydantic
+from etils import epath
 from flax import nnx
 from safetensors.numpy import save_file
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.distributed.json_input import read_object
-from refusion_jax.distributed.storage import check_file
+from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.storage import replacing, write_file
+from refusion_jax.model.families import FAMILIES, OTHER_WEIGHTS, layer_tensor
 from refusion_jax.model.shape import to_model_config
+from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
-# Ours -> (theirs, how many leading axes of ours are the input; 0: the same array in both).
-_LAYER = {
-    "attention_norm": ("input_layernorm", 0),
-    "q_proj": ("self_attn.q_proj", 1),
-    "k_proj": ("self_attn.k_proj", 1),
-    "v_proj": ("self_attn.v_proj", 1),
-    "q_norm": ("self_attn.q_norm", 0),
-    "k_norm": ("self_attn.k_norm", 0),
-    "o_proj": ("self_attn.o_proj", 2),
-    "mlp_norm": ("post_attention_layernorm", 0),
-    "gate_proj": ("mlp.gate_proj", 1),
-    "up_proj": ("mlp.up_proj", 1),
-    "down_proj": ("mlp.down_proj", 1),
-}
-_TOP = {"embed_tokens": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
-_INDEX = "model.safetensors.index.json"
 _SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no words for
 _OURS = ("shifted", "block_size")  # of ModelConfig
+_COPIED = (  # of config.json into ModelConfig and back
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
+)
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
 SHARD_BYTES = 4 << 30  # of the shards we write
-_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of those that weights may have
-
-# What a config.json may say beside the sizes; anything else would need another transformer.
-_SUPPORTED = {
-    "model_type": ("qwen3",),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "use_sliding_window": (False,),
-    "rope_scaling": (None,),
-}
 
 
-def is_huggingface(path: Path) -> bool:
+class _Ours(pydantic.BaseModel):
+    """What `save` says of a model in words of ours."""
+
+    objective: str | None = None
+    shifted: bool = False
+    block_size: int = 0
+
+
+class _Config(pydantic.BaseModel):
+    """What we read of a config.json; defaults are those of transformers."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None  # as many as query heads
+    head_dim: int | None = None  # all heads together are as wide as the model
+    intermediate_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None  # where transformers 5 keeps both
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+    hidden_act: str = "silu"
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    mask_token_id: int | None = None
+    refusion_jax: _Ours = _Ours()
+
+
+def is_huggingface(path: epath.Path) -> bool:
     """Whether a directory is meant as a Hugging Face model; a run of ours has a config.json, too."""
     return (path / "config.json").exists() and not (path / "model.json").exists()
 
 
-def read_model_config(path: Path, tokenizer: Tokenizer | None = None, mask_token_id: int | None = None) -> ModelConfig:
+def read_model_config(
+    path: epath.Path, tokenizer: Tokenizer | None = None, mask_token_id: int | None = None
+) -> ModelConfig:
     """The shape that config.json describes.
 
     Args:
       path: the directory.
-      tokenizer: of the model; rows of the embedding behind its ids are padding and never predicted. Where it has more
+      tokenizer: of the model; rows of the embedding after its ids are padding and never predicted. Where it has more
         ids than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
       mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.
 
     Raises:
-      UserError: where the file is unreadable, lacks a size, or describes an architecture that is not Qwen3's.
+      UserError: where the file is unreadable, lacks a size, or describes an architecture that is none of FAMILIES.
     """
     file, given = path / "config.json", _read_config(path)
-    rope = given.get("rope_parameters") or {}  # where transformers 5 keeps rope_theta
-    if not isinstance(rope, dict):
-        raise UserError(f"{file}: rope_parameters must be an object")
-    if rope.get("rope_type", "default") != "default":
-        given["rope_scaling"] = rope
-    for key, supported in _SUPPORTED.items():
-        if given.get(key, supported[0]) not in supported:
-            raise UserError(
-                f"{file}: {key}={json.dumps(given[key])[:60]} is not supported; "
-                f"of Hugging Face models we read model_type=qwen3 with its defaults"
-            )
-    sizes = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
-    try:
-        shape = {key: given[key] for key in f"{sizes} intermediate_size rms_norm_eps".split()}
-        theta = rope["rope_theta"] if "rope_theta" in rope else given["rope_theta"]
-    except KeyError as error:
-        raise UserError(f"{file}: {error.args[0]} is missing") from error
+    theta, scaling = _rope(file, given)
+    shape = {name: getattr(given, name) for name in _COPIED}
+    shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
+    shape["head_dim"] = given.head_dim or given.hidden_size // given.num_attention_heads
     if mask_token_id is None:
-        mask_token_id = given.get("mask_token_id")
+        mask_token_id = given.mask_token_id
     if mask_token_id is None and tokenizer:
         mask_token_id = tokenizer.mask_id
     mask = -1 if mask_token_id is None else mask_token_id
-    for name, value in {**shape, "mask_token_id": mask}.items():
-        if type(value) not in ((int, float) if name == "rms_norm_eps" else (int,)):
-            raise UserError(f"{file}: {name} must be a number")
-    if tokenizer and tokenizer.size > shape["vocab_size"]:
+    if tokenizer and tokenizer.size > given.vocab_size:
         shape["vocab_size"] = -(-tokenizer.size // 128) * 128
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
+    ids = {name: _first(getattr(given, name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    if ids["pad_token_id"] == ids["eos_token_id"]:
+        ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
     described = {
-        **shape,
+        "family": given.model_type,
         "rope_theta": theta,
-        "tie_word_embeddings": given.get("tie_word_embeddings", False),
-        "max_position_embeddings": given.get("max_position_embeddings", 32768),
+        "rope_scaling": scaling,
         "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
         "mask_token_id": mask,
     }
-    ids = {name: _first(given.get(name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    if ids["pad_token_id"] == ids["eos_token_id"]:
-        ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
-    ours = {name: value for name, value in _of_ours(path).items() if name in _OURS}
-    return to_model_config(file, described | ids | ours)
+    ours = {name: getattr(given.refusion_jax, name) for name in _OURS}
+    return to_model_config(file, shape | ids | described | ours)
 
 
-def read_mask_token_id(path: Path) -> int | None:
+def read_mask_token_id(path: epath.Path) -> int | None:
     """The mask token that config.json names, if it does.
 
     Raises:
       UserError: where the file cannot be read.
     """
-    given = _read_config(path).get("mask_token_id")
-    return given if type(given) is int else None
+    return _read_config(path).mask_token_id
 
 
-def read_objective(path: Path) -> str | None:
+def read_objective(path: epath.Path) -> str | None:
     """The system that trained a model which `save` wrote, where it is known.
 
     Raises:
       UserError: where the file cannot be read.
     """
-    given = _of_ours(path).get("objective")
-    return given if isinstance(given, str) else None
+    return _read_config(path).refusion_jax.objective
 
 
-def _of_ours(path: Path) -> dict:
-    """What `save` says of a model in words of ours."""
-    given = _read_config(path).get(_SECTION, {})
-    if not isinstance(given, dict):
-        raise UserError(f"{path / 'config.json'}: {_SECTION} must be an object")
-    return given
+def _read_config(path: epath.Path) -> _Config:
+    """config.json, of a family that we read."""
+    file = path / "config.json"
+    given = read_json(file)
+    family = FAMILIES.get(given.get("model_type"))
+    fixed = {"model_type": given.get("model_type") if family else "", "hidden_act": "silu"}
+    for key, value in (fixed | dict(family.fixed if family else {})).items():
+        if given.get(key, value) != value:
+            raise UserError(
+                f"{file}: {key}={json.dumps(given[key])[:60]} is not supported; of Hugging Face models we read those "
+                f"of model_type {', '.join(FAMILIES)} with that family's defaults"
+            )
+    return read_json(file, _Config, extra="ignore")
 
 
-def _read_config(path: Path) -> dict:
-    return read_object(path / "config.json")
+def _rope(file: epath.Path, given: _Config) -> tuple[float, tuple[float, ...]]:
+    """(rope_theta, rope_scaling) of a ModelConfig."""
+    new = given.rope_parameters or {}
+    scaling = given.rope_scaling or new
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "llama3") or (kind == "llama3" and not all(name in scaling for name in _LLAMA3)):
+        raise UserError(f"{file}: rope_scaling={json.dumps(scaling)[:90]} is not supported; we read that of Llama 3")
+    theta = new.get("rope_theta", given.rope_theta)
+    return theta, tuple(scaling[name] for name in _LLAMA3) if kind == "llama3" else ()
 
 
 def _first(token_id: int | list[int] | None) -> int:
@@ -155,73 +168,12 @@ def _first(token_id: int | list[int] | None) -> int:
     return -1 if token_id in (None, []) else token_id[0] if isinstance(token_id, list) else token_id
 
 
-def _files_of(index: Path) -> set[str]:
-    """The files that an index names, which lie beside it."""
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise UserError(f"{index} cannot be read: weight_map must be an object of file names")
-    for name in places.values():
-        if name in ("", ".", "..") or "\0" in name or "/" in name or "\\" in name or len(name) > 255:
-            raise UserError(f"{index} cannot be read: {name[:60]!r} is no file of this directory")
-    return set(places.values())
-
-
-class Tensors:
-    """The tensors of one or many safetensors files, read one at a time.
-
-    Raises:
-      UserError: where a file is missing or cut off, or lacks a tensor, or one has another shape or holds no floats; or
-        for a directory in an object store, which safetensors does not read.
-    """
-
-    def __init__(self, path: Path):
-        if is_remote(path):
-            raise UserError(
-                f"{path}: weights of Hugging Face are read from a local disk; put there what "
-                f"`convert --format=orbax` makes of them"
-            )
-        self._path = path
-        index = path / _INDEX
-        if index.exists():
-            files = _files_of(index)
-        else:
-            files = {"model.safetensors"}
-        self._file_of = {}
-        for name in sorted(files):
-            try:
-                check_file(path / name)
-                with safetensors.safe_open(path / name, "numpy") as file:
-                    self._file_of |= dict.fromkeys(file.keys(), name)
-            except FileNotFoundError as error:
-                raise UserError(f"{path / name} is missing") from error
-            except safetensors.SafetensorError as error:
-                raise UserError(f"{path / name} is damaged: {error}") from error
-
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """One tensor, which must have this shape."""
-        if name not in self._file_of:
-            raise UserError(f"{self._path} holds no tensor {name}")
-        # Opened anew each time: the pages of a mapping that is closed do not count as ours.
-        with safetensors.safe_open(self._path / self._file_of[name], "numpy") as file:
-            about = file.get_slice(name)
-            found = tuple(about.get_shape())
-            if about.get_dtype() not in _DTYPES:
-                raise UserError(
-                    f"{self.place_of(name)}: {name} has dtype {about.get_dtype()}; we read {', '.join(_DTYPES)}"
-                )
-            if found != shape:
-                raise UserError(f"{self._path}: {name} has shape {found}, but config.json makes it {shape}")
-            return file.get_tensor(name)
-
-    def place_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._path / self._file_of[name]
-
-
-def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def load_params(
+    path: epath.Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Reads all weights, tensor by tensor, straight into (sharded) arrays.
 
-    The host holds one tensor at a time beside the arrays themselves.
+    The host holds one tensor at a time in addition to the arrays themselves.
 
     Args:
       path: the Hugging Face directory.
@@ -229,39 +181,60 @@ def load_params(path: Path, target: dict[str, Any], progress: Callable[[], None]
       progress: called after each tensor.
 
     Raises:
-      UserError: as `Tensors`, and where a weight is infinite or not a number, in the file or in the target's dtype.
+      UserError: as `Tensors`; where a tensor would be left over; and where a weight is infinite or not a number, in the
+        file or in the target's dtype.
     """
-    tensors = Tensors(path)
+    tensors, config = Tensors(path), _read_config(path)
+    _refuse_others(tensors, config, target)
 
-    def read(name: str, shape: tuple[int, ...], target: jax.ShapeDtypeStruct, inputs: int = 0) -> jax.Array:
-        tensor = tensors.read(name, _their_shape(shape, inputs))
-        placed = _place(tensor.T.reshape(shape) if inputs else tensor, target)
+    def place(name: str, tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+        placed = _place(tensor, target)
         if not _is_finite(placed):
             raise UserError(f"{tensors.place_of(name)}: {name} holds values that are not finite as {target.dtype}")
         progress()
         return placed
 
-    params = {name: None for name in target if name != "layers"}
-    for name in params:
-        rows = (_read_config(path)["vocab_size"],) if name != "final_norm" else ()
-        shape = rows + target[name].shape[len(rows) :]
-        params[name] = read(f"{_TOP[name]}.weight", shape, target[name])
+    params = {}
+    for name in [name for name in target if name != "layers"]:
+        rows = () if name == "final_norm" else (config.vocab_size,)
+        theirs, shape = OTHER_WEIGHTS[name], rows + target[name].shape[len(rows) :]
+        params[name] = place(theirs, tensors.read(theirs, shape), target[name])
     params["layers"] = {}
-    for name, (theirs, inputs) in _LAYER.items():
-        goal = target["layers"][name]
+    for name, goal in target["layers"].items():
         layer = jax.ShapeDtypeStruct(
             goal.shape[1:], goal.dtype, sharding=_drop_first_axis(goal.sharding) if goal.sharding else None
         )
         stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
         for index in range(goal.shape[0]):
-            stacked = _put(stacked, read(f"model.layers.{index}.{theirs}.weight", layer.shape, layer, inputs), index)
+            theirs, inputs = layer_tensor(config.model_type, name, index)
+            tensor = tensors.read(theirs, _their_shape(layer.shape, inputs))
+            tensor = (tensor.T if inputs else tensor).reshape(layer.shape)
+            stacked = _put(stacked, place(theirs, tensor, layer), index)
         params["layers"][name] = stacked
     return params
 
 
+def _refuse_others(tensors: Tensors, config: _Config, target: dict[str, Any]) -> None:
+    """Refuses tensors that would be left over: without them it would be another model.
+
+    Raises:
+      UserError: naming the file and the tensor.
+    """
+    known = {OTHER_WEIGHTS[name] for name in target if name != "layers"}
+    for name, stacked in target["layers"].items():
+        known |= {layer_tensor(config.model_type, name, index)[0] for index in range(stacked.shape[0])}
+    for name in sorted(tensors.names - known):
+        if name == "lm_head.weight":  # of tied weights, which some save twice
+            shape = (config.vocab_size, config.hidden_size)
+            if np.array_equal(*(tensors.read(OTHER_WEIGHTS[own], shape) for own in ("lm_head", "embed_tokens"))):
+                continue
+        if not name.endswith(".rotary_emb.inv_freq"):  # which follows from rope_theta
+            raise UserError(f"{tensors.place_of(name)}: {name} has no place in the model that config.json describes")
+
+
 def _their_shape(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
-    """Shape of the tensor of one layer that becomes one of ours: [out, in] from [*in, *out]."""
-    return (int(np.prod(shape[inputs:])), int(np.prod(shape[:inputs]))) if inputs else shape
+    """Shape of the tensor of one layer that becomes one of ours: [out, in] from [*in, *out]; a bias or norm is flat."""
+    return (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else (math.prod(shape),)
 
 
 def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -289,68 +262,92 @@ def _drop_first_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
 
 
-def count_tensors(config: ModelConfig) -> int:
-    """How many tensors a directory holds."""
-    return len(_LAYER) * config.num_hidden_layers + len(_TOP) - config.tie_word_embeddings
+def count_tensors(target: dict[str, Any]) -> int:
+    """How many tensors `load_params` reads for a target."""
+    return len(target) - 1 + sum(stacked.shape[0] for stacked in target["layers"].values())
 
 
-def save(model: Transformer, path: Path, objective: str | None = None) -> None:
-    """Writes a directory that `transformers` loads as Qwen3: config.json, safetensors shards with their index.
+def read_dtype(path: epath.Path) -> str:
+    """The dtype in which no weight of a directory is rounded: "bfloat16", or "float32" for any other.
+
+    Raises:
+      UserError: as `Tensors`.
+    """
+    return "bfloat16" if Tensors(path).dtype == jnp.bfloat16 else "float32"
+
+
+def save(model: Transformer, path: epath.PathLike, objective: str | None = None) -> None:
+    """Writes a directory that `transformers` loads: safetensors shards, their index, and last config.json.
 
     Args:
       model: in the dtype that shall be written.
-      path: an empty directory.
+      path: an empty directory, or one that is made.
       objective: the system that trained it, where it is known.
     """
-    weight_map, shard, size, total = {}, {}, 0, 0
-    names = []
-
-    def flush():
-        nonlocal shard, size
-        names.append(f"part-{len(names)}.safetensors")
-        save_file(shard, path / names[-1], metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, names[-1]))
-        shard, size = {}, 0
-
-    for name, tensor in _their_tensors(nnx.to_pure_dict(nnx.state(model))):
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            flush()
-        shard[name], size, total = tensor, size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    final = {old: f"model-{i:05}-of-{len(names):05}.safetensors" for i, old in enumerate(names, 1)}
-    for old, new in final.items():
-        (path / old).rename(path / new)
-    index = {"metadata": {"total_size": total}, "weight_map": {k: final[v] for k, v in sorted(weight_map.items())}}
-    (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    path = epath.Path(path)
+    tensors = _their_tensors(nnx.to_pure_dict(nnx.state(model)), model.config.family)
+    shards: list[list[str]] = [[]]
+    left = SHARD_BYTES
+    for name, (size, _) in tensors.items():
+        if shards[-1] and size > left:
+            shards.append([])
+            left = SHARD_BYTES
+        shards[-1].append(name)
+        left -= size
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        with replacing(path / file) as temporary:
+            temporary.touch()
+            mode = temporary.stat().st_mode  # by the umask; safetensors would make it the user's alone
+            save_file({name: tensors[name][1]() for name in names}, temporary, metadata={"format": "pt"})
+            temporary.chmod(mode)
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(size for size, _ in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_file(path / INDEX, json.dumps(index, indent=2) + "\n")
     ours = {name: getattr(model.config, name) for name in _OURS} | ({"objective": objective} if objective else {})
-    (path / "config.json").write_text(json.dumps(_their_config(model) | {_SECTION: ours}, indent=2) + "\n")
+    write_file(path / "config.json", json.dumps(_their_config(model) | {_SECTION: ours}, indent=2) + "\n")
 
 
-def _their_tensors(params: dict) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor by its Hugging Face name, one at a time on the host."""
-    for name, theirs in _TOP.items():
+def _their_tensors(params: dict[str, Any], family: str) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
+    """Every tensor by its Hugging Face name: (bytes, what brings it to the host)."""
+    found = {}
+    for name, theirs in OTHER_WEIGHTS.items():
         if name in params:
-            yield f"{theirs}.weight", np.ascontiguousarray(jax.device_get(params[name]))
-    for name, (theirs, inputs) in _LAYER.items():
-        for index in range(len(params["layers"][name])):
-            tensor = jax.device_get(params["layers"][name][index])
-            if inputs:
-                tensor = tensor.reshape(*_their_shape(tensor.shape, inputs)[::-1]).T
-            yield f"model.layers.{index}.{theirs}.weight", np.ascontiguousarray(tensor)
+            found[theirs] = params[name].nbytes, functools.partial(_on_host, params[name], None, 0)
+    for name, stacked in params["layers"].items():
+        for layer in range(len(stacked)):
+            theirs, inputs = layer_tensor(family, name, layer)
+            found[theirs] = stacked.nbytes // len(stacked), functools.partial(_on_host, stacked, layer, inputs)
+    return found
 
 
-def _their_config(model: Transformer) -> dict:
+def _on_host(weight: jax.Array, layer: int | None, inputs: int) -> np.ndarray:
+    """A weight outside the layers, or that of one layer, as their tensor."""
+    if layer is None:
+        return np.ascontiguousarray(jax.device_get(weight))
+    tensor = jax.device_get(weight[layer])
+    theirs = _their_shape(tensor.shape, inputs)
+    return np.ascontiguousarray(tensor.reshape(theirs[::-1]).T if inputs else tensor.reshape(theirs))
+
+
+def _their_config(model: Transformer) -> dict[str, Any]:
     c = model.config
+    family = FAMILIES[c.family]
     token_ids = {f"{kind}_token_id": getattr(c, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "mask")}
-    copied = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
-    copied += " intermediate_size rope_theta rms_norm_eps tie_word_embeddings max_position_embeddings"
+    scaling = {"rope_type": "llama3", **dict(zip(_LLAMA3, c.rope_scaling, strict=True))} if c.rope_scaling else None
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        **{key: supported[0] for key, supported in _SUPPORTED.items()},
+        "architectures": [family.architecture],
+        "model_type": c.family,
+        "hidden_act": "silu",
+        **family.fixed,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": str(jax.tree.leaves(nnx.state(model))[0].dtype),
-        **{key: getattr(c, key) for key in copied.split()},
+        **{key: getattr(c, key) for key in _COPIED},
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
         **{key: value for key, value in token_ids.items() if value >= 0},
     }

@@ -81,10 +81,23 @@ def rms_norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], eps: float) -
 
 
 def rope_rotation(
-    positions: Int32[Array, "B T"], head_dim: int, theta: float
+    positions: Int32[Array, "B T"], head_dim: int, theta: float, scaling: tuple[float, ...] = ()
 ) -> tuple[Float32[Array, "B T 1 _"], Float32[Array, "B T 1 _"]]:
-    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864)."""
+    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864).
+
+    Args:
+      positions: of the tokens.
+      head_dim: H.
+      theta: base of the frequencies.
+      scaling: none, or Llama 3's (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
+        a frequency that turns less than low_freq_factor times in the original length is divided by the factor, one that
+        turns more than high_freq_factor times stays, and between there is a linear passage.
+    """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling:
+        factor, low, high, length = scaling
+        kept = jnp.clip((length * frequencies / (2 * jnp.pi) - low) / (high - low), 0.0, 1.0)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / factor
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -6,6 +6,7 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import to_type
+from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.transformer import ModelConfig
 
 _LARGEST = {
@@ -37,6 +38,8 @@ def _fault(c: ModelConfig) -> str | None:
     for name, largest in _LARGEST.items():
         if not 1 <= getattr(c, name) <= largest:
             return f"{name}={getattr(c, name)} must be 1 to {largest}"
+    if c.family not in FAMILIES:
+        return f"family={c.family[:60]} must be one of {', '.join(FAMILIES)}"
     if c.num_attention_heads % c.num_key_value_heads:
         return f"num_attention_heads={c.num_attention_heads} must be a multiple of {c.num_key_value_heads} kv heads"
     if not 0 <= c.block_size <= 2**20:
@@ -45,6 +48,8 @@ def _fault(c: ModelConfig) -> str | None:
         return f"head_dim={c.head_dim} must be even"
     if not (0 < c.rope_theta <= 1e12 and 0 < c.rms_norm_eps <= 1):
         return f"rope_theta={c.rope_theta:g} must be above 0, and rms_norm_eps={c.rms_norm_eps:g} from 0 to 1"
+    if c.rope_scaling and not (len(c.rope_scaling) == 4 and all(0 < x <= 1e12 for x in c.rope_scaling)):
+        return f"rope_scaling={c.rope_scaling} must be four numbers above 0"
     for kind in ("pad", "bos", "eos", "mask"):
         if not -1 <= getattr(c, f"{kind}_token_id") < c.vocab_size:
             return f"{kind}_token_id={getattr(c, f'{kind}_token_id')} is no row of the embedding"

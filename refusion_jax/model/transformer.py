@@ -1,7 +1,7 @@
-"""The transformer that every system shares: Qwen3's shape, in Flax NNX.
+"""The transformer that every system shares, in Flax NNX; by default of Qwen3's shape (arXiv 2505.09388).
 
-RMSNorm before each block, grouped-query attention with RMSNorm on every query and key head, RoPE (half-split
-rotation), SwiGLU, no biases (Qwen3 technical report, arXiv 2505.09388). The weights of all layers are stacked on a
+RMSNorm, grouped-query attention, RoPE (half-split rotation), SwiGLU. Where the norms stand, and which biases there are,
+is that of a family (families.py). The weights of all layers are stacked on a
 leading `layers` axis and run by one scan, so that compile time does not grow with depth.
 
 Axes: B rows, T tokens of this forward, S keys it sees, L layers, D hidden size, N query heads, K key/value heads,
@@ -25,6 +25,7 @@ from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
+from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, stored_like, widened
 from refusion_jax.model.layers import (
     head_product,
@@ -61,6 +62,8 @@ class ModelConfig:
     mask_token_id: int
     shifted: bool = False  # trained to read a masked token from the logits at the token before it
     block_size: int = 0  # tokens that it was trained to denoise together, where that is a number of its own
+    family: str = "qwen3"  # one of `families.FAMILIES`
+    rope_scaling: tuple[float, ...] = ()  # of Llama 3, see `layers.rope_rotation`
 
 
 @jax.tree_util.register_dataclass
@@ -83,12 +86,19 @@ class Layers(nnx.Module):
         L, D, F = config.num_hidden_layers, config.hidden_size, config.intermediate_size
         N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         residual = (2 * L) ** -0.5  # the residual stream sums 2 L block outputs
+        family = FAMILIES[config.family]
         self.attention_norm = weight(rngs, (L, D), ("layers", "norm"), None)
         self.q_proj = weight(rngs, (L, D, N, H), ("layers", "embed", "heads", "head_dim"), D**-0.5, ("embed",))
         self.k_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
         self.v_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
-        self.q_norm = weight(rngs, (L, H), ("layers", "norm"), None)
-        self.k_norm = weight(rngs, (L, H), ("layers", "norm"), None)
+        if family.qkv_bias:
+            self.q_bias = weight(rngs, (L, N, H), ("layers", "heads", "bias"), 0.0)
+            self.k_bias = weight(rngs, (L, K, H), ("layers", "kv_heads", "bias"), 0.0)
+            self.v_bias = weight(rngs, (L, K, H), ("layers", "kv_heads", "bias"), 0.0)
+        if family.qk_norm:
+            every = family.qk_norm == "all"
+            self.q_norm = weight(rngs, (L, N * H if every else H), ("layers", "norm"), None)
+            self.k_norm = weight(rngs, (L, K * H if every else H), ("layers", "norm"), None)
         self.o_proj = weight(
             rngs, (L, N, H, D), ("layers", "heads", "head_dim", "embed"), residual * (N * H) ** -0.5,
             ("heads", "head_dim"),
@@ -337,20 +347,36 @@ class Transformer(nnx.Module):
         eps = self.config.rms_norm_eps
         rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
         x = constrain(widened(rows, self.dtype), "batch", "length", None)  # [B, T, D]
-        rotation = rope_rotation(positions, self.config.head_dim, self.config.rope_theta)
+        rotation = rope_rotation(positions, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+        family = FAMILIES[self.config.family]
+
+        def project(h, w, name):
+            """Queries, keys or values of all heads, [B, T, heads, H]."""
+            x = linear(h, w[f"{name}_proj"])
+            if family.qkv_bias:
+                x = x + w[f"{name}_bias"][None, None]
+            if family.qk_norm and name != "v":
+                scale = w[f"{name}_norm"]
+                x = rms_norm(x.reshape(*x.shape[:2], -1, *scale.shape), scale, eps).reshape(x.shape)
+            return x
+
+        def before(x, scale):
+            return x if family.norm_after else rms_norm(x, scale, eps)
+
+        def after(x, scale):
+            return rms_norm(x, scale, eps) if family.norm_after else x
 
         def layer(x, inputs):
             w, own = inputs
             x = checkpoint_name(x, INPUT)
-            h = rms_norm(x, w["attention_norm"], eps)
-            q = rotate(rms_norm(linear(h, w["q_proj"]), w["q_norm"], eps), rotation)  # [B, T, N, H]
-            k = rotate(rms_norm(linear(h, w["k_proj"]), w["k_norm"], eps), rotation)  # [B, T, K, H]
-            heads, kept = attend(q, k, linear(h, w["v_proj"]), own)
-            x = x + linear(heads, scattered_along_embed(w["o_proj"]), inputs=2)
-            h = rms_norm(x, w["mlp_norm"], eps)
+            h = before(x, w["attention_norm"])
+            q, k = (rotate(project(h, w, name), rotation) for name in "qk")  # [B, T, N, H], [B, T, K, H]
+            heads, kept = attend(q, k, project(h, w, "v"), own)
+            x = x + after(linear(heads, scattered_along_embed(w["o_proj"]), inputs=2), w["attention_norm"])
+            h = before(x, w["mlp_norm"])
             gate = checkpoint_name(linear(h, w["gate_proj"]), GATE)
             up = checkpoint_name(linear(h, w["up_proj"]), UP)
-            x = x + linear(jax.nn.silu(gate) * up, w["down_proj"])
+            x = x + after(linear(jax.nn.silu(gate) * up, w["down_proj"]), w["mlp_norm"])
             return constrain(x, "batch", "length", None), kept
 
         if policy := REMAT_POLICIES[self.remat]:

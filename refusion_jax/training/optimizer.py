@@ -25,7 +25,7 @@ def make_schedule(config: ml_collections.ConfigDict) -> optax.Schedule:
 def make_optimizer(
     config: ml_collections.ConfigDict, schedule: optax.Schedule, axes: dict
 ) -> optax.GradientTransformation:
-    """Clips by global norm, then applies the optimizer of the config, without weight decay of norm scales.
+    """Clips by global norm, then applies the optimizer of the config, without weight decay of norm scales and biases.
 
     adamw      two moments of every weight (arXiv 1711.05101)
     adafactor  only row and column means of the second moment of a matrix (arXiv 1804.04235)
@@ -37,7 +37,7 @@ def make_optimizer(
       schedule: of the learning rate.
       axes: logical axis names of every weight, as a tree.
     """
-    is_matrix = _map_axes(lambda names: "norm" not in names, axes)
+    is_matrix = _map_axes(lambda names: not {"norm", "bias"} & set(names), axes)
     decay, dtype = config.weight_decay, config.moment_dtype
     if config.optimizer == "adamw":
         update = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=decay, mask=is_matrix, mu_dtype=dtype)

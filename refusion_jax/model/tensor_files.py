@@ -1,0 +1,116 @@
+"""The tensors of a directory of safetensors files, on a local disk or in an object store, read one at a time.
+
+A file is the size of its header in 8 bytes (little endian), the header, and the data. The header is a JSON object,
+{name: {"dtype", "shape", "data_offsets"}}, whose offsets count from its end.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import ml_dtypes
+import numpy as np
+import pydantic
+from etils import epath
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.json_files import parse_json, read_json
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # that weights may have
+_LONGEST_HEADER = 100 << 20  # bytes, the format's own limit
+
+
+class _Entry(pydantic.BaseModel):
+    """Of one tensor in a header."""
+
+    dtype: str
+    shape: list[pydantic.NonNegativeInt]
+    data_offsets: tuple[pydantic.NonNegativeInt, pydantic.NonNegativeInt]
+
+
+class _Index(pydantic.BaseModel):
+    """The file of each tensor, where there are several files."""
+
+    weight_map: dict[str, str]
+
+
+class Tensors:
+    """The tensors of a directory by name."""
+
+    def __init__(self, directory: epath.PathLike):
+        """Reads the headers of all files.
+
+        Raises:
+          UserError: where a file is missing, cannot be read, or is cut off.
+        """
+        self._directory = directory = epath.Path(directory)
+        files = {"model.safetensors"}
+        if (directory / INDEX).exists():
+            files = set(read_json(directory / INDEX, _Index, extra="ignore").weight_map.values())
+        self._entries: dict[str, tuple[str, int, _Entry]] = {}  # file, where its data begins
+        for file in sorted(files):
+            if file != PurePosixPath(file).name:
+                raise UserError(f"{directory / INDEX}: {file[:60]!r} is no file of this directory")
+            start, header = self._read_header(file)
+            self._entries |= {name: (file, start, entry) for name, entry in header.items()}
+
+    def _read_header(self, name: str) -> tuple[int, dict[str, _Entry]]:
+        path = self._directory / name
+        with _opened(path) as file:
+            size = int.from_bytes(file.read(8), "little")
+            content = file.read(min(size, _LONGEST_HEADER))
+        header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
+        header.pop("__metadata__", None)
+        ends = [entry.data_offsets[1] for entry in header.values()]
+        if 8 + size + max(ends, default=0) != path.stat().length:
+            raise UserError(f"{path} is damaged: it is not as long as its header says")
+        return 8 + size, header
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._entries)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The widest of the tensors'."""
+        found = {entry.dtype for _, _, entry in self._entries.values()}
+        return np.dtype(next(dtype for name, dtype in DTYPES.items() if name in found))
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """One tensor.
+
+        Raises:
+          UserError: where there is none of this name, or it has another shape or holds no floats.
+        """
+        if name not in self._entries:
+            raise UserError(f"{self._directory} holds no tensor {name}")
+        file, start, entry = self._entries[name]
+        path, found, (begin, end) = self._directory / file, tuple(entry.shape), entry.data_offsets
+        if entry.dtype not in DTYPES:
+            raise UserError(f"{path}: {name} has dtype {entry.dtype}; we read {', '.join(DTYPES)}")
+        dtype = np.dtype(DTYPES[entry.dtype])
+        if found != shape:
+            raise UserError(f"{path}: {name} has shape {found}, but config.json makes it {shape}")
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise UserError(f"{path} is damaged: {name} has {end - begin} bytes")
+        with _opened(path) as data:
+            data.seek(start + begin)
+            return np.frombuffer(data.read(end - begin), dtype).reshape(shape)
+
+    def place_of(self, name: str) -> epath.Path:
+        """The file that holds a tensor."""
+        return self._directory / self._entries[name][0]
+
+
+@contextlib.contextmanager
+def _opened(path: epath.Path) -> Iterator:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
