@@ -197,7 +197,6 @@ BAD = {
         ["prepare", "--input={dir}/good.jsonl", "--output={dir}/new", "--tokenizer=/dev/zero"],
         "/dev/zero cannot be read: it is no file",
     ),
-    "piece that is not UTF-8": ([*PREPARE, "--input={dir}/good.jsonl", "--mask_piece=\udcff"], "is no mask piece: not"),
     "share that is no number": ([*PREPARE, "--input={dir}/good.jsonl", "--held_out=nan"], "--held_out=nan: must be a"),
     "share of nothing": (
         [*PREPARE, "--input={dir}/good.jsonl", "--row_length=64", "--workers=1", "--held_out=1e-320"],

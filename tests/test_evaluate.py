@@ -180,9 +180,7 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
         ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be asked: AssertionError: Context is not a string"),
         ('["\\n\\n"]', "[3]", r"--tasks=sums: until=\[3\] must be texts"),
         ('["\\n\\n"]', "3", "--tasks=sums: it cannot be asked: TypeError"),
-        ("{{{{question}}}}", "{{{{ 'a' * 10**11 }}}}", "--tasks=sums: the template .* needs more than 1024 MiB"),
-        ("{{{{question}}}}", "{{{{ nobody }}}}", "--tasks=sums: the template .* fails: 'nobody' is undefined$"),
-        ("'####'", "'####' if question != 'Sort 5 5 3 5.' else nobody", "--tasks=sums: the template .* not Strict"),
+        ("{{{{question}}}}", "{{{{ nobody }}}}", "--tasks=sums: it cannot be loaded: UndefinedError: 'nobody' is"),
         ("repeats: {repeats}", "repeats: 0", "--tasks=sums: repeats=0 must be a number from 1 to 10000"),
         ("([0-9])", "(", "--tasks=sums: it cannot be asked: error: missing"),
         ("exact_match", "nope", "--tasks=sums: it cannot be asked: ValueError: .*there is no metric nope"),
@@ -266,15 +264,6 @@ def test_data_that_no_task_reads_is_refused(tasks, tmp_path):
     plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE), task_data=tmp_path / "local")
     with pytest.raises(UserError, match="--task_data=.*: no task here reads a file of it; they read sums.jsonl"):
         benchmark.load_tasks(plan)
-
-
-def test_a_filter_that_does_not_end_is_ended_and_named(loaded, tasks, tmp_path, monkeypatch):
-    """It tries all ways to spread the characters of an answer over 1,600 places; what was decoded is kept."""
-    monkeypatch.setattr(benchmark, "_FILTER_SECONDS", 0.5)
-    directory = tasks(GENERATE.replace("([0-9])", "^(([^#]?){{40}}){{40}}#$"))
-    with pytest.raises(UserError, match=r"--tasks=sums: its filters .* do not end: it takes more than 0.\d+ s"):
-        evaluate(loaded, tmp_path / "out", "sums", directory, limit=6, temperature=2.0)
-    assert len((tmp_path / "out" / "answers.0.jsonl").read_text().splitlines()) >= 6
 
 
 @pytest.mark.slow

@@ -1,13 +1,23 @@
-"""Chat templates: how a tokenizer writes a conversation."""
+"""Chat templates: how a tokenizer writes a conversation.
 
-from typing import Any
+A template is a jinja2 program. It is rendered as transformers does, in jinja2's sandbox.
+"""
 
-from refusion_jax.cli.errors import UserError
-from refusion_jax.data.templates import TemplateError, Templates
+import json
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+
+from refusion_jax.cli.errors import UserError, first_line
 
 
 class ChatTemplate:
-    """A jinja2 template with limits on its time, memory and output, see `Templates`."""
+    """A compiled template.
+
+    Of what transformers offers, `strftime_now` is missing: a prompt would change from day to day. Templates ask whether
+    it is defined.
+    """
 
     def __init__(self, source: str, origin: str):
         """Compiles it.
@@ -17,25 +27,39 @@ class ChatTemplate:
           origin: the file it comes from, for messages.
 
         Raises:
-          UserError: where it is no template, or takes more than it may.
+          UserError: where it is no template.
         """
-        self._source, self._origin = source, origin
-        self._templates = Templates("chat")
+        self._origin = origin
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
         try:
-            self._templates.compile(source)
-        except TemplateError as error:
-            raise UserError(f"{origin}: the chat template {error}") from error
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{origin}: the chat template cannot be read: {first_line(error)}") from error
 
     def render(self, **variables: Any) -> str:
         """The text of a conversation.
 
         Args:
-          **variables: what the template may use, made of what JSON knows.
+          **variables: what the template may use.
 
         Raises:
-          UserError: where the template fails, or takes more than it may.
+          UserError: where the template fails.
         """
         try:
-            return self._templates.render(self._source, variables)
-        except TemplateError as error:
-            raise UserError(f"{self._origin}: the chat template {error}") from error
+            return self._template.render(**variables)
+        except Exception as error:  # noqa: BLE001  a program may raise anything
+            raise UserError(f"{self._origin}: the chat template fails: {first_line(error)}") from error
+
+
+def _to_json(value: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """As it is; jinja2's own filter escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: object) -> NoReturn:
+    """A template's own complaint of the conversation that it is given."""
+    raise jinja2.TemplateError(str(message))

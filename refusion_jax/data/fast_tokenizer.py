@@ -1,32 +1,57 @@
 """Hugging Face fast tokenizers (tokenizer.json), with their chat template."""
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable
-from typing import Any
 
+import pydantic
 import tokenizers
 from etils import epath
 
-from refusion_jax.cli.errors import UserError, first_line, is_unicode, without_stderr
+from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.data.chat_template import ChatTemplate
 from refusion_jax.data.examples import Messages
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer, plain_prompt
-from refusion_jax.data.tokenizer_growth import TextGrowth
-from refusion_jax.distributed.json_input import kind_of, parse_json, read_object
+from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.distributed.storage import read_file
 
-_TRIED = "What\u0301s 2 + 2?\n\t\ufb01 \u4e2d\u00a0\U0001f600"
 MASK_TOKEN = "<|mask|>"  # ReFusion's on Qwen3's vocabulary
 THINKING = {"unset": None, "true": True, "false": False}  # of `enable_thinking`, which some chat templates ask for
+_KINDS = ("bos", "eos", "pad")
+
+
+class _Token(pydantic.BaseModel):
+    """A special token that is described by an object."""
+
+    content: str
+
+
+class _Config(pydantic.BaseModel):
+    """What we read of a tokenizer_config.json."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    chat_template: str | None = None
+    enable_thinking: bool | None = None  # ours: how a model was trained
+    bos_token: _Token | str | None = None
+    eos_token: _Token | str | None = None
+    pad_token: _Token | str | None = None
+    unk_token: _Token | str | None = None
+    sep_token: _Token | str | None = None
+    cls_token: _Token | str | None = None
+    mask_token: _Token | str | None = None
+
+    @property
+    def special(self) -> dict[str, str]:
+        """The special tokens that it names, as templates know them."""
+        named = {name: getattr(self, name) for name in type(self).model_fields if name.endswith("_token")}
+        return {name: getattr(token, "content", token) for name, token in named.items() if token is not None}
 
 
 class FastTokenizer:
-    """A tokenizer.json with the tokenizer_config.json beside it; the same methods as `Tokenizer`.
+    """A tokenizer.json with the tokenizer_config.json in its directory; the same methods as `Tokenizer`.
 
-    Where it has no mask token one is added behind its vocabulary, as ReFusion does with Qwen3's. A prompt becomes the
+    Where it has no mask token one is added after its vocabulary, as ReFusion does with Qwen3's. A prompt becomes the
     turn of a user in the chat template, or stays as it is where there is none. Special tokens are never produced from
     the text of an answer, but a template's own are.
     """
@@ -43,47 +68,35 @@ class FastTokenizer:
         Raises:
           UserError: where they cannot be read, name no eos token, or lack the mask token that is named.
         """
-        content = read_file(path)
-        self._path = path
-        what = "is not a Hugging Face tokenizer"
-        described = self._ask(lambda: parse_json(content), what)
-        if not isinstance(described, dict):
-            raise UserError(f"{path} {what}: it must hold an object, not {kind_of(described)}")
-        with without_stderr():  # a panic is printed, too
-            self._growth = self._ask(lambda: TextGrowth(str(path), described), what)
-            self._tokenizer = self._ask(lambda: tokenizers.Tokenizer.from_str(content.decode()), what)
-            self._ask(self._try)
+        content, self._path = read_file(path), path
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # it raises nothing more precise
+            raise UserError(f"{path} is not a Hugging Face tokenizer: {first_line(error)}") from error
         self._tokenizer.no_truncation()  # of a file for other uses: texts are never cut or filled up here
         self._tokenizer.no_padding()
-        self._config_path = path.with_name("tokenizer_config.json")
-        config, self._config_content = read_object(self._config_path), read_file(self._config_path)
-        if thinking not in (None, config.get("enable_thinking")):
-            config["enable_thinking"] = thinking
-            self._config_content = json.dumps(config, indent=2).encode() + b"\n"
-        self.thinking: bool | None = config.get("enable_thinking")
-        self._template = self._read_template(path, config)
-        special = {name: _content(token) for name, token in config.items() if name.endswith("_token")}
-        self._named = {name: token for name, token in special.items() if token is not None}
-        ids = {kind: self._special(config, f"{kind}_token") for kind in ("bos", "eos", "pad")}
-        if ids["eos"] < 0:
-            raise UserError(f"{self._config_path} names no eos_token")
-        self.bos_id, self.eos_id, pad_id = ids.values()
+        file = path.with_name("tokenizer_config.json")
+        self._config_content = read_file(file)
+        config = parse_json(self._config_content, _Config, f"{file}", extra="ignore")
+        if thinking not in (None, config.enable_thinking):
+            config.enable_thinking = thinking
+            changed = json.loads(self._config_content) | {"enable_thinking": thinking}
+            self._config_content = json.dumps(changed, indent=2).encode() + b"\n"
+        self.thinking = config.enable_thinking
+        own = path.with_name("chat_template.jinja")
+        self._template_source = read_file(own).decode(errors="replace") if own.exists() else config.chat_template
+        self._template = None
+        if self._template_source:
+            self._template = ChatTemplate(self._template_source, f"{own if own.exists() else file}")
+        self._special = config.special
+        ids = {kind: self._tokenizer.token_to_id(self._special.get(f"{kind}_token", "")) for kind in _KINDS}
+        if ids["eos"] is None:
+            raise UserError(f"{file} names no eos_token")
+        self.bos_id, self.eos_id, pad_id = (-1 if found is None else found for found in ids.values())
         self.pad_id = -1 if pad_id == self.eos_id else pad_id  # no decoder writes padding, and each has to write EOS
-        self.mask_id = self._find_mask(mask_piece, self._named.get("mask_token"))
+        self.mask_id = self._find_mask(mask_piece)
 
-    def _read_template(self, path: epath.Path, config: dict) -> ChatTemplate | None:
-        """The chat template, if there is one."""
-        file = path.with_name("chat_template.jinja")
-        try:
-            source = read_file(file).decode() if file.exists() else config.get("chat_template")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} cannot be read: {first_line(error)}") from error
-        if source is not None and not isinstance(source, str):
-            raise UserError(f"{self._config_path}: chat_template must be a string, not {kind_of(source)}")
-        self._template_source = source
-        return ChatTemplate(source, str(file if file.exists() else self._config_path)) if source else None
-
-    def _find_mask(self, given: str | int, of_config: str | None) -> int:
+    def _find_mask(self, given: str | int) -> int:
         """The mask token; one of its own is added where there is none."""
         if isinstance(given, int):
             given = self._tokenizer.id_to_token(given) if 0 <= given < self.size else None
@@ -92,16 +105,11 @@ class FastTokenizer:
                 f"{self._path} has no mask token {given!r}: name one of its tokens with --mask_piece (of `train` "
                 f"--config.data.mask_piece), or none, and {MASK_TOKEN} is added"
             )
-        named = (given, MASK_PIECE, of_config, MASK_TOKEN)
+        named = (given, MASK_PIECE, self._special.get("mask_token"), MASK_TOKEN)
         mask = next((token for token in named if token and self._tokenizer.token_to_id(token) is not None), MASK_TOKEN)
         self.adds_mask = self._tokenizer.token_to_id(mask) is None
         self._tokenizer.add_special_tokens([mask])
         return self._tokenizer.token_to_id(mask)
-
-    def _special(self, config: dict, name: str) -> int:
-        token = _content(config.get(name))
-        found = self._tokenizer.token_to_id(token) if token else None
-        return -1 if found is None else found
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -124,31 +132,10 @@ class FastTokenizer:
     def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
         if self._tokenizer.encode_special_tokens != as_text:  # else "<|im_end|>" becomes the token of that name; where
             self._tokenizer.encode_special_tokens = as_text  # all calls ask for the same, threads may encode at once
-        self._ask(lambda: self._growth.check(texts))
-        encoded = self._ask(lambda: self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        return [one.ids for one in encoded]
-
-    def _try(self) -> None:
-        """Has it panic now if it will; with all else that fails it may do for other texts."""
-        self._growth.check([_TRIED])
-        with contextlib.suppress(Exception):
-            self._tokenizer.encode_batch_fast([_TRIED], add_special_tokens=False)
-
-    def _ask(self, call: Callable[[], Any], what: str = "is a tokenizer that fails") -> Any:
-        """What the library answers. It raises nothing more precise than Exception, and its panics not even that.
-
-        A panic prints a line of its own, which is let through: texts are encoded in many threads at once, and stderr is
-        one for all of them.
-
-        Raises:
-          UserError: naming the file, where the library fails.
-        """
         try:
-            return call()
-        except (KeyboardInterrupt, SystemExit, UserError):
-            raise
-        except BaseException as error:  # noqa: BLE001
-            raise UserError(f"{self._path} {what}: {first_line(error)}") from error
+            return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # it raises nothing more precise
+            raise UserError(f"{self._path} is a tokenizer that fails: {first_line(error)}") from error
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """Prompts as the model is trained on them: by the chat template; None is no prompt at all.
@@ -179,12 +166,12 @@ class FastTokenizer:
         Args:
           messages: {"role", "content"} each.
           thinking: `enable_thinking` of the template; None: as in training.
-          answer_begun: the last message is the beginning of the answer, else the answer begins behind all of them.
+          answer_begun: the last message is the beginning of the answer, else the answer begins after all of them.
 
         Raises:
           UserError: where the template fails.
         """
-        variables = self._named | {"messages": messages, "add_generation_prompt": not answer_begun}
+        variables = self._special | {"messages": messages, "add_generation_prompt": not answer_begun}
         thinking = self.thinking if thinking is None else thinking
         if thinking is not None:
             variables["enable_thinking"] = thinking
@@ -202,17 +189,11 @@ class FastTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids; special tokens leave no trace."""
-        return self._ask(lambda: self._tokenizer.decode(ids, skip_special_tokens=True))
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def name_of(self, token: int) -> str:
         """How the vocabulary spells a token, also a special one."""
         return self._tokenizer.id_to_token(token)
-
-
-def _content(token: object) -> str | None:
-    """A special token is a string, or an object that holds one; None where it is neither."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
 
 
 def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: str = "unset") -> Tokenizer:
@@ -227,8 +208,6 @@ def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: s
       UserError: where the file cannot be read, has no such token, or no chat template that thinking could be given to.
     """
     path = epath.Path(path)
-    if isinstance(mask_piece, str) and not is_unicode(mask_piece):
-        raise UserError(f"{mask_piece!r} is no mask piece: not UTF-8")
     if path.suffix == ".json":
         tokenizer = FastTokenizer(path, mask_piece, THINKING[thinking])
     else:

@@ -4,10 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib.metadata
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,14 @@ from lm_eval.tasks._index import Kind
 from lm_eval.tasks._yaml_loader import load_yaml  # lm_eval's version is pinned
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.data.templates import TemplateError, Templates
-from refusion_jax.distributed.time_limit import time_limit
 from refusion_jax.evaluation import sandbox
 from refusion_jax.evaluation.harness import EvaluatedModel, key_of
 
 PINNED = Path(__file__).parent / "tasks"
 # Its progress bars would break up the log of a training run.
 lm_eval.api.task.tqdm = lm_eval.api.model.tqdm = lambda items, **_: items
-_TEMPLATES = Templates("task")
 _REPEATS = 10_000  # answers to one problem
-_FILTER_SECONDS = 10.0  # of processor time for the filters of a task, and 10 ms for each answer
 _SEED = 1234  # for choosing few-shot examples; lm_eval's default
-
-
-def _apply_template(template: str, doc: dict[str, Any]) -> str:
-    """A text of a task file about a problem."""
-    try:
-        return _TEMPLATES.render(template, doc)
-    except TemplateError as error:
-        raise TemplateError(f"the template {template[:60]!r} {error}") from error
-
-
-lm_eval.utils.apply_template = _apply_template  # its own would render a stranger's program without limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +102,6 @@ def load_tasks(plan: Plan) -> Tasks:
         raise UserError(f"{plan.flags}task_data={plan.task_data}: no task here reads a file of it; they read {needed}")
     for task in tasks:
         _check(task, plan)
-        task.apply_filters = functools.partial(_filter, task.apply_filters, task, plan)
     return tasks
 
 
@@ -132,8 +115,6 @@ def _load(manager: TaskManager, name: str, plan: Plan) -> tuple[list[lm_eval.api
         _read_locally(manager, plan)
         loaded = manager.load([name])
         return list(loaded["tasks"].values()), loaded["groups"].get(name)
-    except TemplateError as error:
-        raise UserError(f"{plan.flags}tasks={name}: {error}") from error
     except (Exception, SystemExit) as error:  # datasets, the hub and task files raise whatever they like
         file = f"DIR/{name if name in manager.all_subtasks else 'TASK'}.jsonl"
         raise UserError(
@@ -206,8 +187,6 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: list[lm_eval.api.task.
                 _check_scoring(task)
             except UserError:
                 raise
-            except TemplateError as error:
-                raise UserError(f"{plan.flags}tasks={task.config.task}: {error}") from error
             except (Exception, SystemExit) as error:  # a task file is a program of its own
                 raise UserError(
                     f"{plan.flags}tasks={task.config.task}: it cannot be asked: {_reason(error)}"
@@ -240,18 +219,6 @@ def _check_metrics(task: lm_eval.api.task.Task) -> None:
         scores = [task.process_results(instance.doc, [instance.filtered_resps[name]]) for instance in some]
         for metric, aggregate in task.aggregation().items():
             aggregate([score[metric] for score in scores])
-
-
-def _filter(apply: Callable[[], Any], task: lm_eval.api.task.Task, plan: Plan) -> None:
-    """Filters the answers of a task: a regular expression of a stranger may take for ever on some text."""
-    answers = sum(len(instance.resps) for instance in task.instances)
-    try:
-        with time_limit(_FILTER_SECONDS + answers / 100):
-            apply()
-    except TimeoutError as error:
-        raise UserError(
-            f"{plan.flags}tasks={task.config.task}: its filters (filter_list) do not end: {error}"
-        ) from error
 
 
 def _learn_settings(lm: EvaluatedModel, tasks: list[lm_eval.api.task.Task]) -> None:
