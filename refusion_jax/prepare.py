@@ -4,8 +4,8 @@
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path=prepared/mine
 
 Reads .jsonl, .ndjson, .json (a list), Parquet and ArrayRecord; other files are plain text, compressed ones are refused.
-An object has a query and a response, or a text, or messages (of which the last is the answer). A prompt with its
-response is never cut. Memory does not grow with the input. Killed, the same command goes on where it was; the number of
+An object has a query and a response, or messages (of which --turns are answers), or a text. A prompt with its response
+is never cut. Memory does not grow with the input. Killed, the same command goes on where it was; the number of
 workers changes no byte.
 DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl and the tokenizer.
 """
@@ -59,6 +59,9 @@ _SHAPING = [
         "An example that is malformed or longer than a row stops it, or is left out and listed in dropped.jsonl",
     ),
     flags.DEFINE_integer("shard_mib", 64, "MiB of input that make a shard, and bound a worker's memory", 1, 1024),
+    flags.DEFINE_enum(
+        "turns", "last", ["last", "all"], "Answers of a conversation to train on, each on what is before it"
+    ),
     flags.DEFINE_string("query_field", "", "JSON field of the prompt; empty: query, question or prompt"),
     flags.DEFINE_string("response_field", "", "JSON field of the answer; empty: response, answer or completion"),
     flags.DEFINE_string("text_field", "", "JSON field of a text without prompt; empty: text"),
@@ -131,7 +134,7 @@ def main() -> None:
         flag_values.check_output("output", Path(_OUTPUT.value), directory=True)
         flag_values.check_apart(_OUTPUT.value, _INPUT.value)
     tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"], flag["thinking"])
-    fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--")
+    fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--", flag["turns"])
     shared = {
         name: flag[name] for name in ("mask_piece", "thinking", "row_length", "text_packing", "on_error", "dedup")
     }

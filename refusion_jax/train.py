@@ -36,7 +36,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
 from refusion_jax.config import check, check_mesh, explained, make_objective, names
-from refusion_jax.config.model import model_config
+from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run, claim
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.interface import RowSource, Tokenizer
@@ -95,6 +95,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     # 1. What is asked for, and is any of it left to do?
     preemption = Preemption()
     check(config)
+    adopt_shape(config, workdir)
     check_same_run(workdir, config)
     check_free(workdir)
     steps = saved_steps(workdir)
@@ -112,11 +113,10 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
         f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
         f"vocabulary of {tokenizer.size}"
     )
+    adopt_steps(config, len(rows))
     check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
 
     # 3. The program: the jitted step, and where every array of the state lives.
-    if starts_from and not starts_from.is_dir():
-        raise UserError(f"--config.init_from={starts_from} is no directory")
     source = starts_from or (workdir if config.init_from else None)
     shape = model_config(config, tokenizer, read_model_config(source).max_position_embeddings if source else 0)
     program = train_program(config, shape, mesh)

@@ -14,8 +14,8 @@ from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config
 from refusion_jax.data.dataset import corpus
+from refusion_jax.data.input_splits import find_files
 from refusion_jax.data.packing import usable
-from refusion_jax.data.pieces import find_files
 from refusion_jax.data.sources import read_examples
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.storage import write_file

@@ -22,6 +22,10 @@ def write(path, *lines):
     return path
 
 
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "r", "name": None}
+PARTS = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -32,10 +36,25 @@ def write(path, *lines):
         ({"text": "both", "query": "q", "response": "r"}, ("q", "r")),
         ({"system": "s", "query": "q", "response": "r"}, ((("system", "s"), ("user", "q")), "r")),
         ({"system": "", "query": "q", "response": "r"}, ("q", "r")),
+        ({"instruction": "add", "input": "2+2", "output": "4"}, ("add\n\n2+2", "4")),
+        ({"instruction": "add", "input": "", "output": "4"}, ("add", "4")),
+        ({"prompt": [{"role": "user", "content": "q"}], "completion": [ASSISTANT]}, ((("user", "q"),), "r")),
+        ({"prompt": "q", "completion": [ASSISTANT]}, ((("user", "q"),), "r")),
+        ({"messages": [{"role": "user", "content": PARTS}, ASSISTANT]}, ((("user", "two parts"),), "r")),
+        ({"system": "s", "messages": [USER, ASSISTANT]}, ((("system", "s"), ("user", "q")), "r")),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}, ((("user", "q"),), "r")),
     ],
 )
 def test_json_lines_of_every_known_shape(tmp_path, line, expected):
     assert pairs(write(tmp_path / "a.jsonl", line, "\n", line)) == [expected] * 2
+
+
+def test_each_answer_of_a_conversation_is_one_on_the_turns_before_it_if_asked_for(tmp_path):
+    tool = {"role": "tool", "content": "t"}
+    path = write(tmp_path / "a.jsonl", {"messages": [ASSISTANT, USER, ASSISTANT, tool, ASSISTANT]})
+    a, u, t = ("assistant", "r"), ("user", "q"), ("tool", "t")
+    assert pairs(path) == [((a, u, a, t), "r")]
+    assert pairs(path, turns="all") == [((a, u), "r"), ((a, u, a, t), "r")]
 
 
 def test_other_field_names_by_flag(tmp_path):
@@ -102,19 +121,26 @@ GOOD = {"query": "q", "response": "r"}
     ("name", "lines", "said"),
     [
         ("a.jsonl", [GOOD, '{"query": "q"\n'], "a.jsonl:2: not JSON"),
-        ("a.jsonl", [GOOD, "\n", "[1, 2]\n"], "a.jsonl:3: must be an object with text fields, not a list"),
+        ("a.jsonl", [GOOD, "\n", "[1, 2]\n"], "a.jsonl:3: must be an object with text fields"),
         ("a.jsonl", [{"foo": 1, "bar": 2}], "a.jsonl:1: no field we know; found: foo, bar; name them with"),
         ("a.jsonl", [{"query": "q"}], "a.jsonl:1: no field we know; found: query"),
         ("a.jsonl", [{"query": 1, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"prompt": None, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [GOOD | {"system": 1}], "a.jsonl:1: prompt and answer must be text"),
+        ("a.jsonl", [{"messages": [USER]}], "a.jsonl:1: the last of several turns must be the assistant's"),
+        (
+            "a.jsonl",
+            [{"messages": [USER, {"role": "assistant"}]}],
+            "a.jsonl:1: not a conversation: turn 1.content: Field",
+        ),
+        ("a.jsonl", [{"messages": "hello"}], "a.jsonl:1: not a conversation: "),
         ("a.jsonl", [{"text": ["r"]}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"query": "q", "response": ""}], "a.jsonl:1: the answer is empty"),
         ("a.jsonl", [""], "a.jsonl: the file is empty"),
         ("a.jsonl", ["\n\n"], "no example that can be used"),
-        ("a.json", [GOOD], "a.json: a .json file must hold a list of objects, not an object"),
+        ("a.json", [GOOD], "a.json: a .json file must hold a list of objects; one a line"),
         ("a.json", ["[" * 100_000], "a.json: not JSON"),
-        ("a.json", ['[{"text": "x"}, 3]'], "a.json: item 2: must be an object with text fields, not a number"),
+        ("a.json", ['[{"text": "x"}, 3]'], "a.json: item 2: must be an object with text fields"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_file_and_line(tmp_path, name, lines, said):

@@ -50,7 +50,7 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective
 
 # May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
 RESUMABLE = (
-    *("accumulation", "remat", "log_every", "profile_steps", "mesh", "checkpoint", "steps"),
+    *("accumulation", "remat", "log_every", "profile_steps", "mesh", "checkpoint", "steps", "epochs"),
     *("guard", "debug_nans", "compilation_cache", "eval"),
 )
 
@@ -92,6 +92,8 @@ def check(c: ml_collections.ConfigDict) -> None:
         refuse("model.num_attention_heads", f"must be a multiple of num_key_value_heads={m.num_key_value_heads}")
     if m.head_dim % 2:
         refuse("model.head_dim", "must be even (RoPE rotates pairs)")
+    if m.rope_scaling and not (len(m.rope_scaling) == 4 and all(x > 0 for x in m.rope_scaling)):
+        refuse("model.rope_scaling", "must be four numbers above 0")
 
     if sum(size == -1 for size in c.mesh.values()) > 1:
         refuse("mesh", "at most one axis can be -1")

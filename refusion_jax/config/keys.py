@@ -6,6 +6,7 @@ A system's own keys are declared in its room and stand in a section of their own
 from refusion_jax.cli.settings import Setting
 from refusion_jax.data import families
 from refusion_jax.model import remat
+from refusion_jax.model.families import FAMILIES
 from refusion_jax.systems.registry import default_system, systems, trainable
 
 _MOST_STEPS = 2**31 - 1  # steps are counted in int32
@@ -28,10 +29,15 @@ _TRAINING = {
         below=2**32,
     ),
     "steps": _count(1000, "optimizer steps", _MOST_STEPS),
+    "epochs": Setting(
+        0.0, "times that all rows are trained on, which sets steps; 0: as steps says", at_least=0, at_most=1e6
+    ),
     "batch_size": _count(32, "rows a step, over all chips"),
     "row_length": _count(1024, "tokens a row; documents are packed into rows"),
     "init_from": Setting(
-        "", "weights to start from: a Hugging Face directory, a converted one or a run; empty: random"
+        "",
+        "weights to start from: a Hugging Face directory, a converted one or a run, whose shape the model takes "
+        "where keys of model are not set; empty: random",
     ),
     "learning_rate": Setting(3e-4, "peak", above=0, at_most=100),
     "schedule": Setting(
@@ -93,6 +99,12 @@ _MODEL = {
     "rope_theta": Setting(1e4, "base of the rotary frequencies", above=0, at_most=1e12),
     "rms_norm_eps": Setting(1e-6, "in every RMSNorm", above=0, at_most=1),
     "tie_word_embeddings": Setting(False, "one matrix for embedding and output head"),
+    "family": Setting(
+        "qwen3", f"where norms stand and which biases there are: {' | '.join(FAMILIES)}", choices=(*FAMILIES,)
+    ),
+    "rope_scaling": Setting(
+        (), "of Llama 3: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings); empty: none"
+    ),
 }
 
 _DATA = {
@@ -113,6 +125,11 @@ _DATA = {
         "unset",
         "unset | true | false: `enable_thinking` of the chat template, in training and for the trained model",
         choices=("unset", "true", "false"),
+    ),
+    "turns": Setting(
+        "last",
+        "last | all: the answers of a conversation that are trained, each on the turns before it",
+        choices=("last", "all"),
     ),
     "query_field": Setting("", "JSON field of the prompt; empty: query, question or prompt, what is there"),
     "response_field": Setting("", "JSON field of the answer; empty: response, answer or completion"),

@@ -1,11 +1,54 @@
 """The model that a config describes."""
 
-import ml_collections
+import dataclasses
+import math
 
+import ml_collections
+from etils import epath
+
+from refusion_jax.checkpoints.load import read_model_config
 from refusion_jax.cli.errors import UserError
+from refusion_jax.config import check, default_config
+from refusion_jax.config.run_config import read_config
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.registry import find_system
+
+
+def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
+    """Sets the keys of config.model that have their default values to those of the model that a run starts from.
+
+    Args:
+      config: of the run; without init_from its shape stays as it is.
+      workdir: of the run. Where it has begun, its own config counts: its source may be gone. So do the steps that its
+        epochs came to.
+
+    Raises:
+      UserError: where there is no such model.
+    """
+    began = read_config(workdir) if (workdir / "config.json").exists() else None
+    if began and config.epochs and config.epochs == began.epochs:
+        config.steps = began.steps
+    if not config.init_from:
+        return
+    source = epath.Path(config.init_from)
+    if not began and not source.is_dir():
+        raise UserError(f"--config.init_from={source} is no directory")
+    there = began.model if began else dataclasses.asdict(read_model_config(source))
+    for name, default in default_config().model.items():
+        if config.model[name] == default:
+            config.model[name] = there[name]
+
+
+def adopt_steps(config: ml_collections.ConfigDict, rows: int) -> None:
+    """Sets config.steps to what config.epochs of so many rows take, if there are any.
+
+    Raises:
+      SettingError: where that does not fit the schedule.
+    """
+    if config.epochs:
+        config.steps = max(1, math.ceil(config.epochs * rows / config.batch_size))
+        check(config)
 
 
 def model_config(
@@ -33,7 +76,7 @@ def model_config(
         else (rows, 0, 1, 2, rows - 1)
     )
     return ModelConfig(
-        **config.model,
+        **dict(config.model) | {"rope_scaling": tuple(config.model.rope_scaling)},
         max_position_embeddings=max(config.row_length, context),
         num_tokens=size,
         pad_token_id=pad,

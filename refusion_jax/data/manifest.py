@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from pathlib import PurePosixPath
+from typing import Annotated, Literal
 
 from etils import epath
+from pydantic import Field
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_input import JsonError, build, read_object
+from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 
 FORMAT = "refusion_jax rows 1"
@@ -16,17 +17,19 @@ FILE = "manifest.json"
 LONGEST_ROW = 2**24  # tokens
 PROGRESS = ".progress"  # directory of an unfinished `prepare`
 
+_Count = Annotated[int, Field(ge=0)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """One ArrayRecord file of rows."""
 
-    file: str  # in the directory of the manifest
-    rows: int
-    documents: int  # that begin here
-    segments: int  # parts of documents: a text longer than a row has several
-    tokens: int  # real ones, without padding
-    bytes: int
+    file: Annotated[str, Field(pattern=r"^rows-\d+\.array_record$")]  # in the directory of the manifest
+    rows: _Count
+    documents: _Count  # that begin here
+    segments: _Count  # parts of documents: a text longer than a row has several
+    tokens: _Count  # real ones, without padding
+    bytes: _Count
     checksum: str  # BLAKE2b-128 of the file
 
 
@@ -34,14 +37,14 @@ class Shard:
 class Manifest:
     """A prepared data set."""
 
-    row_length: int
-    token_bytes: int  # 2 | 4
-    vocabulary: int  # ids of the tokenizer
+    row_length: Annotated[int, Field(ge=2, le=LONGEST_ROW)]
+    token_bytes: Literal[2, 4]
+    vocabulary: Annotated[int, Field(ge=1)]  # ids of the tokenizer
     tokenizer: str  # hash of its files, see tokenizer_hash
-    rows: int
-    documents: int
-    segments: int
-    tokens: int
+    rows: _Count
+    documents: _Count
+    segments: _Count
+    tokens: _Count
     fill: float  # share of positions that hold a real token
     dropped: dict[str, int]  # examples left out, by reason
     held_out: float  # share of documents in DIR/held_out
@@ -50,7 +53,7 @@ class Manifest:
     plan: str  # hash of the input files (paths, sizes) and all flags that shape the rows
     shards: tuple[Shard, ...]
     times: str = ""  # hash of the modification times of the input files
-    format: str = FORMAT
+    format: Literal["refusion_jax rows 1"] = FORMAT
 
 
 def file_checksum(path: epath.PathLike) -> str:
@@ -82,35 +85,7 @@ def read_manifest(path: str | epath.Path) -> Manifest:
         unfinished = (directory / PROGRESS).exists()
         what = "is not finished: give `prepare` the same flags again, and it goes on" if unfinished else "holds no rows"
         raise UserError(f"{path} {what} (there is no {FILE})")
-    content = read_object(directory / FILE)
-    if content.get("format") != FORMAT:
-        raise UserError(
-            f"{directory / FILE} cannot be read: its format is {str(content.get('format'))[:60]!r}, not {FORMAT!r}; "
-            f"prepare the data again"
-        )
-    try:
-        manifest = build(Manifest, content)
-    except JsonError as error:
-        raise UserError(f"{directory / FILE} cannot be read: {error}") from error
-    if fault := _fault(manifest):
-        raise UserError(f"{directory / FILE} cannot be read: {fault}; prepare the data again")
-    return manifest
-
-
-def _fault(manifest: Manifest) -> str | None:
-    """The first implausible value, in words; or None."""
-    for name, least in (("row_length", 2), ("vocabulary", 1), ("rows", 0), ("documents", 0), ("segments", 0)):
-        if getattr(manifest, name) < least:
-            return f"{name} must be at least {least}"
-    if manifest.row_length > LONGEST_ROW:
-        return f"row_length must be at most {LONGEST_ROW}"
-    if manifest.token_bytes not in (2, 4):
-        return "token_bytes must be 2 or 4"
-    for shard in manifest.shards:
-        if shard.file != PurePosixPath(shard.file).name or shard.file in ("", ".", ".."):
-            return f"{shard.file[:60]!r} is no file of this directory"
-        if min(shard.rows, shard.bytes) < 0:
-            return f"rows and bytes of {shard.file} must be at least 0"
+    manifest = read_json(directory / FILE, Manifest)
     if sum(shard.rows for shard in manifest.shards) != manifest.rows:
-        return "its files do not add up to its rows"
-    return None
+        raise UserError(f"{directory / FILE}: its files do not add up to its rows; prepare the data again")
+    return manifest

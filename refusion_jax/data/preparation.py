@@ -6,6 +6,7 @@ DIR/held_out/                     held-out documents, prepared in the same way
 DIR/.progress/                    until all is done: state from which an interrupted run resumes
 """
 
+import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -21,12 +22,12 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data import workers
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
+from refusion_jax.data.input_splits import InputSplit, find_files, splits_of
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, write_manifest
-from refusion_jax.data.pieces import Piece, cut, find_files
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import SPLITS, Report, Settings
-from refusion_jax.distributed.json_input import JsonError, build, read_object
+from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 
 _PARTITION = 1 << 22  # digests compared at a time: 130 MB
@@ -36,13 +37,13 @@ class NothingError(UserError):
     """The whole input was read without any usable example; running again would not help."""
 
 
-def plan_chunks(patterns: list[str], size: int) -> list[list[Piece]]:
+def plan_chunks(patterns: list[str], size: int) -> list[list[InputSplit]]:
     """The input in chunks of about `size` bytes, a function of the files alone; what two patterns match comes once.
 
     Raises:
       UserError: where a pattern matches no file.
     """
-    chunks: list[list[Piece]] = [[]]
+    chunks: list[list[InputSplit]] = [[]]
     held, seen = 0, set()
     for pattern in patterns:
         files = find_files(pattern)
@@ -50,17 +51,17 @@ def plan_chunks(patterns: list[str], size: int) -> list[list[Piece]]:
             raise UserError(f"--input={pattern}: no such file")
         new = [path for path in files if path not in seen]
         seen.update(new)
-        for piece in (piece for path in new for piece in cut(path, size)):
-            if chunks[-1] and held + piece.size > size:
+        for part in (part for path in new for part in splits_of(path, size)):
+            if chunks[-1] and held + part.size > size:
                 chunks.append([])
                 held = 0
-            chunks[-1].append(piece)
-            held += piece.size
+            chunks[-1].append(part)
+            held += part.size
     return chunks
 
 
 def prepare(
-    chunks: list[list[Piece]],
+    chunks: list[list[InputSplit]],
     output: epath.Path,
     settings: Settings,
     tokenizer: Tokenizer,
@@ -80,7 +81,7 @@ def prepare(
       command: for the manifest.
       processes: that work; they change nothing in the output.
       started: hears of each pass over the input what it is for, and how many bytes it will read.
-      advance: hears, a few times a second, how many bytes have been read and how many tokens made since.
+      advance: hears of each chunk that is done how many bytes it had, and how many tokens were made of it.
 
     Raises:
       UserError: where the input or the directory cannot be used.
@@ -112,7 +113,7 @@ def prepare(
             raise
 
 
-def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Tokenizer) -> str:
+def _fingerprint(chunks: list[list[InputSplit]], settings: Settings, tokenizer: Tokenizer) -> str:
     """A digest of all that the output depends on, without on_error, as finished shards do not depend on it."""
     shape = dataclasses.asdict(settings) | {
         "on_error": None,
@@ -120,23 +121,23 @@ def _fingerprint(chunks: list[list[Piece]], settings: Settings, tokenizer: Token
         "mask_piece": None,
         "thinking": None,
     }
-    pieces = [[dataclasses.astuple(piece) for piece in chunk] for chunk in chunks]
-    return hashlib.blake2b(json.dumps([shape, pieces]).encode(), digest_size=16).hexdigest()
+    parts = [[dataclasses.astuple(part) for part in chunk] for chunk in chunks]
+    return hashlib.blake2b(json.dumps([shape, parts]).encode(), digest_size=16).hexdigest()
 
 
-def _times(chunks: list[list[Piece]]) -> str:
+def _times(chunks: list[list[InputSplit]]) -> str:
     """Changes with the modification time of any file."""
-    paths = dict.fromkeys(piece.path for chunk in chunks for piece in chunk)
+    paths = dict.fromkeys(part.path for chunk in chunks for part in chunk)
     times = [str(epath.Path(path).stat().mtime) for path in paths]
     return hashlib.blake2b("\n".join(times).encode(), digest_size=16).hexdigest()
 
 
-def _check_unfinished(output: epath.Path, plan: str, chunks: list[list[Piece]]) -> bool:
+def _check_unfinished(output: epath.Path, plan: str, chunks: list[list[InputSplit]]) -> bool:
     """Whether the directory is new. Refuses one that holds anything but the beginning of the same work."""
     if not output.exists() or not any(output.iterdir()):
         return True
     try:
-        before = read_object(output / PROGRESS / "plan.json")
+        before = read_json(output / PROGRESS / "plan.json")
     except UserError:
         if [path.name for path in output.iterdir()] == [PROGRESS]:  # killed before anything was done
             return True
@@ -171,28 +172,25 @@ def _make(chunks, output, settings, processes, started, advance) -> list[Report]
     """The reports of all chunks, in order; those of chunks that an earlier run has finished are read."""
     progress = output / PROGRESS
     done = {path.name for path in progress.iterdir()}
-    size = [sum(piece.size for piece in chunk) for chunk in chunks]
-    todo = [index for index in range(len(chunks)) if f"done-{index:05}.json" not in done]
-    undigested = [i for i in range(len(chunks)) if f"digests-{i:05}.npy" not in done] if settings.dedup and todo else []
-    pool = workers.Pool(settings, output, min(processes, len(todo) or 1), advance)
-    with pool:
+    todo = {index: chunk for index, chunk in enumerate(chunks) if f"done-{index:05}.json" not in done}
+    with workers.Pool(settings, output, min(processes, len(todo) or 1)) as pool:
+
+        def run(what: str, task: Callable, left: dict[int, list[InputSplit]]) -> Iterator[Report]:
+            sizes = [sum(part.size for part in chunk) for chunk in left.values()]
+            started(what, sum(sizes))
+            for size, report in zip(sizes, pool.run(task, left), strict=True):
+                advance(size, sum(shard.tokens for shard in report.shards.values()))
+                yield report
+
         if settings.dedup and todo:
-            started("looking for duplicates", sum(size[index] for index in undigested))
-            pool.run(workers.write_digests, [(index, chunks[index]) for index in undigested])
+            left = {index: chunk for index, chunk in enumerate(chunks) if f"digests-{index:05}.npy" not in done}
+            collections.deque(run("looking for duplicates", workers.write_digests, left), maxlen=0)
             _mark_duplicates(progress, len(chunks))
-        started("tokenizing", sum(size[index] for index in todo))
-        for _, report in pool.run(workers.write_shard, [(index, chunks[index]) for index in todo]):
+        for report in run("tokenizing", workers.write_shard, todo):
             if settings.on_error == "stop" and report.first_bad:
                 hint = "--on_error=skip leaves out and counts what is malformed or too long"
                 raise UserError(f"{report.first_bad} ({hint}; shards made so far are kept)")
-    return [_read_report(progress / f"done-{index:05}.json") for index in range(len(chunks))]
-
-
-def _read_report(path: epath.Path) -> Report:
-    try:
-        return build(Report, read_object(path))
-    except JsonError as error:
-        raise UserError(f"{path} cannot be read: {error}; delete {path.parent.parent} and begin again") from error
+    return [read_json(progress / f"done-{index:05}.json", Report) for index in range(len(chunks))]
 
 
 def _mark_duplicates(progress: epath.Path, chunks: int) -> None:
@@ -227,8 +225,8 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
     for report in reports:
         for kind, count in report.dropped.items():
             dropped[kind] = dropped.get(kind, 0) + count
-    pieces = [piece for chunk in chunks for piece in chunk]
-    files = {"files": len({piece.path for piece in pieces}), "bytes": sum(piece.size for piece in pieces)}
+    parts = [part for chunk in chunks for part in chunk]
+    files = {"files": len({part.path for part in parts}), "bytes": sum(part.size for part in parts)}
     files["examples"] = sum(report.examples for report in reports)
     shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in SPLITS}
     first_bad = next((report.first_bad for report in reports if report.first_bad), "it is empty")

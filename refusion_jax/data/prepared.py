@@ -3,8 +3,10 @@
 import bisect
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
+import os
 import resource
 from collections.abc import Sequence
 
@@ -13,6 +15,7 @@ from etils import epath
 from grain.sources import ArrayRecordDataSource
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.manifest import Manifest, Shard, read_manifest
 from refusion_jax.data.rows import check_row, decode_row
 
@@ -108,8 +111,12 @@ class _Whole:
 def _check_file(path: epath.Path, shard: Shard) -> None:
     try:
         size = path.stat().length
-    except OSError as error:
+    except FileNotFoundError as error:
         raise UserError(f"{path} is missing, but the manifest names it; prepare the data again") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not is_remote(path) and not os.access(path, os.R_OK):
+        raise UserError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
     if size != shard.bytes:
         raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
 

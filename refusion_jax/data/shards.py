@@ -10,17 +10,17 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
+from refusion_jax.data.input_splits import InputSplit, read
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import Shard, file_checksum
 from refusion_jax.data.packing import encode_prompts, fit
-from refusion_jax.data.pieces import Piece, read
 from refusion_jax.data.rows import encode_row, token_type
 from refusion_jax.distributed.storage import replacing
 
@@ -73,17 +73,15 @@ def digest(example: Example) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def examples_of(pieces: Iterable[Piece], fields: Fields, advance: Callable[[int], None]) -> Iterator[Example | Bad]:
-    """All examples of a chunk; `advance` is called with the bytes read."""
-    for piece in pieces:
-        yield from read(piece, fields)
-        advance(piece.size)
+def examples_of(splits: Iterable[InputSplit], fields: Fields) -> Iterator[Example | Bad]:
+    """All examples of a chunk."""
+    return itertools.chain.from_iterable(read(part, fields) for part in splits)
 
 
-def digests(pieces: Iterable[Piece], fields: Fields, advance: Callable[[int], None]) -> np.ndarray:
+def digests(splits: Iterable[InputSplit], fields: Fields) -> np.ndarray:
     """[D, 3] uint64: digest and number of each complete example of a chunk, for finding duplicates."""
     found = bytearray()
-    good = (e for e in examples_of(pieces, fields, advance) if isinstance(e, Example))
+    good = (e for e in examples_of(splits, fields) if isinstance(e, Example))
     for number, example in enumerate(good):
         if example.starts and example.ends:
             found += digest(example) + number.to_bytes(8, "little")
@@ -91,26 +89,24 @@ def digests(pieces: Iterable[Piece], fields: Fields, advance: Callable[[int], No
 
 
 def make_shard(
-    pieces: Iterable[Piece],
+    splits: Iterable[InputSplit],
     names: dict[str, epath.Path],
     settings: Settings,
     tokenizer: Tokenizer,
     duplicates: set[int],
     dropped: list[Bad],
-    advance: Callable[[int, int], None],
 ) -> Report:
     """Reads, tokenizes, packs and writes a chunk.
 
     Args:
-      pieces: of the input.
+      splits: of the input.
       names: the file of each split.
       settings: how.
       tokenizer: of the rows.
       duplicates: numbers of the good examples to leave out.
       dropped: gets what was left out.
-      advance: hears of bytes read and tokens made.
     """
-    report, splits = Report(), {split: _Documents() for split in SPLITS}
+    report, made = Report(), {split: _Documents() for split in SPLITS}
     drops = collections.Counter()
 
     def drop(bad: Bad) -> bool:
@@ -122,7 +118,7 @@ def make_shard(
     number = -1
     batches: dict[str, list[Example]] = {split: [] for split in SPLITS}
     held = dict.fromkeys(SPLITS, 0)
-    for example in examples_of(pieces, settings.fields, lambda size: advance(size, 0)):
+    for example in examples_of(splits, settings.fields):
         report.examples += 1
         if isinstance(example, Bad):
             if drop(example):
@@ -136,13 +132,13 @@ def make_shard(
         batches[split].append(example)
         held[split] += len(example.response)
         if held[split] >= _BATCH or len(batches[split]) >= 4096:
-            if any(drop(bad) for bad in _tokenize(batches[split], splits[split], tokenizer, settings, advance)):
+            if any(drop(bad) for bad in _tokenize(batches[split], made[split], tokenizer, settings)):
                 return report
             batches[split], held[split] = [], 0
     for split, batch in batches.items():
-        if any(drop(bad) for bad in _tokenize(batch, splits[split], tokenizer, settings, advance)):
+        if any(drop(bad) for bad in _tokenize(batch, made[split], tokenizer, settings)):
             return report
-    for split, documents in splits.items():
+    for split, documents in made.items():
         if documents.lengths:
             report.shards[split] = _write(names[split], documents, settings, token_type(tokenizer.size))
     report.dropped = dict(sorted(drops.items()))
@@ -162,7 +158,7 @@ def _split(example: Example, held_out: float) -> str:
     return "held_out" if is_held_out else "train"
 
 
-def _tokenize(batch, documents: _Documents, tokenizer, settings: Settings, advance) -> Iterator[Bad]:
+def _tokenize(batch, documents: _Documents, tokenizer, settings: Settings) -> Iterator[Bad]:
     """Adds a batch to the documents, and yields examples that the tokenizer refuses or that do not fit into a row."""
     prompts = encode_prompts(batch, tokenizer)
     yield from (prompt for prompt in prompts if isinstance(prompt, Bad))
@@ -202,7 +198,6 @@ def _tokenize(batch, documents: _Documents, tokenizer, settings: Settings, advan
         documents.prompts.append(len(prompt))
         documents.is_text.append(example.prompt is None)
         documents.starts += example.starts
-        advance(0, length)
     flush()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import ml_collections
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.data import families, pieces, tasks
+from refusion_jax.data import families, input_splits, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.problems import Problem
 
@@ -45,9 +45,9 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
             f"--config.data.path: {data.path} is a directory; give a glob such as DIR/*.jsonl, or a directory that "
             f"`prepare` wrote, which holds a manifest.json"
         )
-    files = pieces.find_files(data.path)
+    files = input_splits.find_files(data.path)
     if not files:
         raise UserError(f"--config.data.path: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
-    fields = Fields(data.query_field, data.response_field, data.text_field)
+    fields = Fields(data.query_field, data.response_field, data.text_field, turns=data.turns)
     for path in files:
-        yield from pieces.read(pieces.whole(path), fields)
+        yield from input_splits.read(input_splits.whole(path), fields)

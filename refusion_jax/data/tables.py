@@ -6,9 +6,18 @@ import pyarrow
 import pyarrow.parquet
 from etils import epath
 
-from refusion_jax.data.examples import Bad, Example, Fields, to_example
+from refusion_jax.data.examples import (
+    CONVERSATION_FIELDS,
+    QUERY_FIELDS,
+    RESPONSE_FIELDS,
+    Bad,
+    Example,
+    Fields,
+    to_examples,
+)
 
 _ROWS = 256  # read at a time
+_TURNS = (*CONVERSATION_FIELDS, *QUERY_FIELDS, *RESPONSE_FIELDS)  # columns that may hold turns
 
 
 def row_group_sizes(path: str) -> list[int]:
@@ -30,7 +39,7 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
                 for item in batch.to_pylist():
                     row += 1
                     present = {name: value for name, value in item.items() if value is not None}
-                    yield to_example(present, f"{path}: row {row}", fields)
+                    yield from to_examples(present, f"{path}: row {row}", fields)
     except Exception as error:  # noqa: BLE001  of a date out of range or a column twice it is none of pyarrow's own
         reason = " ".join(str(error).split())[:200]
         yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {reason}", "unreadable file")
@@ -40,4 +49,4 @@ def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) 
     """Whether to read a column: it holds text or messages, or was asked for by name. Others cost time and memory."""
     kind = table.schema_arrow.field(name).type
     is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-    return is_text or name == "messages" or name in (fields.query, fields.response, fields.text)
+    return is_text or name in (*_TURNS, fields.query, fields.response, fields.text)

@@ -1,6 +1,4 @@
-"""Source files of every kind, read whole or in pieces."""
-
-import json
+"""Source files of every kind, read whole or in splits."""
 
 import pyarrow
 import pyarrow.parquet
@@ -9,7 +7,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from test_prepare import write_pairs
 
 from refusion_jax.data.examples import Example, Fields
-from refusion_jax.data.pieces import cut, find_files, read, whole
+from refusion_jax.data.input_splits import find_files, read, splits_of, whole
 
 
 def test_a_parquet_file_that_no_table_can_be_made_of_is_a_bad_example(tmp_path):
@@ -41,9 +39,9 @@ def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path)
     for suffix in ("jsonl", "parquet", "array_record"):
         path = str(tmp_path / f"a.{suffix}")
         for size in (1, 300, 1 << 20):
-            pieces = cut(path, size)
-            assert len(pieces) == 1 if size > 1 << 19 else len(pieces) > 3
-            examples = [e for piece in pieces for e in read(piece, Fields())]
+            splits = splits_of(path, size)
+            assert len(splits) == 1 if size > 1 << 19 else len(splits) > 3
+            examples = [e for part in splits for e in read(part, Fields())]
             assert [(e.prompt, e.response) for e in examples] == pairs
             wheres = [str(e.where).rsplit(":" if suffix == "jsonl" else " ", 1)[1] for e in examples]
             assert wheres == [str(i) for i in range(1, 101)]
@@ -53,20 +51,8 @@ def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path)
 def test_a_text_is_cut_between_characters_only(size, tmp_path):
     text = "grüße ☃\n" * 20 + "☃" * 30000 + "\n" + "x" * 500
     (tmp_path / "a.txt").write_text(text)
-    parts = [e for piece in cut(str(tmp_path / "a.txt"), size * 50) for e in read(piece, Fields())]
+    parts = [e for part in splits_of(str(tmp_path / "a.txt"), size * 50) for e in read(part, Fields())]
     assert all(isinstance(e, Example) for e in parts)
     assert "".join(e.response for e in parts) == text
     assert [e.starts for e in parts] == [True] + [False] * (len(parts) - 1)
     assert [e.ends for e in parts] == [False] * (len(parts) - 1) + [True]
-
-
-def test_messages_become_a_prompt_and_the_last_answer(tmp_path):
-    turns = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "r"},
-    ]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns[:2]}))
-    good, bad = read(whole(str(tmp_path / "a.jsonl")), Fields())
-    assert (good.prompt, good.response) == ((("system", "s"), ("user", "q")), "r")
-    assert bad.kind == "not a conversation"

@@ -1,7 +1,7 @@
-"""Reads input files as examples, in pieces of bounded size that can be read independently.
+"""Reads input files as examples, in splits of bounded size that can be read independently.
 
-A piece is a range of a file: of bytes (a line belongs to the piece in which it begins; plain text is cut behind a
-newline), of row groups of a Parquet file, or of records of an ArrayRecord file. Pieces are a function of the files and
+A split is a range of a file: of bytes (a line belongs to the split in which it begins; plain text is cut after a
+newline), of row groups of a Parquet file, or of records of an ArrayRecord file. Splits are a function of the files and
 the requested size.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from array_record.python.array_record_module import ArrayRecordReader
 from etils import epath
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import (
     OPENING,
@@ -30,10 +30,8 @@ from refusion_jax.data.examples import (
     decode,
     load_json,
     parse,
-    to_example,
+    to_examples,
 )
-from refusion_jax.distributed.json_input import LONGEST_LINE, kind_of
-from refusion_jax.distributed.storage import LARGEST_FILE
 
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
@@ -42,7 +40,7 @@ _KINDS |= {".array_record": "array_record", ".arrayrecord": "array_record"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class InputSplit:
     """A part of an input file."""
 
     path: str
@@ -89,39 +87,37 @@ def _standard_library(held_out: bool) -> list[str]:
 def _walk(directory: epath.Path, above: tuple[str, ...]) -> Iterator[epath.Path]:
     """All files below a directory, except hidden ones; a link to a directory above it is passed by."""
     real = str(directory) if is_remote(directory) else os.path.realpath(directory)
-    if real in above:
-        return
-    for path in directory.iterdir():
+    for path in directory.iterdir() if real not in above else ():
         if path.name.startswith("."):
             continue
         if path.is_dir():
             yield from _walk(path, (*above, real))
-        elif is_remote(path) or Path(path).is_file():  # to etils a pipe is a file, too
+        else:
             yield path
 
 
-def whole(path: str) -> Piece:
-    """A file as one piece."""
+def whole(path: str) -> InputSplit:
+    """A file as one split."""
     size = epath.Path(path).stat().length
     kind = _KINDS.get(Path(path).suffix.lower(), "text")
-    return Piece(path, kind, 0, max(len(_units(path, kind, size)), 1) if kind == "parquet" else size, size)
+    return InputSplit(path, kind, 0, max(len(_units(path, kind, size)), 1) if kind == "parquet" else size, size)
 
 
-def cut(path: str, size: int) -> list[Piece]:
-    """A file in pieces of about `size` bytes; a file that cannot be read as its kind is one piece."""
-    piece = whole(path)
-    if piece.kind in ("text", "jsonl"):
-        starts = range(0, max(piece.size, 1), size)
-        return [Piece(path, piece.kind, s, min(s + size, piece.size), min(size, piece.size - s)) for s in starts]
-    if piece.kind == "json" or not (units := _units(path, piece.kind, piece.size)):
-        return [piece]
-    pieces, start, held = [], 0, 0
+def splits_of(path: str, size: int) -> list[InputSplit]:
+    """A file in splits of about `size` bytes; a file that cannot be read as its kind is one split."""
+    file = whole(path)
+    if file.kind in ("text", "jsonl"):
+        starts = range(0, max(file.size, 1), size)
+        return [InputSplit(path, file.kind, s, min(s + size, file.size), min(size, file.size - s)) for s in starts]
+    if file.kind == "json" or not (units := _units(path, file.kind, file.size)):
+        return [file]
+    splits, start, held = [], 0, 0
     for end, unit in enumerate(units, 1):
         held += unit
         if held >= size or end == len(units):
-            pieces.append(Piece(path, piece.kind, start, end, held))
+            splits.append(InputSplit(path, file.kind, start, end, held))
             start, held = end, 0
-    return pieces
+    return splits
 
 
 def _units(path: str, kind: str, size: int) -> list[int]:
@@ -131,87 +127,66 @@ def _units(path: str, kind: str, size: int) -> list[int]:
             from refusion_jax.data.tables import row_group_sizes  # pyarrow, 60 MB, only where there is such a file
 
             return row_group_sizes(path)
-        records = _records(path)
+        reader = ArrayRecordReader(path)
+        records = reader.num_records()  # 0 of a broken file
+        reader.close()
         return [size // records] * records
     except Exception:  # noqa: BLE001  these libraries raise anything on a broken file
         return []
 
 
-def _records(path: str) -> int:
-    reader = ArrayRecordReader(path)
-    records = reader.num_records()  # 0 of a broken file
-    reader.close()
-    return records
-
-
-def read(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
-    """The examples of a piece, in order; what cannot be read becomes Bad instead of raising."""
-    path = piece.path
-    if piece.size == 0:
-        yield Bad(path, "the file is empty", "empty file")
+def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
+    """The examples of a split, in order; what cannot be read becomes Bad instead of raising."""
+    if part.size == 0:
+        yield Bad(part.path, "the file is empty", "empty file")
         return
-    if Path(path).suffix.lower() in _COMPRESSED:
-        yield Bad(path, "is compressed; unpack it first", "compressed file")
+    if Path(part.path).suffix.lower() in _COMPRESSED:
+        yield Bad(part.path, "is compressed; unpack it first", "compressed file")
         return
-    reader = {"text": _text, "jsonl": _json_lines, "json": _json_list, "array_record": _array_records}.get(piece.kind)
     try:
-        if reader is None:
+        if part.kind == "parquet":
             from refusion_jax.data.tables import read_row_groups
 
-            yield from read_row_groups(path, piece.start, piece.end, fields)
+            yield from read_row_groups(part.path, part.start, part.end, fields)
         else:
-            yield from reader(piece, fields)
+            reader = {"text": _text, "jsonl": _json_lines, "json": _json_list, "array_record": _array_records}
+            yield from reader[part.kind](part, fields)
     except (OSError, RuntimeError) as error:  # ArrayRecord raises RuntimeError
-        yield Bad(path, getattr(error, "strerror", None) or " ".join(str(error).split())[:200], "unreadable file")
+        yield Bad(part.path, getattr(error, "strerror", None) or first_line(error), "unreadable file")
 
 
-def _json_lines(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
-    with epath.Path(piece.path).open("rb") as file:
-        start = 0
-        if piece.start:
-            file.seek(piece.start - 1)
-            _skip_line(file)
-            start = file.tell()
-        offset, number = start, 0
-        while offset < piece.end and (line := file.readline(LONGEST_LINE)):
+def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
+    with epath.Path(part.path).open("rb") as file:
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()
+        start = offset = file.tell()
+        number = 0
+        while offset < part.end and (line := file.readline()):
             number += 1
-            where = Line(piece.path, start, number)
-            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                offset += _skip_line(file)
-                yield Bad(where, f"longer than {LONGEST_LINE >> 20} MiB", "line too long")
-            elif line.removeprefix(codecs.BOM_UTF8).strip():
-                yield parse(line, where, fields)
             offset += len(line)
+            if line.removeprefix(codecs.BOM_UTF8).strip():
+                yield from parse(line, Line(part.path, start, number), fields)
 
 
-def _skip_line(file) -> int:
-    """Skips to behind the next newline, and returns the number of bytes skipped."""
-    skipped = 0
-    while block := file.readline(1 << 20):
-        skipped += len(block)
-        if block.endswith(b"\n"):
-            break
-    return skipped
-
-
-def _text(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
+def _text(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     del fields
-    size = epath.Path(piece.path).stat().length
-    with epath.Path(piece.path).open("rb") as file:
-        start, end = _text_cut(file, piece.start, size), _text_cut(file, piece.end, size)
+    size = epath.Path(part.path).stat().length
+    with epath.Path(part.path).open("rb") as file:
+        start, end = _text_cut(file, part.start, size), _text_cut(file, part.end, size)
         file.seek(0)
         opening = file.read(len(codecs.BOM_UTF8) + OPENING).removeprefix(codecs.BOM_UTF8)[:OPENING] if start else b""
         file.seek(start)
         raw = file.read(end - start)
-    text = decode(raw, piece.path if start == 0 else f"{piece.path}: from byte {start}")
+    text = decode(raw, part.path if start == 0 else f"{part.path}: from byte {start}")
     if isinstance(text, Bad):
         yield text
     elif start == 0 or text:
-        yield checked(Example(None, text, piece.path, starts=start == 0, ends=end == size, opening=opening))
+        yield checked(None, text, part.path, starts=start == 0, ends=end == size, opening=opening)
 
 
 def _text_cut(file, offset: int, size: int) -> int:
-    """Where to cut a text near an offset: behind the next newline, or if none is near, between characters."""
+    """Where to cut a text near an offset: after the next newline, or if none is near, between characters."""
     if offset in (0, size):
         return offset
     file.seek(offset)
@@ -221,38 +196,34 @@ def _text_cut(file, offset: int, size: int) -> int:
     return offset + (newline + 1 if newline >= 0 else inside)
 
 
-def _json_list(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
-    path = piece.path
-    if piece.size > LARGEST_FILE:
-        yield Bad(path, f"a .json list of more than {LARGEST_FILE >> 20} MiB; make it .jsonl", "file too large")
-        return
+def _json_list(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
+    path = part.path
     items = load_json(epath.Path(path).read_bytes(), path)
     if isinstance(items, Bad):
         yield items
     elif not isinstance(items, list):
-        reason = f"a .json file must hold a list of objects, not {kind_of(items)}; one a line is .jsonl"
-        yield Bad(path, reason, "not a list")
+        yield Bad(path, "a .json file must hold a list of objects; one a line is .jsonl", "not a list")
     else:
         for number, item in enumerate(items, 1):
-            yield to_example(item, f"{path}: item {number}", fields)
+            yield from to_examples(item, f"{path}: item {number}", fields)
 
 
-def _array_records(piece: Piece, fields: Fields) -> Iterator[Example | Bad]:
+def _array_records(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     """Each record is a JSON object, or a text."""
-    reader = ArrayRecordReader(piece.path)
+    reader = ArrayRecordReader(part.path)
     if not reader.num_records():  # it does not raise where the file is broken
-        yield Bad(piece.path, "not a whole ArrayRecord file, or one without records", "unreadable file")
+        yield Bad(part.path, "not a whole ArrayRecord file, or one without records", "unreadable file")
         return
-    for index in range(piece.start, min(piece.end, reader.num_records())):
-        where = f"{piece.path}: record {index + 1}"
+    for index in range(part.start, min(part.end, reader.num_records())):
+        where = f"{part.path}: record {index + 1}"
         try:
             (record,) = reader.read([index])
         except Exception as error:  # noqa: BLE001  raises no exception of its own
-            yield Bad(where, f"cannot be read: {' '.join(str(error).split())[:200]}", "unreadable file")
+            yield Bad(where, f"cannot be read: {first_line(error)}", "unreadable file")
             continue
         if record.lstrip()[:1] == b"{":
-            yield parse(record, where, fields)
+            yield from parse(record, where, fields)
         else:
             text = decode(record, where)
-            yield text if isinstance(text, Bad) else checked(Example(None, text, where))
+            yield text if isinstance(text, Bad) else checked(None, text, where)
     reader.close()
