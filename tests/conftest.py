@@ -278,6 +278,7 @@ def settings(method="refusion", new=16, size=4, blocks=1, slot=0.6, token=0.4, *
     """
     slots = {
         "speculate": "0",
+        "fed_tokens": 2 * size,
         "slot_size": size,
         "serial_blocks": blocks,
         "slot_threshold": slot,

@@ -41,7 +41,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_positions
@@ -49,10 +49,11 @@ from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding import speculation
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import best, drawn_from, mask_logits
+from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import System
 
@@ -64,7 +65,6 @@ KEYS = {
         0.2, "weight of the next-token term, relative to that of the masks", at_least=0, at_most=1e6
     ),
 }
-_DRAFT, _CHECK, _REPAIR = range(3)  # purposes of a random draw at a place, each with its own noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,16 +181,11 @@ class DraftAndCheck(Continuer):
         )
         _, choosable = mask_logits(logits, jnp.ones((B, W), bool), self.ids)
         is_warm = s.settings.temperature > 0  # [B]
-        likely = distribution(choosable, jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, W)), s.settings))
+        likely = speculation.distribution(choosable, s.settings)
 
         # p[i] verifies draft i; the p behind the last draft gives one more token if all are accepted.
-        p, p_next = likely[:, : N - 1], likely[:, :N]
-        chance = _at(p, s.drafts) / jnp.maximum(_at(s.q, s.drafts), jnp.finfo(jnp.float32).tiny)
-        accepts = _uniform(s.keys, places[:, : N - 1]) < chance
-        accepted = jnp.sum(jnp.cumprod(accepts & (offset[:, : N - 1] < s.drafted[:, None]), axis=1), axis=1)  # [B]
-        is_refused = (offset[:, :N] < s.drafted[:, None])[:, :, None]
-        left = jnp.where(is_refused, jnp.maximum(p_next - jnp.pad(s.q, ((0, 0), (0, 1), (0, 0))), 0), p_next)
-        token = _pick(_draw(left, is_warm, s.keys, places[:, :N], _REPAIR), accepted)
+        verdict = (likely[:, :N], s.q, s.drafts, s.drafted, s.keys, places[:, :N], is_warm)
+        accepted, token = speculation.verify(*verdict)
 
         tokens = jnp.where(offset[:, :N] < accepted[:, None], jnp.pad(s.drafts, ((0, 0), (0, 1))), token[:, None])
         room = s.places.count - s.record.count
@@ -203,7 +198,7 @@ class DraftAndCheck(Continuer):
         # If nothing was rejected, the masks behind the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
-        drafts = _draw(q, is_warm, s.keys, jnp.take_along_axis(places, from_mask, axis=1), _DRAFT)
+        drafts = speculation.draw(q, is_warm, s.keys, jnp.take_along_axis(places, from_mask, axis=1))
         row = s.active[:, None]
         return dataclasses.replace(
             s,
@@ -216,63 +211,6 @@ class DraftAndCheck(Continuer):
             active=s.active & ~has_end & (record.count < s.places.count),
             forwards=s.forwards + s.active,
         )
-
-
-def distribution(logits: Float32[Array, "B T V"], settings: shared.RowSettings) -> Float32[Array, "B T V"]:
-    """The distribution that tokens are sampled from; at temperature 0, one-hot at the most probable token.
-
-    Args:
-      logits: of the tokens that may be chosen.
-      settings: temperature, top_k, top_p [B, T] of each token's row.
-    """
-    greedy = jax.nn.one_hot(best(logits), logits.shape[-1])
-    is_warm = settings.temperature > 0
-
-    def warm(logits):
-        own = dataclasses.replace(settings, temperature=jnp.where(is_warm, settings.temperature, 1.0))
-        return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, own), axis=-1), greedy)
-
-    return jax.lax.cond(jnp.any(is_warm), warm, lambda _: greedy, logits)
-
-
-def _draw(
-    p: Float32[Array, "B T V"],
-    is_warm: Bool[Array, "B"],
-    keys: Key[Array, "B"],
-    places: Int32[Array, "B T"],
-    purpose: int,
-) -> Int32[Array, "B T"]:
-    """Samples from p, which need not sum to 1; the noise depends on row, place and purpose.
-
-    If all of `is_warm` [B] are false, p is one-hot everywhere, and no noise is computed.
-    """
-
-    def noisy():
-        noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
-        return jnp.log(p) + noise
-
-    return best(jax.lax.cond(jnp.any(is_warm), noisy, lambda: p))
-
-
-def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """Uniform draws in [0, 1)."""
-    return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
-
-
-def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:
-    """A key for each place and purpose."""
-    own = jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
-    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
-
-
-def _at(p: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """The probabilities of these tokens."""
-    return jnp.take_along_axis(p, tokens[:, :, None], axis=2)[:, :, 0]
-
-
-def _pick(x: Shaped[Array, "B T"], index: Int32[Array, "B"]) -> Shaped[Array, "B"]:
-    """The element of each row at its index."""
-    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -1,0 +1,306 @@
+"""Lossless drafting: the text that the model writes one token at a time, several tokens a forward.
+
+The text is written left to right, each token predicted by the one before it. (The first token of a gap that what was
+given does not lead up to is predicted by a mask, which sees all that was committed.) Slots of masks guess ahead. Each
+forward feeds the last token, N - 1 drafts of the tokens after it, and N masks for each of G prefixes of the drafts, as
+if the text ended there:
+
+    places   3 4 5 6 | 5 6 7 8 | 7 8 9 10       N = 4, G = 2: masks after the first draft, and after all three
+    tokens   x d d d | M M M M | M M M M
+    x        1 . . .   . . . .   . . . .        The drafts are accepted up to the first that differs from the model's
+    d        1 1 . .   . . . .   . . . .        own next token, which takes its place. (With a temperature: by the
+    d        1 1 1 .   . . . .   . . . .        rule of speculative sampling.) The masks after this prefix have made
+    d        1 1 1 1   . . . .   . . . .        the next drafts: all but their first, whose token is known by then.
+    M        1 1 . .   1 . . .   . . . .        Of masks after a shorter prefix, those of later places still count;
+    M        1 1 . .   1 1 . .   . . . .        if there are none, so do the drafts that were not reached.
+    M        1 1 . .   1 1 1 .   . . . .
+    M        1 1 . .   1 1 1 1   . . . .        The G prefixes are those at which rejection is most probable, by the
+    M        1 1 1 1   . . . .   1 . . .        probabilities of the drafts. With two slots at once, the second half
+    M        1 1 1 1   . . . .   1 1 . .        of the masks does not see the first. The prefill's last forward feeds
+    M        1 1 1 1   . . . .   1 1 1 .        the first masks, and so commits the first token.
+    M        1 1 1 1   . . . .   1 1 1 1
+
+Axes: B rows, N tokens that a forward commits at most, M = N - 1 drafts, G prefixes, W = N (1 + G) fed tokens, P given
+tokens of the prefill's last forward, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, Key
+
+from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding import speculation
+from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import mask_logits
+from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.distributed.chips import free_tokens
+from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
+from refusion_jax.model.transformer import ModelConfig, Transformer
+
+# (slots drafted at once, prefixes that are followed by masks) -> tokens per forward, about.
+GAIN = {(0, 0): 1.0, (1, 1): 3.3, (1, 2): 3.6, (2, 2): 4.0}
+# Tokens of arithmetic that the rest of a forward takes, at the least.
+_OVERHEAD = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSettings(shared.Settings):
+    """How to decode a dense model left to right."""
+
+    slot_size: int = setting(8, "Masks of a slot", scope="compiled", at_least=2, at_most=4096)
+    fed_tokens: int = setting(
+        0, "Tokens that a forward feeds for each row, at most: 1, one token at a time; 2, 3 or 6 slots, drafts and the "
+        "masks after one or two prefixes of them; 0: what pays on this device. The text is always the same",
+        scope="compiled", at_least=0, at_most=2**16,
+    )  # fmt: skip
+
+    @classmethod
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        size = max(trained["sizes"])
+        return [{"slot_size": size, "fed_tokens": fed} for fed in (1, 2 * size, 3 * size, 6 * size)]
+
+    def looking_ahead(self, tokens: int) -> Self:
+        """With so many tokens more than one a row."""
+        return dataclasses.replace(self, fed_tokens=1 + tokens)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State(Continuation):
+    """The state of the decoding loop."""
+
+    pending: Int32[Array, "B"]  # the last token, not in the cache yet
+    place: Int32[Array, "B"]  # its position in the text
+    drafts: Int32[Array, "B M"]  # of the tokens after it
+    q: Float32[Array, "B M V"]  # the distribution that each draft was drawn from
+    sure: Float32[Array, "B M"]  # the highest probability of each draft's mask
+    drafted: Int32[Array, "B"]  # how many drafts there are
+
+    @property
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every token counts as a round: as many as one token at a time takes."""
+        return self.record.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting(Continuer):
+    """The decoder with its compiled sizes."""
+
+    settings: ClassVar[type[DraftSettings]] = DraftSettings
+
+    slot_size: int
+    fed_tokens: int  # of a row, at most; 0: what pays
+    has_gaps: bool  # whether there may be gaps in the text whose first token a mask predicts
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The smallest sizes that serve all of these requests."""
+        s, has_gaps = requests[0].settings, any(request.template for request in requests)
+        sizes = s.slot_size, s.fed_tokens, has_gaps
+        own = cls(TokenIds.of(s, model), 0, most_new_tokens(requests), 0, prefill_chunk(requests), *sizes)
+        reach, prefixes = own.most
+        width = reach * (1 + prefixes)
+        return dataclasses.replace(own, width=width, cache_length=text_capacity(requests) + width)
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """(N, G) of the widest forward."""
+        return max(self._choices)
+
+    @property
+    def _choices(self) -> dict[tuple[int, int], float]:
+        """(N, G) -> tokens per forward, of the forwards that the settings allow."""
+        fitting = {
+            (slots * self.slot_size or 1, prefixes or int(self.has_gaps)): gain
+            for (slots, prefixes), gain in GAIN.items()
+            if not slots or not self.fed_tokens or slots * self.slot_size * (1 + prefixes) <= self.fed_tokens
+        }
+        return {max(fitting): 1.0} if self.fed_tokens else fitting
+
+    def shape(self, model: Transformer, rows: int) -> tuple[int, int]:
+        """(N, G) of a forward with this many rows: most tokens in a time that grows with all that is fed."""
+        free = free_tokens(model.weight_bytes, device_kind_here(), model.operand_dtype.itemsize)
+        rows = rows // shard_count_here("batch")
+
+        def speed(choice):
+            reach, prefixes = choice
+            return self._choices[choice] / (max(free, _OVERHEAD) + rows * reach * (1 + prefixes))
+
+        return max(self._choices, key=speed)
+
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+        """The initial state: all that is given is prefilled, and the first token committed."""
+        given, (N, G), P = layout.given, self.most, self.chunk
+        B, G = len(given.length), min(G, 1)
+        before = jnp.maximum(given.length - P, 0)  # prefilled without masks
+        cache = kv.prefill(model, dataclasses.replace(given, length=before), P)
+        index = jnp.minimum(before[:, None] + jnp.arange(P)[None], given.tokens.shape[1] - 1)
+        tokens, places = (jnp.take_along_axis(x, index, axis=1) for x in (given.tokens, given.positions))
+        last = given.length - before - 1
+
+        M, V = self.most[0] - 1, model.config.vocab_size
+        none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
+        none |= {"sure": jnp.zeros((B, M), jnp.float32), "drafted": jnp.zeros_like(last)}
+        own = {"pending": _at(tokens, last), "place": _at(places, last)} | none
+        s = self.start(State, layout, keys, cache, **own)
+
+        prefixes = jnp.zeros((B, G), jnp.int32)
+        ahead = _masks(self._next_place(s), prefixes, N)
+        fed = jnp.concatenate([tokens, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
+        visible = _visible(P, prefixes + last[:, None], N, self.slot_size)
+        x, new = model.extend_hidden(
+            fed, jnp.concatenate([places, ahead], axis=1), cache.entries, cache.length, visible
+        )
+        x = jnp.concatenate([jnp.take_along_axis(x, last[:, None, None], axis=1), x[:, P:]], axis=1)
+        cache = kv.Cache(kv.write(cache, new).entries, given.length)
+        return self._advance(dataclasses.replace(s, cache=cache), model.logits(x), prefixes, 1)[0]
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
+        N, G = self.shape(model, len(s.pending))
+        drafts, sure = s.drafts[:, : N - 1], s.sure[:, : N - 1]
+        first = self._next_place(s)
+        drafted = jnp.minimum(jnp.where(first == s.place + 1, s.drafted, 0), N - 1)
+
+        # The probability that exactly so many drafts are accepted.
+        accepts = jnp.where(jnp.arange(N - 1)[None] < drafted[:, None], sure, 0)
+        accepts = jnp.pad(accepts, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
+        prefixes = jax.lax.top_k(jnp.cumprod(accepts[:, :-1], axis=1) * (1 - accepts[:, 1:]), G)[1]
+
+        ahead = _masks(first, prefixes, N)
+        fed = jnp.concatenate([s.pending[:, None], drafts, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
+        places = jnp.concatenate([s.place[:, None], first[:, None] + jnp.arange(N - 1)[None], ahead], axis=1)
+        visible = _visible(N, prefixes, N, self.slot_size)
+        logits, cache = kv.extend(model, s.cache, fed, places, visible)
+        after, kept = self._advance(dataclasses.replace(s, drafted=drafted), logits, prefixes, N)
+        return dataclasses.replace(after, cache=kv.commit(cache, kept), forwards=s.forwards + s.active)
+
+    def _next_place(self, s: State) -> Int32[Array, "B"]:
+        return _at(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
+
+    def _advance(
+        self, s: State, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"], n: int
+    ) -> tuple[State, Int32[Array, "B"]]:
+        """(the next state, but for the cache; number of committed tokens).
+
+        Args:
+          s: the state, with as many drafts as were fed.
+          logits: at the last token and the drafts, n in all, then at the masks.
+          prefixes: number of drafts that the masks see.
+          n: number of verified places.
+        """
+        offset, first, settings = jnp.arange(n)[None], self._next_place(s), s.settings
+        places = first[:, None] + offset
+        N = (logits.shape[1] - n) // prefixes.shape[1] if prefixes.shape[1] else 1
+        index = s.record.count[:, None] + jnp.concatenate([offset + 0 * places, _masks(0 * first, prefixes, N)], axis=1)
+        index = jnp.minimum(index, self.new_tokens - 1)
+        _, choosable = mask_logits(logits, jnp.take_along_axis(s.places.may_end, index, axis=1), self.ids)
+        if prefixes.shape[1]:  # a token that no other leads up to is predicted by the first mask
+            is_led_up_to = (first == s.place + 1)[:, None]
+            choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
+        likely, is_warm = speculation.distribution(choosable, settings), settings.temperature > 0
+
+        drafts, q = s.drafts[:, : n - 1], s.q[:, : n - 1]
+        verdict = speculation.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, is_warm)
+        accepted, token = verdict
+        tokens = jnp.where(offset < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), token[:, None])
+        adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
+        adjacent &= s.record.count[:, None] + offset < s.places.count[:, None]
+        room = jnp.sum(jnp.cumprod(adjacent, axis=1), axis=1)  # in this gap
+        kept = jnp.where(s.active, jnp.minimum(accepted + 1, room), 0)
+        ends = (tokens == self.ids.eos_id) & (offset < kept[:, None])
+        has_end = jnp.any(ends, axis=1)
+        kept = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, kept)
+        record = s.record.append(tokens, places, kept)
+
+        last = jnp.maximum(kept - 1, 0)
+        new = {"pending": _at(tokens, last), "place": _at(places, last), "drafted": jnp.zeros_like(kept)}
+        if N > 1:
+            sure = jnp.exp(jnp.max(choosable, axis=-1) - jax.nn.logsumexp(choosable, axis=-1))
+            new |= self._next_drafts(s, likely[:, n:], sure[:, n:], prefixes, accepted, kept)
+        own = {name: _where(s.active, x, getattr(s, name)) for name, x in new.items()}
+        active = s.active & ~has_end & (record.count < s.places.count)
+        return dataclasses.replace(s, record=record, active=active, **own), kept
+
+    def _next_drafts(
+        self,
+        s: State,
+        likely: Float32[Array, "B W V"],
+        sure: Float32[Array, "B W"],
+        prefixes: Int32[Array, "B G"],
+        accepted: Int32[Array, "B"],
+        kept: Int32[Array, "B"],
+    ) -> dict[str, Array]:
+        """Drafts of the tokens after the committed ones: by the masks after the longest prefix that was accepted, or
+        else those that were not reached.
+
+        Args:
+          s: the state before.
+          likely: the distributions at the masks, W = N G of them.
+          sure: the highest probability at each.
+          prefixes: number of drafts that the masks see.
+          accepted: number of accepted drafts.
+          kept: number of committed tokens.
+        """
+        M, N = s.drafts.shape[1], likely.shape[1] // prefixes.shape[1]
+        usable = jnp.where(prefixes <= accepted[:, None], prefixes, -1)
+        seen, which = jnp.max(usable, axis=1), jnp.argmax(usable, axis=1)
+        later = kept[:, None] + jnp.arange(M)[None]  # [B, M]
+        at = which[:, None] * N + jnp.clip(later - seen[:, None], 0, N - 1)
+        made = {"q": jnp.take_along_axis(likely, at[:, :, None], axis=1), "sure": jnp.take_along_axis(sure, at, axis=1)}
+        made["drafts"] = speculation.draw(
+            made["q"], s.settings.temperature > 0, s.keys, self._next_place(s)[:, None] + later
+        )
+        left, has_masks = jnp.minimum(later, M - 1), seen >= 0
+        unreached = {
+            "q": jnp.take_along_axis(s.q, left[:, :, None], axis=1),
+            **{name: jnp.take_along_axis(getattr(s, name), left, axis=1) for name in ("sure", "drafts")},
+        }
+        count = jnp.where(has_masks, N - kept + seen, s.drafted - kept)
+        return {
+            **{name: _where(has_masks, made[name], unreached[name]) for name in made},
+            "drafted": jnp.clip(count, 0, M),
+        }
+
+
+def _masks(first: Int32[Array, "B"], prefixes: Int32[Array, "B G"], N: int) -> Int32[Array, "B _"]:
+    """The places of the masks after each prefix, G * N of them; `first` is that of the first draft."""
+    places = (first[:, None] + prefixes)[:, :, None] + jnp.arange(N)[None, None]
+    return places.reshape(len(first), -1)
+
+
+def _visible(tokens: int, seen: Int32[Array, "B G"], N: int, slot_size: int) -> Bool[Array, "B W W"]:
+    """Who sees whom of some tokens, causal, and N masks for each of G prefixes, in slots that do not see each other.
+
+    Args:
+      tokens: their number.
+      seen: index of the last token that the masks see.
+      N: masks after a prefix.
+      slot_size: masks of a slot.
+    """
+    B, G = seen.shape
+    index = np.arange(G * N)
+    slot = index // N * N + index % N // slot_size  # numbers of their own
+    own = (slot[:, None] == slot[None]) & (index[None] <= index[:, None])
+    corner = np.zeros((tokens + G * N, tokens + G * N), bool)
+    corner[:tokens, :tokens], corner[tokens:, tokens:] = np.tri(tokens, dtype=bool), own
+    before = jnp.arange(tokens)[None, None] <= jnp.repeat(seen, N, axis=1)[:, :, None]
+    return jnp.broadcast_to(jnp.array(corner), (B, *corner.shape)).at[:, tokens:, :tokens].set(before)
+
+
+def _at(x: Int32[Array, "B T"], index: Int32[Array, "B"]) -> Int32[Array, "B"]:
+    """The element of each row at its index."""
+    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
+
+
+def _where(rows: Bool[Array, "B"], new: Array, old: Array) -> Array:
+    """`new` in the rows that are true, `old` in the others."""
+    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
