@@ -56,10 +56,12 @@ ORDERS = [(4, [0]), (2, [0, 1]), (2, [1, 0]), (1, [2, 0, 3, 1]), (3, [1, 0]), (3
 
 @pytest.mark.parametrize(("slot_size", "order"), ORDERS, ids=str)
 @pytest.mark.parametrize("prompt", [[], [3, 1]], ids=["no prompt", "prompt"])
-def test_the_probabilities_of_all_continuations_sum_to_one(prompt, slot_size, order):
+@pytest.mark.parametrize("method", ["refusion", "dense"])
+def test_the_probabilities_of_all_continuations_sum_to_one(method, prompt, slot_size, order):
     model = tiny_model(vocab_size=8, num_tokens=5)
     texts = list(itertools.product(range(5), repeat=4))
-    nats = log_likelihood(model, [prompt] * len(texts), texts, slot_size=slot_size, order=order, keys=[0] * len(texts))
+    options = {"slot_size": slot_size, "order": order, "keys": [0] * len(texts), "method": method}
+    nats = log_likelihood(model, [prompt] * len(texts), texts, **options)
     assert abs(np.exp(nats).sum() - 1) < 1e-5
     assert np.ptp(nats) > 0.1  # and they are not all alike
 
@@ -81,6 +83,17 @@ def test_it_is_the_product_of_one_token_after_the_other():
             order = list(slots)[::-1] if backwards else list(slots)
             got = log_likelihood(model, [prompt], [text], slot_size=slot_size, order=order)[0]
             assert abs(got - step_by_step(model, prompt, text, slot_size, order)) < 1e-4
+
+
+def test_a_dense_model_has_that_of_its_next_tokens_in_reading_order_and_of_its_masks_in_others():
+    model, texts = sharp_model(), [[9, 14, 6, 21, 8]] * len(PROMPTS)
+    next_tokens = log_likelihood(model, PROMPTS, texts, method="ar")
+    assert log_likelihood(model, PROMPTS, texts, slot_size=2, method="dense") == pytest.approx(next_tokens)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        options = {"slot_size": 2, "order": order}
+        by_masks = log_likelihood(model, PROMPTS, texts, **options)
+        assert log_likelihood(model, PROMPTS, texts, **options, method="dense") == by_masks
+        assert by_masks != pytest.approx(next_tokens)
 
 
 def test_packed_is_one_by_one():
