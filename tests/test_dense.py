@@ -1,15 +1,19 @@
-"""Dense slot diffusion: its mask and labels."""
+"""Dense slot diffusion: its mask and labels; that drafting changes no text, in any shape of its forwards."""
 
+import collections
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK
+from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_model, sharp_models, tiny_model
 
+from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
-from refusion_jax.systems.dense import objective
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.systems.api import decoder_for
+from refusion_jax.systems.dense import drafting, objective
 from refusion_jax.systems.dense.objective import DenseSlots, Noise, dense_batch, draw_noise
 
 
@@ -128,3 +132,77 @@ def test_slots_that_do_not_fit_are_left_out_evenly():
     assert share.mean() == pytest.approx(10 / 18)
     assert share.min() > 10 / 18 - 0.15
     assert share.max() < 10 / 18 + 0.15
+
+
+def test_the_matrix_of_the_decoder_is_what_its_forward_shows():
+    drawn = re.findall(r"^    [xdM]        ([1.] .*?)(?:  +[A-Za-z].*)?$", drafting.__doc__, re.MULTILINE)
+    expected = [[cell == "1" for cell in re.sub(r"[^1.]", "", line)] for line in drawn]
+    assert drafting._visible(4, jnp.array([[1, 3]]), 4, 4)[0].tolist() == expected
+    two_slots = np.array(drafting._visible(4, jnp.array([[1, 3]]), 4, 2)[0])
+    assert not two_slots[6:8, 4:6].any()
+    assert not two_slots[10:, 8:10].any()
+    two_slots[6:8, 4:6] = two_slots[10:, 8:10] = True
+    assert two_slots.tolist() == expected
+
+
+FED = [1, 8, 12, 24, 0]  # with slots of 4: one token at a time, and every shape there is; 0: what pays
+
+
+@pytest.mark.parametrize("fed", FED)
+def test_greedy_it_writes_what_ar_writes_from_the_same_weights(fed):
+    for model in sharp_models()[:3]:
+        out, ar = (decode(model, PROMPTS, settings(m, fed_tokens=fed)) for m in ("dense", "ar"))
+        assert out.tokens == ar.tokens
+        assert out.commit_order == ar.commit_order
+        assert out.rounds == ar.rounds
+        assert all(a < b for a, b in zip(out.forwards, ar.forwards, strict=True))  # the prefill gives the first token
+
+
+@pytest.mark.parametrize(("fed", "each"), [(1, 1), (8, 4), (12, 4), (24, 8)])
+def test_a_model_that_ignores_its_place_accepts_every_draft(fed, each):
+    """Attention and mlp silenced, every token followed by one token: each forward yields as many as it may."""
+    model = tiny_model()
+    model.layers.o_proj[...] *= 0
+    model.layers.down_proj[...] *= 0
+    embedding, head = jnp.ones_like(model.embed_tokens[...]), jnp.zeros_like(model.lm_head[...])
+    model.embed_tokens[...], model.lm_head[...] = embedding, head.at[9].set(1.0)
+    out = decode(model, PROMPTS, settings("dense", new=17, fed_tokens=fed))
+    assert out.tokens == [[9] * 17] * len(PROMPTS)
+    assert out.forwards == [16 // each] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("fed", [8, 24])
+def test_drawn_texts_are_distributed_as_next_token_predictions(fed):
+    """Three tokens at temperature 1, within top_k: the joint distribution of 4,000 draws, by a chi-square test."""
+    model, prompt, k = sharp_model(1), [BOS, 9, 13], 2
+
+    def p(text):
+        logits = forward(model, jnp.array([text]), jnp.arange(len(text))[None], causal(jnp.ones((1, len(text)), int)))
+        logits = np.array(logits[0, -1])
+        logits[[MASK, 0, 30, 31]] = -np.inf
+        logits[np.argsort(logits)[:-k]] = -np.inf
+        return {token: share for token, share in enumerate(np.array(jax.nn.softmax(logits))) if share > 0}
+
+    expected = {
+        (a, b, c): pa * pb * pc
+        for a, pa in p(prompt).items()
+        for b, pb in p([*prompt, a]).items()
+        for c, pc in p([*prompt, a, b]).items()
+    }
+    runs, unseen = 4000, min(set(range(5, 30)).difference(*expected))
+    s = settings("dense", new=4, fed_tokens=fed, temperature=1.0, top_k=k, batch_size=1024, eos_id=unseen)
+    seen = collections.Counter(tuple(t[:3]) for t in decode(model, [prompt] * runs, s).tokens)
+    assert seen.keys() <= expected.keys()
+    statistic = sum((seen[text] - runs * share) ** 2 / (runs * share) for text, share in expected.items())
+    assert len(expected) == 8
+    assert statistic < 24.3  # the 99.9 % quantile with 7 degrees of freedom
+
+
+def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
+    model = tiny_model()
+    requests = prepare(PROMPTS, settings("dense", fed_tokens=0), model.config)
+    decoder = decoder_for(requests, model.config)
+    assert decoder.width == 24
+    fed = [np.prod([reach := decoder.shape(model, rows), (reach[0], 1 + reach[1])][1]) for rows in (1, 8, 64)]
+    assert fed == sorted(fed, reverse=True)
+    assert fed[0] > fed[-1] == 1  # the arithmetic of many rows is not free
