@@ -1,10 +1,10 @@
 """Dense slot diffusion: slots in any order, each token trained on as the next token and as a mask."""
 
 from refusion_jax.systems.dense.drafting import Drafting
-from refusion_jax.systems.dense.likelihood import feed
 from refusion_jax.systems.dense.objective import KEYS, DenseSlots, check
 from refusion_jax.systems.dense.reference import one_by_one
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.dense.scoring import scoring_forward
+from refusion_jax.systems.interface import Scoring, System
 
 SYSTEM = System(
     name="dense",
@@ -14,5 +14,5 @@ SYSTEM = System(
     section="dense",
     keys=KEYS,
     check=check,
-    feed=feed,
+    scoring=Scoring(scoring_forward),
 )

@@ -67,10 +67,6 @@ class DraftSettings(shared.Settings):
         size = max(trained["sizes"])
         return [{"slot_size": size, "fed_tokens": fed} for fed in (1, 2 * size, 3 * size, 6 * size)]
 
-    def looking_ahead(self, tokens: int) -> Self:
-        """With so many tokens more than one a row."""
-        return dataclasses.replace(self, fed_tokens=1 + tokens)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

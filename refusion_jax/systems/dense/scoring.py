@@ -3,11 +3,11 @@
 import dataclasses
 
 from refusion_jax.systems import ar
-from refusion_jax.systems.likelihood import Feed, Text
-from refusion_jax.systems.refusion.likelihood import slot_feed
+from refusion_jax.systems.refusion.scoring import slot_scoring
+from refusion_jax.systems.scoring import ScoredText, ScoredTokens
 
 
-def feed(text: Text) -> Feed:
+def scoring_forward(text: ScoredText) -> ScoredTokens:
     """The forward that scores a text.
 
     In the order "left_to_right" each token is predicted by the one before it, as lossless drafting writes it, and the
@@ -18,5 +18,7 @@ def feed(text: Text) -> Feed:
       UserError: where the order does not name every slot once.
     """
     if text.order != "left_to_right":
-        return slot_feed(text)
-    return ar.feed(text) if len(text.prompt) else slot_feed(dataclasses.replace(text, slot_size=len(text.continuation)))
+        return slot_scoring(text)
+    if len(text.prompt):
+        return ar.scoring_forward(text)
+    return slot_scoring(dataclasses.replace(text, slot_size=len(text.continuation)))
