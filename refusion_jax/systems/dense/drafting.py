@@ -55,7 +55,7 @@ _OVERHEAD = 16
 class DraftSettings(shared.Settings):
     """How to decode a dense model left to right."""
 
-    slot_size: int = setting(8, "Masks of a slot", scope="compiled", at_least=2, at_most=4096)
+    slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
     fed_tokens: int = setting(
         0, "Tokens that a forward feeds for each row, at most: 1, one token at a time; 2, 3 or 6 slots, drafts and the "
         "masks after one or two prefixes of them; 0: what pays on this device. The text is always the same",
