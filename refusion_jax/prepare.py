@@ -120,9 +120,11 @@ def command_line() -> str:
 def describe(manifest: Manifest) -> str:
     """One line for people."""
     dropped = ", ".join(f"{count:,} {kind}" for kind, count in manifest.dropped.items())
+    turns = ", ".join(f"{count:,} of {role}" for role, count in manifest.left_out.items())
     return (
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens in {manifest.rows:,} rows of "
         f"{manifest.row_length}, {manifest.fill:.2%} full; left out: {dropped or 'nothing'}"
+        + (f"; turns that the chat template leaves out, wholly or in part: {turns}" if turns else "")
     )
 
 

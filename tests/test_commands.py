@@ -178,7 +178,7 @@ BAD = {
     "input that is malformed": ([*PREPARE, "--input={dir}/malformed.jsonl"], "malformed.jsonl:3: not JSON"),
     "input longer than a row": (
         [*PREPARE, "--input={dir}/long.jsonl", "--row_length=16"],
-        "response tokens do not fit in --row_length=16",
+        "response tokens do not fit in row_length=16",
     ),
     "input of other fields": (
         [*PREPARE, "--input={dir}/fields.jsonl"],

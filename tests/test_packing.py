@@ -7,16 +7,20 @@ import pytest
 
 from refusion_jax import UserError
 from refusion_jax.data.examples import Example
-from refusion_jax.data.packing import Document, pack, tokenize
+from refusion_jax.data.packing import Document, pack, rows_of, tokenize, usable
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
 ROW = 16
 
 
+def document(tokens, prompt_length):
+    return Document(np.array([*tokens], np.int32), prompt_length)
+
+
 @st.composite
 def documents(draw):
     lengths = draw(st.lists(st.integers(1, ROW), min_size=1, max_size=40))
-    return [Document([100 * i + j for j in range(n)], draw(st.integers(0, n - 1))) for i, n in enumerate(lengths, 1)]
+    return [document(range(100 * i, 100 * i + n), draw(st.integers(0, n - 1))) for i, n in enumerate(lengths, 1)]
 
 
 @hypothesis.given(documents())
@@ -35,7 +39,7 @@ def test_every_document_is_in_one_row_once_whole_and_marked(docs):
             inside = segments == segment
             prompt_length = int(np.sum(inside & ~response))
             assert response[inside].tolist() == [i >= prompt_length for i in range(int(inside.sum()))]
-            found.append(Document(tokens[inside].tolist(), prompt_length))
+            found.append(document(tokens[inside], prompt_length))
     assert collections.Counter(map(repr, found)) == collections.Counter(map(repr, docs))
     assert rows.documents == len(docs)
     assert rows.fill == pytest.approx(sum(len(d.tokens) for d in docs) / (len(rows) * ROW))
@@ -63,9 +67,19 @@ def best_fit_decreasing(lengths):
 
 
 def test_the_fingerprint_changes_with_any_token():
-    docs = [Document([5, 6, 7], 1), Document([8, 9], 0)]
-    same, other = pack(list(docs), ROW), pack([docs[0], Document([8, 10], 0)], ROW)
+    docs = [document([5, 6, 7], 1), document([8, 9], 0)]
+    same, other = pack(docs, ROW), pack([docs[0], document([8, 10], 0)], ROW)
     assert pack(docs, ROW).fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+def test_texts_are_cut_as_the_docstring_draws_it():
+    texts = [Document(np.full(n, letter, np.int32), 0, is_text=True) for n, letter in ((3, 1), (6, 2), (2, 3))]
+
+    def drawn(packing):
+        return ["".join(".abc"[t] for part in row for t in part.tokens) for row in rows_of(texts, 4, packing)]
+
+    assert drawn("best_fit") == ["bbbb", "aaa", "bbcc"]
+    assert drawn("split") == ["aaab", "bbbb", "bcc"]
 
 
 @pytest.fixture(scope="module")
@@ -74,33 +88,31 @@ def tokenizer():
 
 
 def test_a_prompt_begins_with_bos_and_a_response_ends_with_eos(tokenizer):
-    (document,) = tokenize([Example("one two", "three", "here")], tokenizer, 64, "stop")
+    (found,) = tokenize([Example("one two", "three", "here")], tokenizer, 64)
     prompt, response = tokenizer.encode(["one two", "three"])
-    assert document.tokens == [tokenizer.bos_id, *prompt, *response, tokenizer.eos_id]
-    assert document.prompt_length == 1 + len(prompt)
+    assert found.tokens.tolist() == [tokenizer.bos_id, *prompt, *response, tokenizer.eos_id]
+    assert found.prompt_length == 1 + len(prompt)
 
 
 def test_a_long_text_is_cut_into_rows_and_loses_nothing(tokenizer):
     text = "one two three four five six seven " * 9
-    docs = tokenize([Example(None, text, "here")], tokenizer, 10, "stop")
-    assert len(docs) > 3
-    assert [d.prompt_length for d in docs] == [1] + [0] * (len(docs) - 1)
-    tokens = [token for d in docs for token in d.tokens]
-    assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
-    assert tokenizer.decode(tokens) == text
+    for size in (None, 50):
+        docs = tokenize([Example(None, text, "here")], tokenizer, 10, size)
+        rows = rows_of(docs, 10)
+        assert len(rows) > 3
+        assert [part.prompt_length for row in rows for part in row] == [1] + [0] * (len(rows) - 1)
+        tokens = [token for row in rows for part in row for token in part.tokens.tolist()]
+        assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+        assert tokenizer.decode(tokens) == text
 
 
-def test_a_response_longer_than_the_row_is_refused_with_what_would_hold_it(tokenizer):
+def test_a_response_longer_than_the_row_is_refused_with_what_would_hold_it_or_left_out(tokenizer, caplog):
     short, long = Example("one", "two", "a.jsonl:1"), Example("one", "two three four five " * 4, "a.jsonl:2")
-    longest = len(tokenize([long], tokenizer, 999, "stop")[0].tokens)
-    with pytest.raises(UserError, match=rf"a.jsonl:2: .* do not fit in row_length=12 .*row_length={longest} would"):
-        tokenize([short, long, long], tokenizer, 12, "stop")
-    assert len(tokenize([short, long], tokenizer, longest, "stop")) == 2
-
-
-def test_what_is_too_long_can_be_left_out_and_is_counted(tokenizer, caplog):
-    short, long = Example("one", "two", "a.jsonl:1"), Example("one", "two three four five " * 4, "a.jsonl:2")
-    assert len(tokenize([short, long, long], tokenizer, 12, "skip")) == 1
+    (whole,) = tokenize([long], tokenizer, 999)
+    with pytest.raises(UserError, match=rf"a.jsonl:2: .* do not fit in row_length=12; {len(whole)} would hold"):
+        usable(tokenize([short, long, long], tokenizer, 12), "stop")
+    assert len(usable(tokenize([short, long], tokenizer, len(whole)), "stop")) == 2
+    assert len(usable(tokenize([short, long, long], tokenizer, 12), "skip")) == 1
     assert "left out 2 examples" in caplog.text
-    with pytest.raises(UserError, match="no document fits in row_length=12"):
-        tokenize([long], tokenizer, 12, "skip")
+    with pytest.raises(UserError, match="no example that can be used; the first problem: a.jsonl:2: "):
+        usable(tokenize([long], tokenizer, 12), "skip")

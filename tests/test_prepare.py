@@ -235,7 +235,7 @@ def test_a_pair_longer_than_a_row_is_refused_or_counted(tmp_path, tokenizer_file
     (tmp_path / "a.jsonl").write_text(
         '{"query": "one", "response": "%s"}\n{"query": "one", "response": "two"}' % ("x" * 99)
     )
-    with pytest.raises(UserError, match=r"a.jsonl:1: \d+ prompt and 100 response tokens do not fit in --row_length=64"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: \d+ prompt and 100 response tokens do not fit in row_length=64"):
         make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
     assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip").dropped == {
         "longer than a row": 1
@@ -254,6 +254,15 @@ def test_what_a_chat_template_refuses_is_named_or_counted(tmp_path):
         make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
     manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip")
     assert (manifest.documents, manifest.dropped) == (2, {"refused by the tokenizer": 1})
+
+
+def test_turns_that_a_chat_template_leaves_out_are_counted(tmp_path):
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    tokenizer_file = write_tokenizer(tmp_path, chat_template=users)
+    lines = [json.dumps({"system": "be brief", "query": "is it", "response": "it is"})] * 3
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"query": "one", "response": "two"}']))
+    manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
+    assert (manifest.documents, manifest.left_out) == (4, {"system": 3})
 
 
 def test_a_file_that_two_patterns_match_is_read_once(tmp_path):

@@ -2,6 +2,7 @@ import collections
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,11 @@ def test_every_seed_and_every_epoch_has_an_order_of_its_own():
     draws = [[[row for i in range(100) if (row := order[i]) // 50 == source] for source in (0, 1)] for order in mixed]
     assert draws[0] != draws[1]
     assert draws[0][0] != [row - 50 for row in draws[0][1]]  # nor do two sources share one
+
+
+def test_the_order_is_the_one_that_the_docstring_draws():
+    order, drawn = RowOrder([2, 6], [1, 3], seed=0), re.search(r"order\[place\] +([0-9 ]+?)  ", RowOrder.__doc__)[1]
+    assert [order[place] for place in range(8)] == [int(row) for row in drawn.split()]
 
 
 def test_a_host_reads_its_own_rows_only(prepared, monkeypatch):

@@ -27,7 +27,7 @@ from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import choose_method, load_model, load_tokenizer
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.examples import Example
-from refusion_jax.data.packing import pack, tokenize
+from refusion_jax.data.packing import pack, tokenize, usable
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, decode
@@ -63,7 +63,7 @@ def measure(checkpoint: str, dtype: str, count: int, batch_size: int) -> Iterato
     config = read_config(find_step(epath.Path(checkpoint))[0])
     problems = held_out(count)
     examples = [Example(problem.query, problem.response, problem.query) for problem in problems]
-    packed = pack(tokenize(examples, tokenizer, config.row_length, "error"), config.row_length)
+    packed = pack(usable(tokenize(examples, tokenizer, config.row_length), "stop"), config.row_length)
     batch = corrupted(config, tokenizer, Rows(**packed[:]), noise_keys(0, 0, len(packed)))
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
     method = choose_method(epath.Path(checkpoint), None)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import ml_collections
+from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
@@ -55,7 +56,9 @@ def load_dataset(
         )
     else:
         tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size, data.mask_piece)
-    documents = tokenize(examples, tokenizer, config.row_length, data.on_error)
+    documents = usable(tokenize(examples, tokenizer, config.row_length), data.on_error)
+    if tokenizer.left_out:
+        logging.warning("the chat template leaves out turns, wholly or in part: %s", tokenizer.left_out)
     return tokenizer, pack(documents, config.row_length)
 
 
@@ -128,7 +131,8 @@ def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer
             examples = usable(read_examples(data, config.seed), data.on_error)
         except UserError as error:
             raise UserError(str(error).replace("--config.data.path", f"--config.{key}")) from error
-        return pack(tokenize(examples, tokenizer, config.row_length, data.on_error), config.row_length)
+        documents = usable(tokenize(examples, tokenizer, config.row_length), data.on_error)
+        return pack(documents, config.row_length)
     rows = PreparedRows(path, config.data.verify)
     if rows.row_length != config.row_length:
         raise UserError(

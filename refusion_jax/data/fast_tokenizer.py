@@ -48,8 +48,8 @@ class _Config(pydantic.BaseModel):
         return {name: getattr(token, "content", token) for name, token in named.items() if token is not None}
 
 
-class FastTokenizer:
-    """A tokenizer.json with the tokenizer_config.json in its directory; the same methods as `Tokenizer`.
+class FastTokenizer(Tokenizer):
+    """A tokenizer.json with the tokenizer_config.json in its directory.
 
     Where it has no mask token one is added after its vocabulary, as ReFusion does with Qwen3's. A prompt becomes the
     turn of a user in the chat template, or stays as it is where there is none. Special tokens are never produced from
@@ -69,6 +69,7 @@ class FastTokenizer:
           UserError: where they cannot be read, name no eos token, or lack the mask token that is named.
         """
         content, self._path = read_file(path), path
+        self.left_out = {}
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # it raises nothing more precise
@@ -87,6 +88,7 @@ class FastTokenizer:
         self._template_source = read_file(own).decode(errors="replace") if own.exists() else config.chat_template
         self._template = None
         if self._template_source:
+            self.has_chat_template = True
             self._template = ChatTemplate(self._template_source, f"{own if own.exists() else file}")
         self._special = config.special
         ids = {kind: self._tokenizer.token_to_id(self._special.get(f"{kind}_token", "")) for kind in _KINDS}
@@ -113,7 +115,6 @@ class FastTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What a run's directory must hold to read this tokenizer again, by file name."""
         files = {
             "tokenizer.json": self._tokenizer.to_str().encode(),
             "tokenizer_config.json": self._config_content,
@@ -122,11 +123,9 @@ class FastTokenizer:
 
     @property
     def size(self) -> int:
-        """One more than the largest id."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens around them or, even where it spells them out, inside."""
         return self._encode(texts, as_text=True)
 
     def _encode(self, texts: list[str], as_text: bool) -> list[list[int]]:
@@ -138,10 +137,7 @@ class FastTokenizer:
             raise UserError(f"{self._path} is a tokenizer that fails: {first_line(error)}") from error
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """Prompts as the model is trained on them: by the chat template; None is no prompt at all.
-
-        A string is the turn of a user; messages are the turns they say.
-        """
+        """By the chat template: a string is the turn of a user; messages are the turns they say."""
         bos = [self.bos_id] if self.bos_id >= 0 else []
         encoded = self._encode([self._render(text) for text in texts], as_text=self._template is None)
         is_turn = (text is not None and self._template is not None for text in texts)  # which begins as it should
@@ -151,12 +147,11 @@ class FastTokenizer:
         if text is None or self._template is None:
             return plain_prompt(text)
         turns = text if isinstance(text, tuple) else (("user", text),)
-        return self.render_chat([{"role": role, "content": content} for role, content in turns])
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether it came with a chat template."""
-        return self._template is not None
+        rendered = self.render_chat([{"role": role, "content": content} for role, content in turns])
+        for role, content in turns:
+            if content.strip() not in rendered:
+                self.left_out[role] = self.left_out.get(role, 0) + 1
+        return rendered
 
     def render_chat(
         self, messages: list[dict[str, str]], thinking: bool | None = None, answer_begun: bool = False
@@ -188,11 +183,9 @@ class FastTokenizer:
         return self._encode(texts, as_text=False)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids; special tokens leave no trace."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def name_of(self, token: int) -> str:
-        """How the vocabulary spells a token, also a special one."""
         return self._tokenizer.id_to_token(token)
 
 

@@ -38,7 +38,7 @@ def global_batches(
       batch_size: B.
       seed: of the shuffle.
       first_step: where to begin; constant time, wherever it is.
-      last_step: one behind the last.
+      last_step: one after the last.
       batch_of: which batch of the order a step trains on; its own unless rows are left out.
     """
     shape = (batch_size, rows.row_length)
@@ -68,7 +68,7 @@ def host_batches(
       batch_size: B.
       seed: of the shuffle.
       first_step: where to begin; constant time, wherever it is.
-      last_step: one behind the last.
+      last_step: one after the last.
       batch_of: which batch of the order a step trains on; its own unless rows are left out.
     """
     order = row_order(rows, seed)

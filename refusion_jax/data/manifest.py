@@ -52,6 +52,7 @@ class Manifest:
     command: str  # that makes the same files again
     plan: str  # hash of the input files (paths, sizes) and all flags that shape the rows
     shards: tuple[Shard, ...]
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # turns that the chat template left out, by role
     times: str = ""  # hash of the modification times of the input files
     format: Literal["refusion_jax rows 1"] = FORMAT
 

@@ -16,7 +16,15 @@ _BLOCK = 4096  # places after which the pattern of sources repeats: weights are 
 
 
 class RowOrder:
-    """`order[place]` is the index of a row in the concatenation of all sources."""
+    """`order[place]` is the index of a row in the concatenation of all sources.
+
+    Two sources of 2 and 6 rows (indices 0 to 1 and 2 to 7) with weights 1 and 3, seed 0:
+
+        place            0 1 2 3 4 5 6 7
+        source           1 0 1 1 1 0 1 1   a quarter of every stretch is of source 0
+        draw from it     0 0 1 2 3 1 4 5   how often the source came before
+        order[place]     3 1 4 6 7 0 5 2   the first row of the source, and what its shuffle puts at that draw
+    """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
         """Takes no time, whatever the sizes.

@@ -1,4 +1,4 @@
-"""Turns examples into packed rows: tokenizes, cuts or refuses long ones, and fits documents into rows.
+"""Turns examples into packed rows: tokenizes them, cuts long texts, and fits documents into rows.
 
 Axes: R rows of the data set, T row length.
 """
@@ -7,26 +7,36 @@ import bisect
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from absl import logging
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Bad, Example
-from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.interface import RowSource, Tokenizer
+
+BATCH = 1 << 19  # characters tokenized at a time: their ids are Python numbers for a moment, 40 bytes each
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Token ids of one document: a prompt, then a response."""
+    """One document, or in a row a part of one: a prompt, then a response."""
 
-    tokens: list[int]
+    tokens: np.ndarray  # int32
     prompt_length: int
+    is_text: bool = False  # without a prompt; it may be cut
+    starts: bool = True  # False for the later parts of a text that is read in several
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedRows:
+class PackedRows(RowSource):
     """A data set of packed rows, with random access."""
 
     tokens: np.ndarray  # [R, T] int32
@@ -41,46 +51,72 @@ class PackedRows:
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row."""
         return self.tokens.shape[1]
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
         return int(self.segment_ids.max(axis=1).sum())
 
     @property
     def fill(self) -> float:
-        """Share of positions that hold a real token."""
         return float(np.mean(self.segment_ids > 0))
 
-    @property
-    def shares(self) -> list[tuple[str, int, float]]:
-        """One part, without a name."""
-        return [("", len(self), 1.0)]
-
     def fingerprint(self) -> str:
-        """Changes whenever a row changes."""
         digest = hashlib.blake2b(digest_size=16)
         for field in dataclasses.fields(self):
             digest.update(np.ascontiguousarray(getattr(self, field.name)))
         return digest.hexdigest()
 
 
-def usable(examples: Iterable[Example | Bad], on_error: str) -> list[Example]:
-    """The good examples. A bad one raises UserError (on_error="stop"), or all bad ones are counted and left out."""
+def usable(items: Iterable[_T | Bad], on_error: str) -> list[_T]:
+    """The good ones. A bad one raises UserError (on_error="stop"), or all bad ones are counted and left out."""
     good, bad = [], []
-    for example in examples:
-        (bad if isinstance(example, Bad) else good).append(example)
+    for item in items:
+        (bad if isinstance(item, Bad) else good).append(item)
         if bad and on_error == "stop":
             raise UserError(f"{bad[0].where}: {bad[0].reason}")
-    _report(bad)
+    if bad:
+        logging.warning("left out %d examples; the first: %s: %s", len(bad), bad[0].where, bad[0].reason)
     if not good:
-        raise UserError("the data holds no example that can be used")
+        first = f"; the first problem: {bad[0].where}: {bad[0].reason}" if bad else ""
+        raise UserError(f"the data holds no example that can be used{first}")
     return good
 
 
-def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[list[int] | Bad]:
+def tokenize(
+    examples: Sequence[Example], tokenizer: Tokenizer, row_length: int, slice_size: int | None = None
+) -> Iterator[Document | Bad]:
+    """The document of each example; Bad where the tokenizer refuses it, or a prompt and its answer fit in no row.
+
+    The tokenizer says how a prompt begins (with bos, or a chat template); a response ends with eos. A text without
+    prompt may be longer than a row.
+
+    Args:
+      examples: some.
+      tokenizer: of the rows.
+      row_length: T.
+      slice_size: characters, after which a text is tokenized in slices, in bounded memory; None: always whole.
+    """
+    slices = [_slices(example.response, slice_size) for example in examples]
+    encoded = _encode(tokenizer, itertools.chain.from_iterable(slices))
+    prompts = _encode_prompts(examples, tokenizer)
+    for example, prompt, own in zip(examples, prompts, slices, strict=True):
+        response = [np.array(ids, np.int32) for ids in itertools.islice(encoded, len(own))]
+        if isinstance(prompt, Bad):
+            yield prompt
+            continue
+        begin = prompt if example.starts else []
+        end = [tokenizer.eos_id] if example.ends else []
+        tokens = np.concatenate([np.array(begin, np.int32), *response, np.array(end, np.int32)])
+        if example.prompt is not None and len(tokens) > row_length:
+            reason = f"{len(begin)} prompt and {len(tokens) - len(begin)} response tokens do not fit in row_length="
+            reason += f"{row_length}; {len(tokens)} would hold them, and on_error=skip leaves out what is too long"
+            yield Bad(example.where, reason, "longer than a row")
+        else:
+            yield Document(tokens, len(begin), example.prompt is None, example.starts)
+
+
+def _encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[list[int] | Bad]:
     """The prompt of each example as the model is trained on it, or why there is none: a template may refuse it."""
     prompts = [example.prompt for example in examples]
     try:
@@ -89,45 +125,41 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[li
         if len(examples) == 1:
             return [Bad(examples[0].where, str(error), "refused by the tokenizer")]
     half = len(examples) // 2
-    return encode_prompts(examples[:half], tokenizer) + encode_prompts(examples[half:], tokenizer)
+    return _encode_prompts(examples[:half], tokenizer) + _encode_prompts(examples[half:], tokenizer)
 
 
-def tokenize(examples: list[Example], tokenizer: Tokenizer, row_length: int, on_error: str) -> list[Document]:
-    """Documents of at most row_length tokens.
+def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """Token ids of each text, encoding a bounded number of characters at a time."""
+    for group in batches(texts, len):
+        yield from tokenizer.encode(group)
 
-    The tokenizer says how a prompt begins (with bos, or a chat template); a response ends with eos. A text without
-    prompt is cut into rows where it is longer than one; a prompt with a response is never cut.
 
-    Raises:
-      UserError: where a prompt and its response do not fit in a row (on_error="stop"), or where nothing is left.
-    """
-    prompts = encode_prompts(examples, tokenizer)
-    examples = usable((e if isinstance(p, list) else p for e, p in zip(examples, prompts, strict=True)), on_error)
-    prompts = [prompt for prompt in prompts if isinstance(prompt, list)]
-    responses = tokenizer.encode([example.response for example in examples])
-    documents, bad = [], []
-    longest = 0
-    for example, prompt, response in zip(examples, prompts, responses, strict=True):
-        response = [*response, tokenizer.eos_id]
-        tokens = prompt + response
-        if example.prompt is None:
-            for start in range(0, len(tokens), row_length):
-                documents.append(Document(tokens[start : start + row_length], len(prompt) if start == 0 else 0))
-        elif len(tokens) <= row_length:
-            documents.append(Document(tokens, len(prompt)))
-        else:
-            longest = max(longest, len(tokens))
-            bad.append(Bad(example.where, f"{len(prompt)} prompt and {len(response)} response tokens"))
-    if bad and on_error == "stop":
-        others = f" (nor do {len(bad) - 1} others)" if len(bad) > 1 else ""
-        raise UserError(
-            f"{bad[0].where}: {bad[0].reason} do not fit in row_length={row_length}{others}; "
-            f"--config.row_length={longest} would hold all, --config.data.on_error=skip leaves them out"
-        )
-    _report(bad)
-    if not documents:
-        raise UserError(f"no document fits in row_length={row_length}; the shortest needs more")
-    return documents
+def batches(items: Iterable[_T], size_of) -> Iterator[list[_T]]:
+    """Groups of at most 4096 items, of which all but the last are not much larger than BATCH together."""
+    group, size = [], 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= BATCH or len(group) == 4096:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _slices(text: str, size: int | None) -> list[str]:
+    """Cuts a long text after a newline, before a space, or anywhere."""
+    if size is None or len(text) <= size:
+        return [text]
+    found, start = [], 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            newline, space = text.rfind("\n", start, end), text.rfind(" ", start + 1, end)
+            end = newline + 1 if newline > start else space if space > start else end
+        found.append(text[start:end])
+        start = end
+    return found
 
 
 def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -164,22 +196,50 @@ def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return rows
 
 
-def pack(documents: list[Document], row_length: int) -> PackedRows:
-    """Fits whole documents into rows, see `fit`."""
-    rows = fit([len(document.tokens) for document in documents], row_length)
+def rows_of(documents: Iterable[Document], row_length: int, text_packing: str = "best_fit") -> list[list[Document]]:
+    """The documents of each row, cut where they must be.
+
+    Args:
+      documents: all.
+      row_length: T.
+      text_packing: "best_fit" cuts only texts that are longer than a row; "split" joins all texts, and cuts every row
+        full. With T = 4 and texts of 3, 6 and 2 tokens, a b and c, the rows are [b b b b], [a a a], [b b c c] or
+        [a a a b], [b b b b], [b c c].
+    """
+    rows, whole, used = [], [], row_length
+    for document in documents:
+        if document.is_text and text_packing == "split":
+            for part in _cut(document, row_length - used, row_length):
+                if used == row_length:
+                    rows.append([])
+                    used = 0
+                rows[-1].append(part)
+                used += len(part)
+        else:
+            whole += _cut(document, 0, row_length)
+    return rows + [[whole[i] for i in row] for row in fit([len(part) for part in whole], row_length)]
+
+
+def _cut(document: Document, first: int, row_length: int) -> list[Document]:
+    """Parts of at most row_length tokens, and the first of at most `first`, if that is not 0."""
+    cuts = [0, *range(first or row_length, len(document), row_length), len(document)]
+    return [
+        Document(document.tokens[start:end], min(max(document.prompt_length - start, 0), end - start))
+        for start, end in itertools.pairwise(cuts)
+    ]
+
+
+def pack(documents: Iterable[Document], row_length: int) -> PackedRows:
+    """Fits documents into rows in memory, see `rows_of`."""
+    rows = rows_of(documents, row_length)
     shape = (len(rows), row_length)
     tokens, segment_ids, is_response = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
     for index, row in enumerate(rows):
         start = 0
-        for segment, document in enumerate((documents[i] for i in row), 1):
-            end = start + len(document.tokens)
-            tokens[index, start:end] = document.tokens
+        for segment, part in enumerate(row, 1):
+            end = start + len(part)
+            tokens[index, start:end] = part.tokens
             segment_ids[index, start:end] = segment
-            is_response[index, start + document.prompt_length : end] = True
+            is_response[index, start + part.prompt_length : end] = True
             start = end
     return PackedRows(tokens, segment_ids, is_response)
-
-
-def _report(bad: list[Bad]) -> None:
-    if bad:
-        logging.warning("left out %d examples; the first: %s: %s", len(bad), bad[0].where, bad[0].reason)

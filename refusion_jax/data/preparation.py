@@ -221,10 +221,10 @@ def _mark_duplicates(progress: epath.Path, chunks: int) -> None:
 
 def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Manifest:
     """Writes the tokenizer, the dropped examples and the manifests, that of the whole directory last."""
-    dropped: dict[str, int] = {}
+    dropped, left_out = collections.Counter(), collections.Counter()
     for report in reports:
-        for kind, count in report.dropped.items():
-            dropped[kind] = dropped.get(kind, 0) + count
+        dropped.update(report.dropped)
+        left_out.update(report.left_out)
     parts = [part for chunk in chunks for part in chunk]
     files = {"files": len({part.path for part in parts}), "bytes": sum(part.size for part in parts)}
     files["examples"] = sum(report.examples for report in reports)
@@ -251,7 +251,8 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
             segments=sum(shard.segments for shard in shards[split]),
             tokens=tokens,
             fill=tokens / (rows * settings.row_length),
-            dropped=dropped,
+            dropped=dict(dropped),
+            left_out=dict(left_out),
             held_out=settings.held_out,
             input=files,
             command=command,

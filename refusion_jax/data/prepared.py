@@ -16,11 +16,12 @@ from grain.sources import ArrayRecordDataSource
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
+from refusion_jax.data.interface import RowSource
 from refusion_jax.data.manifest import Manifest, Shard, read_manifest
 from refusion_jax.data.rows import check_row, decode_row
 
 
-class PreparedRows:
+class PreparedRows(RowSource):
     """A prepared directory with random access; each file is opened when it is first read."""
 
     def __init__(self, path: str, verify: bool = False):
@@ -72,26 +73,17 @@ class PreparedRows:
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row."""
         return self.manifest.row_length
 
     @property
     def documents(self) -> int:
-        """Number of documents; one that was cut counts in every row."""
         return self.manifest.segments
 
     @property
     def fill(self) -> float:
-        """Share of positions that hold a real token."""
         return self.manifest.fill
 
-    @property
-    def shares(self) -> list[tuple[str, int, float]]:
-        """One part, without a name."""
-        return [("", len(self), 1.0)]
-
     def fingerprint(self) -> str:
-        """Changes whenever a row changes."""
         return _digest([shard.checksum for shard in self.manifest.shards])
 
 
@@ -121,7 +113,7 @@ def _check_file(path: epath.Path, shard: Shard) -> None:
         raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
 
 
-class MixedRows:
+class MixedRows(RowSource):
     """The concatenation of several sets of rows."""
 
     def __init__(self, parts: Sequence[PreparedRows], names: Sequence[str], weights: Sequence[float]):
@@ -144,26 +136,21 @@ class MixedRows:
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row."""
         return self._parts[0].row_length
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
         return sum(part.documents for part in self._parts)
 
     @property
     def fill(self) -> float:
-        """Share of positions that hold a real token, over all rows."""
         return sum(part.fill * len(part) for part in self._parts) / len(self)
 
     @property
     def shares(self) -> list[tuple[str, int, float]]:
-        """(name, rows, weight) of each set."""
         return list(zip(self._names, map(len, self._parts), self._weights, strict=True))
 
     def fingerprint(self) -> str:
-        """Changes whenever a row or weight changes."""
         return _digest([*(part.fingerprint() for part in self._parts), *map(repr, self._weights)])
 
 

@@ -40,6 +40,12 @@ def encode_row(tokens: np.ndarray, lengths: list[int], prompt_lengths: list[int]
 def decode_row(record: bytes, row_length: int, dtype: np.dtype) -> dict[str, np.ndarray]:
     """tokens [T] int32, segment_ids [T] int32 (1, 2, ...; 0 is padding), is_response [T] bool.
 
+    Of lengths 3 and 2, of which 1 and 0 are prompts, in a row of 6:
+
+        tokens         5 6 7 8 9 0
+        segment_ids    1 1 1 2 2 0
+        is_response    0 1 1 1 1 0
+
     Raises:
       ValueError: where the record is not of such a row.
     """

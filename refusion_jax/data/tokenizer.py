@@ -8,6 +8,7 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Messages
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.storage import read_file
 
 MASK_PIECE = "<mask>"
@@ -15,15 +16,12 @@ _LONGEST_LINE = 2048  # characters; longer lines of the corpus are cut
 _MOST_LINES = 500_000  # enough for any vocabulary of ours; more only takes longer
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model with the four special tokens.
 
     Encoding loses nothing (unknown characters become byte pieces) but for U+2581, which sentencepiece itself uses for
     the space. Special tokens are never produced from text: "<mask>" in a document is five ordinary characters.
     """
-
-    thinking: bool | None = None  # that of chat templates, which these never have
-    adds_mask = False
 
     def __init__(self, model: bytes, origin: str, mask_piece: str | int = MASK_PIECE):
         """Wraps a serialized model.
@@ -36,7 +34,7 @@ class SentencePieceTokenizer:
         Raises:
           UserError: where it is no sentencepiece model, or lacks one of the special tokens.
         """
-        self.model = model
+        self.model, self.left_out = model, {}
         self.threads = -1  # that encode; -1: one a core
         if not model:  # which the library takes, and complains of at every call
             raise UserError(f"{origin} is not a sentencepiece model: it is empty")
@@ -115,37 +113,24 @@ class SentencePieceTokenizer:
         return cls(model.getvalue(), "the trained tokenizer", mask_piece)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Always false."""
-        return False
-
-    @property
     def size(self) -> int:
-        """Number of ids."""
         return self._pieces.vocab_size()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens; all cores work on a long list."""
         return self._pieces.encode(texts, num_threads=self.threads)
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """Token ids of prompts as the model is trained on them: BOS, then the text; None means no prompt.
-
-        There is no chat template here: the turns of a conversation follow each other, a blank line between.
-        """
+        """BOS, then the text; the turns of a conversation follow each other, a blank line between."""
         return [[self.bos_id, *ids] for ids in self.encode([plain_prompt(text) for text in texts])]
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The content of the files from which this tokenizer can be loaded, by file name."""
         return {"tokenizer.model": self.model}
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids, without special tokens."""
         return self._pieces.decode(ids)
 
     def name_of(self, token: int) -> str:
-        """How the vocabulary spells a token, also a special one."""
         return self._pieces.id_to_piece(token)
 
 
