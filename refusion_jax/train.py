@@ -61,6 +61,7 @@ _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
+_LOST = flags.DEFINE_integer("lost_seconds", 60, "After how long a silence another process counts as lost", 5, 3600)
 
 
 @dataclasses.dataclass
@@ -311,7 +312,7 @@ def say(line: str) -> None:
 def main() -> None:
     if _CONFIG.value is None or _WORKDIR.value is None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
-    with together(_PEERS.value):
+    with together(_PEERS.value, _LOST.value):
         is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value)
     if not is_done:
         sys.exit(EXIT_CODE)

@@ -6,8 +6,11 @@ launcher (launch/local_hosts.sh is one) sets three environment variables for eac
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
+import re
+import signal
 import sys
 import threading
 import time
@@ -18,48 +21,87 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError
-from refusion_jax.distributed.peers import Peers, roll_call
 from refusion_jax.distributed.preemption import EXIT_CODE
 
-_LOST_SECONDS = 2.0
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_JAX_GIVES_UP = re.compile(rb"[EF]\d{4} .*(coordination_service|JAX distributed service detected fatal errors)")
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def initialize(seconds: float = 300.0) -> Peers | None:
-    """Joins the other processes of this run, if there are any. To be called before anything asks for devices.
+@contextlib.contextmanager
+def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[None]:
+    """Runs a block with the other processes of this run, if there are any; one that fails alone leaves at once.
+
+    After a Failure, as of a disk, launchers start all of them again.
 
     Args:
-      seconds: to wait for them.
-
-    Returns:
-      The peers to hear of; None where there are none, or the machine's own launcher watches over them.
-
-    Raises:
-      UserError: where the environment names some peers, but not enough to find them.
-      TimeoutError: where they do not come.
+      peer_seconds: to wait for the others at the beginning.
+      lost_seconds: of silence, after which another process counts as lost: this one ends with EXIT_CODE then.
     """
-    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
-    if given.keys() & set(_VARIABLES[1:]):
-        address, count, index = _explicit(given)
-        peers = roll_call(address, count, index, seconds) if count > 1 else None
-        jax.distributed.initialize(address, count, index, cluster_detection_method="deactivate")
-        return peers
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # on one host of a pod, on its CPU: the pod is not meant
-    came = threading.Event()
-    threading.Thread(target=_give_up, args=(came, seconds), daemon=True).start()
+    if _explicit() or any(env.is_env_present() for env in ClusterEnv._cluster_types if not env.opt_in_only_method):
+        _go_on_in_a_child()
+    initialize(peer_seconds, lost_seconds)
     try:
-        jax.distributed.initialize(initialization_timeout=int(seconds) + 60)
+        yield
+    except BaseException as error:
+        if jax.process_count() == 1:
+            raise
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            time.sleep(lost_seconds + 5)  # where it is because another process was lost, JAX ends this one now
+        code = _explain(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an ordinary exit would wait minutes for the others, which wait for this one
+
+
+def _explain(error: BaseException) -> int:
+    """Says why this process leaves alone, and gives its exit code."""
+    match error:
+        case SystemExit():  # told to go before training, when nothing is lost
+            return EXIT_CODE
+        case KeyboardInterrupt():
+            command.explain(Failure("interrupted"))
+            return 130
+        case UserError():
+            command.explain(error)
+            return 2
+        case Failure():
+            command.explain(error)
+            return EXIT_CODE
+    traceback.print_exception(error)
+    return 1
+
+
+def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
+    """Joins the other processes of this run, if there are any. To be called before anything asks for devices.
+
+    Raises:
+      UserError: where the environment names some of them, but not enough to find them.
+    """
+    given = _explicit()
+    came = threading.Event()
+    threading.Thread(target=_give_up, args=(came, peer_seconds), daemon=True).start()
+    try:
+        jax.distributed.initialize(
+            *(given or ()),
+            cluster_detection_method="deactivate" if given else None,
+            initialization_timeout=int(peer_seconds) + 60,
+            heartbeat_timeout_seconds=lost_seconds,
+        )
     except ValueError as error:
-        if given or "coordinator_address" not in str(error):  # what JAX says where it finds no cluster
+        if os.environ.get(_VARIABLES[0]) or "coordinator_address" not in str(error):  # JAX's words for: no cluster
             raise UserError(f"the other processes of this run cannot be found: {error}") from error
+    except RuntimeError as error:
+        raise UserError(f"JAX_COORDINATOR_ADDRESS={given[0] if given else ''}: {error}") from error
     finally:
         came.set()
-    return None
 
 
 def _give_up(came: threading.Event, seconds: float) -> None:
@@ -71,8 +113,46 @@ def _give_up(came: threading.Event, seconds: float) -> None:
         os._exit(EXIT_CODE)
 
 
-def _explicit(given: dict[str, str]) -> tuple[str, int, int]:
-    """Address, number of processes and own index from the environment."""
+def _go_on_in_a_child() -> None:
+    """Returns in a child process; this one waits for it, passes signals on, and ends with its exit code.
+
+    JAX aborts a process that has lost another, with a dump of its stack: of this the parent makes one line and
+    EXIT_CODE.
+    """
+    said, stderr = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent alone, which passes it on
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(stderr, 2)
+        os.close(said)
+        os.close(stderr)
+        return
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: os.kill(child, number))
+    os.close(stderr)
+    dump = b""
+    with open(said, "rb") as lines:
+        for line in lines:
+            if dump or _JAX_GIVES_UP.match(line):
+                dump += line
+            else:
+                os.write(2, line)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGABRT and dump:
+        time.sleep(1.0)  # a launcher is to hear first from the one that failed, if it has not died
+        command.explain(Failure("another process of this run was lost; start the same command again"))
+        os._exit(EXIT_CODE)
+    os.write(2, dump)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _explicit() -> tuple[str, int, int] | None:
+    """Address, number of processes and own index from the environment; None where it says nothing of them."""
+    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+    if not given.keys() & set(_VARIABLES[1:]):
+        return None
     for name in _VARIABLES:
         if name not in given:
             raise UserError(f"{name} is not set, but {' and '.join(given)} {'are' if len(given) > 1 else 'is'}")
@@ -87,40 +167,6 @@ def _explicit(given: dict[str, str]) -> tuple[str, int, int]:
 
 def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) < 10
-
-
-@contextlib.contextmanager
-def together(peer_seconds: float = 300.0) -> Iterator[None]:
-    """Runs a block with the other processes; one that fails alone leaves at once, so that nobody waits for it.
-
-    An ordinary exit would wait minutes for peers that wait for us. After a Failure, as of a disk, launchers start all
-    of them again.
-    """
-    try:
-        peers = initialize(peer_seconds)
-    except TimeoutError as error:  # a machine that is slow to start is no mistake of the input: try again
-        command.explain(error)
-        sys.exit(EXIT_CODE)
-    try:
-        yield
-        if peers:
-            peers.leave()
-    except Exception as error:
-        if jax.process_count() == 1:
-            raise
-        if not isinstance(error, UserError):
-            time.sleep(_LOST_SECONDS)  # if it is because a peer died, the roll call names it and ends this process
-        code = 2 if isinstance(error, UserError) else EXIT_CODE if isinstance(error, Failure) else 1
-        traceback.print_exc() if code == 1 else command.explain(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if peers:
-            peers.leave(code)
-        os._exit(code)
-    except SystemExit:  # interrupted before the first step
-        if peers:
-            peers.leave()
-        raise
 
 
 def fetch(arrays: Any) -> Any:
