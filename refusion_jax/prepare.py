@@ -73,37 +73,26 @@ class _Bar:
     """How far it is: a bar on a terminal, else a line now and then."""
 
     def __init__(self):
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-            disable=not sys.stdout.isatty(),
-        )
-        self._task = self._bar.add_task("", note="")
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+        self._bar = Progress(*columns, TimeRemainingColumn(), disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task("")
         self._said = time.monotonic()
 
     def started(self, what: str, total: int) -> None:
         """Hears what a pass over the input is for, and how many bytes it will read."""
-        self._what, self._total, self._began = what, total, time.monotonic()
-        self._done = self._tokens = 0
-        self._bar.reset(self._task, total=total, description=what, note="")
+        self._what, self._began, self._tokens = what, time.monotonic(), 0
+        self._bar.reset(self._task, total=total, description=what)
         self._bar.start()
 
     def advance(self, size: int, tokens: int) -> None:
         """Hears what was done."""
-        self._done += size
         self._tokens += tokens
-        now = time.monotonic()
-        rate = self._tokens / max(now - self._began, 1e-9)
-        self._bar.update(self._task, completed=self._done, note=f"{rate:,.0f} tokens/s" if self._tokens else "")
+        self._bar.advance(self._task, size)
+        now, task = time.monotonic(), self._bar.tasks[0]
         if self._bar.disable and now - self._said > 10:
             self._said = now
-            left = (now - self._began) * (self._total - self._done) / max(self._done, 1)
-            share = self._done / max(self._total, 1)
-            made = f"{self._tokens:,} tokens  {rate:,.0f} tokens/s  " if self._tokens else ""
-            print(f"{self._what}  {share:6.1%}  {made}{left:,.0f} s left", flush=True)
+            rate = self._tokens / max(now - self._began, 1e-9)
+            print(f"{self._what}  {task.percentage:5.1f}%  {self._tokens:,} tokens  {rate:,.0f} tokens/s", flush=True)
 
     def close(self) -> None:
         """Leaves the terminal as it was."""

@@ -254,14 +254,6 @@ BAD = {
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
     "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read: Invalid JSON: EOF"),
-    "tokenizer file that is a pipe": (
-        lambda p: os.mkfifo(p / "merges.txt"),
-        "merges.txt cannot be read: it is no file",
-    ),
-    "tokenizer file without end": (
-        lambda p: (p / "vocab.json").symlink_to("/dev/zero"),
-        "vocab.json cannot be read: it is no file",
-    ),
     "broken index": (
         lambda p: (p / "model.safetensors.index.json").write_text("{"),
         "index.json cannot be read: Invalid JSON: EOF",

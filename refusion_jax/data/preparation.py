@@ -26,7 +26,7 @@ from refusion_jax.data.input_splits import InputSplit, find_files, splits_of
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, write_manifest
 from refusion_jax.data.rows import token_type
-from refusion_jax.data.shards import SPLITS, Report, Settings
+from refusion_jax.data.shards import Report, Settings
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 
@@ -227,45 +227,38 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
         left_out.update(report.left_out)
     parts = [part for chunk in chunks for part in chunk]
     files = {"files": len({part.path for part in parts}), "bytes": sum(part.size for part in parts)}
-    files["examples"] = sum(report.examples for report in reports)
-    shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in SPLITS}
-    first_bad = next((report.first_bad for report in reports if report.first_bad), "it is empty")
-    for split in SPLITS[: 2 if settings.held_out else 1]:
-        if not shards[split]:
-            if split == "held_out":
-                raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")
-            raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
-    made = {}
-    for split in reversed(SPLITS[: 2 if settings.held_out else 1]):
-        directory = output if split == "train" else output / "held_out"
+    shared = {
+        "row_length": settings.row_length,
+        "token_bytes": token_type(tokenizer.size).itemsize,
+        "vocabulary": tokenizer.size,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "dropped": dict(dropped),
+        "left_out": dict(left_out),
+        "held_out": settings.held_out,
+        "input": files | {"examples": sum(report.examples for report in reports)},
+        "command": command,
+        "plan": plan,
+        "times": _times(chunks),
+    }
+    directories = {"train": output} | ({"held_out": output / "held_out"} if settings.held_out else {})
+    shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in directories}
+    if not shards["train"]:
+        first_bad = next((report.first_bad for report in reports if report.first_bad), "it is empty")
+        raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
+    if not all(shards.values()):
+        raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")
+    lines = (workers.read_lines(output / PROGRESS / f"dropped-{i:05}.jsonl") for i in range(len(chunks)))
+    write_file(output / "dropped.jsonl", b"".join(lines))
+    for split, directory in reversed(directories.items()):
         for name, content in tokenizer.files.items():
             write_file(directory / name, content)
-        rows, tokens = (sum(getattr(shard, name) for shard in shards[split]) for name in ("rows", "tokens"))
-        made[split] = Manifest(
-            row_length=settings.row_length,
-            token_bytes=token_type(tokenizer.size).itemsize,
-            vocabulary=tokenizer.size,
-            tokenizer=tokenizer_hash(tokenizer),
-            rows=rows,
-            documents=sum(shard.documents for shard in shards[split]),
-            segments=sum(shard.segments for shard in shards[split]),
-            tokens=tokens,
-            fill=tokens / (rows * settings.row_length),
-            dropped=dict(dropped),
-            left_out=dict(left_out),
-            held_out=settings.held_out,
-            input=files,
-            command=command,
-            plan=plan,
-            shards=shards[split],
-            times=_times(chunks),
-        )
-        if split == "train":
-            lines = (workers.read_lines(output / PROGRESS / f"dropped-{i:05}.jsonl") for i in range(len(chunks)))
-            write_file(output / "dropped.jsonl", b"".join(lines))
-        write_manifest(directory, made[split])
+        counts = ("rows", "documents", "segments", "tokens")
+        totals = {name: sum(getattr(shard, name) for shard in shards[split]) for name in counts}
+        fill = totals["tokens"] / (totals["rows"] * settings.row_length)
+        manifest = Manifest(**shared, **totals, fill=fill, shards=shards[split])
+        write_manifest(directory, manifest)
     _clean(output)
-    return made["train"]
+    return manifest
 
 
 def _clean(output: epath.Path) -> None:
