@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_model, sharp_models, tiny_model
 
-from refusion_jax import decode
+from refusion_jax import UserError, decode
 from refusion_jax.batch.rows import Rows
-from refusion_jax.decoding.requests import prepare
+from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.dense import drafting, objective
 from refusion_jax.systems.dense.objective import DenseSlots, Noise, dense_batch, draw_noise
@@ -206,3 +206,23 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     fed = [np.prod([reach := decoder.shape(model, rows), (reach[0], 1 + reach[1])][1]) for rows in (1, 8, 64)]
     assert fed == sorted(fed, reverse=True)
     assert fed[0] > fed[-1] == 1  # the arithmetic of many rows is not free
+
+
+def test_a_plan_fed_ahead_changes_no_text():
+    requests = [*PROMPTS, Request([BOS, 5], ([7, 8], 5, [9], 6))]
+    saved = 0
+    for model in sharp_models()[:2]:
+        for changes in ({"slot": 0.9}, {"slot": 0.3, "blocks": 2, "order": "left_to_right"}):
+            without, ahead = (
+                decode(model, requests, settings("dense_plan", speculate=tokens, **changes)) for tokens in ("0", "1000")
+            )
+            assert ahead.tokens == without.tokens
+            assert ahead.commit_order == without.commit_order
+            assert ahead.rounds == without.rounds
+            saved += sum(without.forwards) - sum(ahead.forwards)
+    assert saved > 0
+
+
+def test_thresholds_of_tokens_are_refused_where_they_have_no_use():
+    with pytest.raises(UserError, match="infill=threshold: must be 'exact' or 'auto'"):
+        settings("dense_plan", infill="threshold")

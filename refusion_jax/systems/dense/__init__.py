@@ -1,16 +1,20 @@
 """Dense slot diffusion: slots in any order, each token trained on as the next token and as a mask."""
 
+import functools
+
 from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import KEYS, DenseSlots, check
+from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
 from refusion_jax.systems.dense.scoring import scoring_forward
 from refusion_jax.systems.interface import Scoring, System
+from refusion_jax.systems.refusion.reference import plan_and_infill
 
 SYSTEM = System(
     name="dense",
     objective=DenseSlots,
-    decoders={"dense": Drafting},
-    references={"dense": one_by_one},
+    decoders={"dense": Drafting, "dense_plan": PlanAlone},
+    references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     section="dense",
     keys=KEYS,
     check=check,

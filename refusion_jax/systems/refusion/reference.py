@@ -65,8 +65,11 @@ def sees(i: int, alone: list | None) -> list[int]:
     return [j for j in range(i + 1) if alone is None or alone[j] == alone[i]]
 
 
-def plan_and_infill(model: Transformer, request: Request) -> dict:
-    """The decoder `refusion`: plan, then infill the chosen slots (arXiv 2512.13586, section 3.3)."""
+def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = False) -> dict:
+    """The decoder `refusion`: plan, then infill the chosen slots (arXiv 2512.13586, section 3.3).
+
+    With `plans_alone` the mask tokens of a plan attend to those of their own slot only.
+    """
     text, s, rounds = Text(model, request), request.settings.resolved, 0
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
@@ -78,7 +81,8 @@ def plan_and_infill(model: Transformer, request: Request) -> dict:
             # Plan: mask tokens for all slots that remain. Slots are chosen by the confidence of their first token, or
             # as many of them in another order.
             rounds += 1
-            p = text.probabilities("plan", [(mask, place) for slot in slots for place in slot])
+            alone = [slot for slot in slots for _ in slot] if plans_alone else None
+            p = text.probabilities("plan", [(mask, place) for slot in slots for place in slot], alone)
             draft = text.best(p)
             sure = [p[slot[0]][draft[slot[0]]] for slot in slots]
             chosen = [slot for slot, c in zip(slots, sure, strict=True) if above(c, s.slot_threshold)]

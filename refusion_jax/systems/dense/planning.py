@@ -1,0 +1,61 @@
+"""Plan and infill with a dense model: as ReFusion's exact infilling, but planned slots do not see each other's masks.
+
+A mask has learnt to guess from the clean text before its slot and the masks of its own slot alone, so that is what it
+sees in a plan. Slots (ab)(cd)(ef), of which (cd) was chosen and is verified, with the plan of the others fed ahead:
+
+    c   1 . . . . .
+    d   1 1 . . . .
+    A   1 1 1 . . .
+    B   1 1 1 1 . .
+    E   1 1 . . 1 .
+    F   1 1 . . 1 1
+
+Axes: B rows, W fed tokens.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from jaxtyping import Array, Bool
+
+from refusion_jax.systems.refusion.decoder import ExactInfill, ExactWork
+from refusion_jax.systems.refusion.feed import Feed
+from refusion_jax.systems.refusion.settings import CONFIDENCE, EXACT, LEFT_TO_RIGHT, THRESHOLD, SlotSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSettings(SlotSettings):
+    """How to plan and infill."""
+
+    @classmethod
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        points = [(max(trained["sizes"]), blocks, LEFT_TO_RIGHT) for blocks in (1, 2)]
+        points += [(min(trained["sizes"]), 1, CONFIDENCE)]
+        return [
+            {"slot_size": size, "serial_blocks": blocks, "order": order, "slot_threshold": 0.6}
+            for size, blocks, order in points
+            if not new_tokens % (size * blocks)
+        ]
+
+    def check(self) -> None:
+        super().check()
+        if self.infill == THRESHOLD:
+            self.refuse("infill", "must be 'exact' or 'auto': a dense model is infilled exactly")
+
+    @property
+    def resolved(self) -> Self:
+        """These settings with `infill` and `token_threshold` resolved; the latter has no use."""
+        return dataclasses.replace(self, infill=EXACT, token_threshold=max(self.token_threshold, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanAlone(ExactInfill):
+    """The decoder with its compiled sizes."""
+
+    settings: ClassVar[type[PlanSettings]] = PlanSettings
+
+    def visible(self, work: ExactWork, feed: Feed) -> Bool[Array, "B W W"]:
+        """Which tokens of the feed each one attends to: itself and those before it, but for masks of other slots."""
+        slot = feed.source // self.slot_size  # numbers of their own, in drafts and plan
+        return super().visible(work, feed) & (feed.is_draft[:, None] | (slot[:, :, None] == slot[:, None]))
