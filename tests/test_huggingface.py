@@ -132,10 +132,11 @@ def test_many_shards_are_read_and_written_as_one(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(load_model(p))) for p in (one, many)))
 
 
-def test_weights_go_straight_to_a_mesh_and_missing_rows_become_zeros(tmp_path):
-    path = saved(tmp_path / "theirs")
+@pytest.mark.parametrize("family", ["olmo2", "qwen2", "qwen3"])
+def test_weights_go_straight_to_a_mesh_and_missing_rows_become_zeros(family, tmp_path):
+    path = saved(tmp_path / "theirs", family=family)
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4, "tensor": 2})
-    _, target = abstract_transformer(tiny_config(vocab_size=40), "float32", mesh)
+    _, target = abstract_transformer(tiny_config(vocab_size=40, family=family), "float32", mesh)
     params = huggingface.load_params(path, target)
     jax.tree.map(
         lambda x, t: x.sharding == t.sharding or pytest.fail(f"{x.sharding}, not {t.sharding}"), params, target
