@@ -200,12 +200,12 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(fed):
 
 def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     model = tiny_model()
-    requests = prepare(PROMPTS, settings("dense", fed_tokens=0), model.config)
+    requests = prepare(PROMPTS, settings("dense", fed_tokens=0, size=8), model.config)
     decoder = decoder_for(requests, model.config)
-    assert decoder.width == 24
-    fed = [np.prod([reach := decoder.shape(model, rows), (reach[0], 1 + reach[1])][1]) for rows in (1, 8, 64)]
-    assert fed == sorted(fed, reverse=True)
-    assert fed[0] > fed[-1] == 1  # the arithmetic of many rows is not free
+    assert decoder.width == 48
+    reach = [decoder.shape(model, rows)[0] for rows in (1, 8, 64)]
+    assert reach == sorted(reach, reverse=True)
+    assert reach[0] > reach[-1] == 1  # the arithmetic of many rows is not free
 
 
 def test_a_plan_fed_ahead_changes_no_text():
