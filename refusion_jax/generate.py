@@ -21,7 +21,7 @@ nobody else can write to it: the second call with the same sizes starts in secon
 Memory beside the weights: mostly the cache, which takes 2 x layers x key/value heads x head size x bytes of --dtype for
 each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456 bytes a token, 4.5 GiB for 64 rows of
 512. What cannot fit is refused before anything is compiled. --decode.weights=int8 and --decode.cache=int8 take half of
-bfloat16's bytes for weights and cache, and round them: `bench int8` measures what that changes.
+bfloat16's bytes for weights and cache, and round them (benchmarks/results/int8.md).
 """
 
 import contextlib

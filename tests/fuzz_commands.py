@@ -64,7 +64,7 @@ FLAGS = {  # of each command, and one that is none
     "plan": f"config topology slices hlo what rows_per_chip search json {CONFIG} {DECODE}",
     "drill": "config workdir faults seed hosts kinds config.steps config.data.path",
     "quickstart": "workdir problems started decode.batch_size decode.slot_size",
-    "bench": "checkpoint config output x batch_sizes slot_sizes rows way lengths",
+    "bench": "checkpoint config output x batch_sizes rows setup lengths",
 }
 MADE = "from refusion_jax.config import default_config\ndef get_config():\n  c = default_config()\n  c.unlock()\n"
 CONFIGS = [
@@ -146,7 +146,7 @@ class Calls:
             "plan": ["--config=configs/quickstart.py", "--topology=v9:2x2"],
             "drill": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
             "quickstart": [f"--workdir={directory}/none"],
-            "bench": [rng.choice(["decode", "infill", "head", "data", "none", ""]), f"--checkpoint={directory}/none"],
+            "bench": [rng.choice(["decode", "serve", "train", "data", "none", ""]), f"--checkpoint={directory}/none"],
         }[command]
         return command, [*base, f"--{rng.choice(FLAGS[command].split())}={rng.choice(NASTY)}"]
 

@@ -134,8 +134,7 @@ BAD = {
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
     "unknown benchmark": (["bench", "speed"], "bench 'speed': unknown; known: "),
     "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),
-    "infilling by nothing": (["bench", "infill"], "--checkpoint=: name a training run's directory"),
-    "int8 of nothing": (["bench", "int8"], "--checkpoint=: name a training run's directory"),
+    "serving nothing": (["bench", "serve"], "--checkpoint=: name a training run's directory"),
     "unknown rounding": ([*GENERATE, "--prompt=x", "--decode.weights=int4"], "--decode.weights=int4: "),
     "replay of nothing": (["bench", "replay"], "--checkpoint=: name a training run's directory"),
     "shape that is none": (["bench", "replay", "--checkpoint=x", "--shapes=64x2"], "must be a multiple of 128, x"),
@@ -209,10 +208,6 @@ BAD = {
     ),
     "decoding by a decoder of other models": (
         ["bench", "decode", "--checkpoint={run}", "--way=ar"],
-        "was trained with objective=refusion, which decodes with ",
-    ),
-    "infilling by a decoder of other models": (
-        ["bench", "infill", "--checkpoint={run}", "--way=ar"],
         "was trained with objective=refusion, which decodes with ",
     ),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),
