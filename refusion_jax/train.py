@@ -48,6 +48,7 @@ from refusion_jax.distributed.processes import all_agree, check_same, check_shar
 from refusion_jax.distributed.profiling import Profile
 from refusion_jax.distributed.storage import LogDirectory
 from refusion_jax.distributed.watchdog import Watchdog
+from refusion_jax.distributed.xla_options import libtpu_mismatch
 from refusion_jax.evaluation.heldout import HeldOut, find_held_out, make_held_out
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.interface import train_flops_per_row
@@ -106,6 +107,8 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
         return True
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
+    if mesh.devices.flat[0].platform == "tpu" and (mismatch := libtpu_mismatch()):
+        say(mismatch)
 
     # 2. The data.
     starts_from = epath.Path(config.init_from) if config.init_from and not steps else None

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import tomllib
 
 import pytest
-from conftest import run
+from conftest import ROOT, run
 from test_costs import LOOP
 
 from refusion_jax.config import default_config
+from refusion_jax.distributed.xla_options import LIBTPU, libtpu_mismatch
 from refusion_jax.planning.report import to_table
 from refusion_jax.planning.search import search
 
@@ -141,3 +143,17 @@ def test_an_estimate_is_told_as_a_range_where_it_is_calibrated():
     assert "2.9 to 3.3 s" in cells
     alone = [cell for column in to_table(record | {"step_seconds_range": None}).columns for cell in column.cells]
     assert "3.1 s or more" in alone
+
+
+@pytest.mark.parametrize(("installed", "told"), [(LIBTPU, ""), ("0.0.42.1", "libtpu 0.0.42.1: memory and speed are")])
+def test_another_compiler_than_the_tested_one_is_told(installed, told, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
+    assert libtpu_mismatch().startswith(told)
+    assert bool(libtpu_mismatch()) == bool(told)
+
+
+def test_what_is_installed_for_tpus_is_what_programs_are_tested_with():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name in ("tpu", "plan", "test"):
+        assert [each.split(";")[0] for each in extras[name] if "libtpu" in each] == [f"libtpu=={LIBTPU}"], name
+        assert "jax[tpu]" not in extras[name]  # which asks for another one
