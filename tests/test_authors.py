@@ -69,8 +69,8 @@ def test_answers_are_compared_through_their_first_end_and_speeds_in_turns(checko
     flags += [f"--checkout={checkout}", f"--checkpoint={MODEL}", f"--prompts={checkout / 'prompts.jsonl'}"]
     out, _ = run("bench", "authors", *flags, "--batch_sizes=2", "--repeats=2")
     records = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    ways = [(record["way"], record["batch_size"]) for record in records]
-    assert ways == [("refusion infill=threshold", 2), ("refusion infill=exact", 2)]
+    setups = [(record["setup"], record["batch_size"]) for record in records]
+    assert setups == [("refusion infill=threshold", 2), ("refusion infill=exact", 2)]
     ended = [answer[-1] == 2 for answer in answers[:2]]  # what does not end is not cut
     assert any(ended)
     assert records[0]["same"] == sum(ended) / 3

@@ -136,8 +136,6 @@ BAD = {
     "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),
     "serving nothing": (["bench", "serve"], "--checkpoint=: name a training run's directory"),
     "unknown rounding": ([*GENERATE, "--prompt=x", "--decode.weights=int4"], "--decode.weights=int4: "),
-    "replay of nothing": (["bench", "replay"], "--checkpoint=: name a training run's directory"),
-    "shape that is none": (["bench", "replay", "--checkpoint=x", "--shapes=64x2"], "must be a multiple of 128, x"),
     "prompts of a benchmark that are none": (
         ["bench", "decode", "--prompts={dir}/blank.jsonl"],
         "blank.jsonl holds no prompt",
@@ -200,14 +198,14 @@ BAD = {
         "good.jsonl: lies in --input=",
     ),
     "numbers that are no digits": (["bench", "decode", "--batch_sizes=8,²"], "must be numbers from 1 to"),
-    "way to decode without a name": (["bench", "decode", "--way="], "unknown"),
+    "setup without a decoder": (["bench", "decode", "--setup="], "unknown"),
     "inspecting nothing": (["inspect_data", "--data={dir}"], "holds no rows (there is no manifest.json)"),
     "inspecting by no run": (
         ["inspect_data", "--config=configs/quickstart.py", "--workdir={dir}"],
         "holds no run, whose tokenizer is asked for",
     ),
     "decoding by a decoder of other models": (
-        ["bench", "decode", "--checkpoint={run}", "--way=ar"],
+        ["bench", "decode", "--checkpoint={run}", "--setup=ar"],
         "was trained with objective=refusion, which decodes with ",
     ),
     "report on nothing": (["quickstart", "--workdir={dir}"], "holds no checkpoint"),

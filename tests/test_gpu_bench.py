@@ -52,7 +52,7 @@ def test_the_section_tells_answers_compared_with_the_cpu_from_those_of_the_autho
     speeds = {"tokens_per_second": 1500.0, "their_tokens_per_second": 1000.0, "ratio": [1.4, 1.5, 1.6]}
     records = [
         {"part": "answers", "decoder": "one", "answers": 4, "same": 0.75},
-        {"part": "the authors' code", "size": "1.7b", "way": "one", "batch_size": 8, "same": 0.25, **speeds},
+        {"part": "the authors' code", "size": "1.7b", "setup": "one", "batch_size": 8, "same": 0.25, **speeds},
     ]
     section = gpu.section(head, records, "python -m refusion_jax.bench gpu --minutes=9")
     assert section.endswith("```bash\npython -m refusion_jax.bench gpu --minutes=9\n```\n")

@@ -1,4 +1,4 @@
-"""`bench headline`: operating points that decoders accept, and pieces that are kept."""
+"""`bench headline`: operating points that decoders accept, and results that are stored."""
 
 import dataclasses
 import errno
@@ -17,20 +17,20 @@ from conftest import ROOT, run, start
 from test_config import load
 
 from refusion_jax import UserError
-from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import (
+from refusion_jax.benchmarks.headline.experiment import (
     BUDGETS,
-    Plan,
+    Experiment,
+    ablations,
     adapted_run,
     first_rates,
     held_out,
     next_rate,
     operating_points,
-    studies,
     text_run,
     trial_run,
     whole_run,
 )
+from refusion_jax.benchmarks.headline.result_store import ResultStore
 from refusion_jax.data import families
 from refusion_jax.data.sources import held_out_problems
 from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
@@ -45,7 +45,7 @@ def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
     points = operating_points(system, size, config)
     alone = {name for name in decoders_for(system) if not find_decoder(name).settings.auxiliary_models}
     assert {point.decoder for point in points} == alone
-    points += [point for own in studies(system, size, config).values() for point in own]
+    points += [point for own in ablations(system, size, config).values() for point in own]
     for point in points:
         settings = point.settings(size.new_tokens, 16)
         assert settings.new_tokens == size.new_tokens  # no decoder writes more than the others
@@ -126,36 +126,38 @@ def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(
 
 def test_a_budget_is_made_smaller_by_flags():
     small = BUDGETS["small"]
-    assert small.changed(seeds=None, tune=True) == small
-    assert small.changed(seeds=1, tune=True).seeds == 1
-    assert not first_rates(small.changed(seeds=1, tune=False), CONFIGS("small"))
+    assert small.changed(tune=True) == small
+    assert small.changed(tune=True, seeds=1).seeds == 1
+    assert not first_rates(small.changed(tune=False, seeds=1), CONFIGS("small"))
 
 
 def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():
     small = BUDGETS["small"]
-    assert small.changed(seeds=1, tune=True).of_each_run() == small.of_each_run()
-    assert small.changed(seeds=None, tune=True, replay="").of_each_run() == small.of_each_run()
-    assert small.changed(seeds=1, tune=False).of_each_run() != small.of_each_run()
+    assert small.changed(tune=True, seeds=1).of_each_run() == small.of_each_run()
+    assert small.changed(tune=True, speed_proxy="").of_each_run() == small.of_each_run()
+    assert small.changed(tune=False, seeds=1).of_each_run() != small.of_each_run()
 
 
 def test_a_system_may_have_its_own_number_of_seeds_and_adapts_no_more_models_than_there_are():
     systems = {"ar": 2, "card": 1, "refusion": 3}
-    plan = Plan("small", BUDGETS["small"], CONFIGS("small"), None, "c.py", systems, "ar", False, "the command")
-    assert plan.seeds == [("ar", 0), ("card", 0), ("refusion", 0), ("ar", 1), ("refusion", 1), ("refusion", 2)]
-    assert plan.adapted == {"card": 1, "refusion": 2}
-    assert not dataclasses.replace(plan, start="").adapted
+    asked = Experiment("small", BUDGETS["small"], CONFIGS("small"), None, "c.py", systems, "ar", False, "the command")
+    assert asked.seeds == [("ar", 0), ("card", 0), ("refusion", 0), ("ar", 1), ("refusion", 1), ("refusion", 2)]
+    assert asked.adapted == {"card": 1, "refusion": 2}
+    assert not dataclasses.replace(asked, start="").adapted
 
 
 def test_adapting_needs_a_checkpoint_and_a_record_in_the_middle():
     config = CONFIGS("small")
-    plan = Plan("small", BUDGETS["small"], config, None, "c.py", {"ar": 1, "card": 1}, "ar", False, "the command")
-    plan.check()
+    asked = Experiment(
+        "small", BUDGETS["small"], config, None, "c.py", {"ar": 1, "card": 1}, "ar", False, "the command"
+    )
+    asked.check()
     config.log_every = config.steps // 2 - 1
     with pytest.raises(UserError, match=f"step {config.steps // 2}, in the middle, is not logged"):
-        plan.check()
+        asked.check()
     config.log_every, config.checkpoint.every = 1, config.steps // 2 - 1
     with pytest.raises(UserError, match=f"needs the checkpoint of step {config.steps // 2}"):
-        plan.check()
+        asked.check()
 
 
 def test_a_run_on_text_has_the_rate_of_its_own_config_times_what_is_best_on_problems():
@@ -164,18 +166,15 @@ def test_a_run_on_text_has_the_rate_of_its_own_config_times_what_is_best_on_prob
     assert text_run("ar", 0, 2.0, text, "t.py").changes == {"learning_rate": 2 * text.learning_rate}
 
 
-def test_pieces_that_are_none_are_left_out(tmp_path):
-    pieces = Pieces(tmp_path / "all", {})
-    pieces.close()
-    good = b'{"piece": "good", "record": {"x": 1}}\n'
-    (tmp_path / "all" / "pieces.jsonl").write_bytes(b'{"piece": "a", "record": 5}\n\xff\xfe\n' + good + b'{"piece"')
-    again = Pieces(tmp_path / "all", {})
-    assert again.records == {"good": {"x": 1}}
-    again.close()
+def test_a_line_of_the_store_that_is_no_record_is_named(tmp_path):
+    ResultStore(tmp_path / "all", {}).close()
+    (tmp_path / "all" / "measurements.jsonl").write_bytes(b'{"key": "a", "record": 5}\n')
+    with pytest.raises(UserError, match=r"measurements.jsonl:1: record: "):
+        ResultStore(tmp_path / "all", {})
 
 
-def test_a_piece_that_the_disk_takes_half_of_is_an_error(tmp_path, monkeypatch):
-    pieces = Pieces(tmp_path / "all", {"budget": "tiny"})
+def test_a_record_that_the_disk_takes_half_of_is_an_error(tmp_path, monkeypatch):
+    store = ResultStore(tmp_path / "all", {"budget": "tiny"})
     write, full = os.write, iter([False, True])
 
     def half(file, content):
@@ -185,27 +184,27 @@ def test_a_piece_that_the_disk_takes_half_of_is_an_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(OSError, match="No space"):
-        pieces.add("one", {"x": 1})
-    assert not pieces.records
+        store.add("one", {"x": 1})
+    assert not store.records
 
 
-def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
-    pieces = Pieces(tmp_path / "all", {"budget": "tiny"})
-    pieces.add("one", {"x": 1})
-    pieces.close()
-    file = tmp_path / "all" / "pieces.jsonl"
-    file.write_text(file.read_text() + '{"piece": "two", "rec')
-    again = Pieces(tmp_path / "all", {"budget": "tiny"})
+def test_records_are_kept_whatever_cuts_off_the_last(tmp_path):
+    store = ResultStore(tmp_path / "all", {"budget": "tiny"})
+    store.add("one", {"x": 1})
+    store.close()
+    file = tmp_path / "all" / "measurements.jsonl"
+    file.write_text(file.read_text() + '{"key": "two", "rec')
+    again = ResultStore(tmp_path / "all", {"budget": "tiny"})
     assert again.records == {"one": {"x": 1}}
     again.add("two", {"x": 2})
-    with pytest.raises(UserError, match="pieces.jsonl is being written by another process"):
-        Pieces(tmp_path / "all", {"budget": "tiny"})
+    with pytest.raises(UserError, match="measurements.jsonl is being written by another process"):
+        ResultStore(tmp_path / "all", {"budget": "tiny"})
     again.close()
-    last = Pieces(tmp_path / "all", {"budget": "tiny"})
+    last = ResultStore(tmp_path / "all", {"budget": "tiny"})
     assert last.records == {"one": {"x": 1}, "two": {"x": 2}}
     last.close()
     with pytest.raises(UserError, match=r"holds another comparison \(differs in budget\)"):
-        Pieces(tmp_path / "all", {"budget": "small"})
+        ResultStore(tmp_path / "all", {"budget": "small"})
 
 
 @pytest.mark.parametrize(
@@ -216,15 +215,18 @@ def test_pieces_are_kept_whatever_cuts_off_the_last(tmp_path):
         (["--output={dir}", "--systems=gan"], "--systems=gan: unknown; known: ar, "),
         (
             ["--output={dir}", "--systems=ar:0"],
-            "--systems=ar:0: behind the colon, give a number of seeds from 1 to 100",
+            "--systems=ar:0: after the colon, give a number of seeds from 1 to 100",
         ),
-        (["--output={dir}", "--systems=ar,card:"], "--systems=card:: behind the colon, give a number of seeds"),
+        (["--output={dir}", "--systems=ar,card:"], "--systems=card:: after the colon, give a number of seeds"),
         (["--output={dir}", "--config=none.py"], "--config=none.py: no such file"),
         (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
         (["--output={dir}", "--config=configs/headline.py:vast"], "unknown variant 'vast'"),
         (["--output={dir}", "--adapt_from=gan"], "--adapt_from=gan: is not among --systems=ar,"),
         (["--output={dir}", "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
-        (["--output={dir}", "--replay=600x2"], "--replay=600x2: must be a multiple of 128, x and a number of layers"),
+        (
+            ["--output={dir}", "--speed_proxy=600x2"],
+            "--speed_proxy=600x2: must be a multiple of 128, x and",
+        ),
         (["--output={dir}", "--text=none.py"], "--text=none.py: no such file"),
         (["--output={dir}", "--text=configs/quickstart.py"], "--text=configs/quickstart.py: its eval.path names no"),
     ],
@@ -269,17 +271,18 @@ from pathlib import Path
 from absl import flags
 from refusion_jax.benchmarks import headline
 from refusion_jax.benchmarks.headline import comparison
-from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import whole_run
+from refusion_jax.benchmarks.headline.result_store import ResultStore
+from refusion_jax.benchmarks.headline.experiment import whole_run
 
 own = flags.FlagValues()
 headline.define_flags(own)
 own(["headline", "--budget=tiny", "--systems=ar", f"--output={sys.argv[1]}"])
-plan, losses = headline._plan(own), [{"step": 1, "loss": 1.0, "tokens": 1}]
+asked, losses = headline._experiment(own), [{"step": 1, "loss": 1.0, "tokens": 1}]
 comparison.train = lambda *_: print("trained") or {"losses": losses, "seconds": 1.0, "tokens": 1}
 comparison.load_tokenizer = comparison.check_fit = lambda *_: None
-whole = comparison.Comparison(Path(sys.argv[1]), plan, Pieces(Path(sys.argv[1]), {}))
-whole._trained([whole_run("ar", seed, 1e-3, plan.file) for seed in (0, 1)])
+whole = comparison.Comparison(Path(sys.argv[1]), asked, ResultStore(Path(sys.argv[1]), {}))
+for seed in (0, 1):
+    whole._trained(whole_run("ar", seed, 1e-3, asked.file))
 """
 
 
@@ -308,9 +311,9 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
             f"--output={tmp_path / name}",
             *data,
             "--systems=ar:2,card:1",
-            "--studies",
+            "--ablations",
             "--adapt_from=ar",
-            "--replay=128x1",
+            "--speed_proxy=128x1",
         ]
 
     out, _ = run("bench", *asked("straight"), f"--page={tmp_path / 'PAGE.md'}")
@@ -320,7 +323,7 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
     assert (tmp_path / "PAGE.md").read_text().count("## The headline") == 1
     assert (tmp_path / "straight" / "report.md").exists()
 
-    process, kept = start("bench", *asked("killed")), tmp_path / "killed" / "pieces.jsonl"
+    process, kept = start("bench", *asked("killed")), tmp_path / "killed" / "measurements.jsonl"
     while not (kept.exists() and kept.read_text().count("\n") >= 1):  # one system is trained
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
@@ -334,12 +337,12 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
         results = json.loads((tmp_path / name / "results.json").read_text())
         return [
             {
-                key: piece.get(key)
+                key: record.get(key)
                 for key in ("system", "start", "settings", "accuracy", "families", "forwards", "tokens")
             }
-            for piece in results["points"] + results["studies"]
+            for record in results["points"] + results["ablations"]
         ]
 
     assert outcome("straight") == outcome("killed")
-    keys = [json.loads(line)["piece"] for line in kept.read_text().splitlines()]
+    keys = [json.loads(line)["key"] for line in kept.read_text().splitlines()]
     assert len(set(keys)) == len(keys)

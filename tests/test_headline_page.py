@@ -1,5 +1,6 @@
 """The page of `bench headline` follows from the figures."""
 
+import dataclasses
 import json
 import re
 
@@ -8,8 +9,9 @@ from conftest import ROOT
 from test_config import load
 
 from refusion_jax import UserError
-from refusion_jax.benchmarks.headline import report, results
-from refusion_jax.benchmarks.headline.curves import Turns, curves, shown
+from refusion_jax.benchmarks.headline import comparison, report
+from refusion_jax.benchmarks.headline.curves import Timings, curves, fastest_points
+from refusion_jax.benchmarks.headline.results import Results
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.systems.interface import Claim
 
@@ -29,15 +31,19 @@ def point(system: str, settings: str, accuracy: float, speed: float, seed: int =
         "families": {"sum": accuracy},
         "same_text": 1.0,
         "load": 1.0,
+        "commit": "abc",
+        "where": "here",
     }
 
 
-def in_turns(points: list[dict], drift: float = 0.5) -> list[dict]:
-    """The record of three turns at all points; in the second one the machine is slower by this factor."""
+def timed(points: list[dict], drift: float = 0.5) -> list[dict]:
+    """The record of three repeats at all points; in the second one the machine is slower by this factor."""
     return [
         {key: p[key] for key in ("system", "start", "decoder", "settings")}
         | {
             "load": 1.0,
+            "commit": "abc",
+            "where": "here",
             "tokens_per_second": {
                 size: [speed, drift * speed, speed] for size, speed in p["tokens_per_second"].items()
             },
@@ -53,15 +59,20 @@ def test_what_was_adapted_is_compared_with_what_was_adapted():
         point("llada", "", 0.4, 10.0),
         point("llada", "", 0.6, 5.0, start="ar"),
     ]
-    names = [curve.name for curve in curves({"points": points, "tests": []})]
+    names = [curve.name for curve in curves(results_of(points))]
     assert names == ["refusion", "refusion from ar", "llada", "llada from ar"]
-    told = report.claims(curves({"points": points, "tests": []}), Turns.of({"turns": in_turns(points)}))
+    told = report.claims(curves(results_of(points)), Timings.of(results_of(points)))
     assert "| refusion | llada | their own | 1.34x | 1.25x | 18.00x | 10.00x | no |" in told
     assert "| refusion from ar | llada from ar | their own | 1.34x | 1.33x | 18.00x | 20.00x | no |" in told
 
 
-RESULTS = {
-    "points": [
+def results_of(points: list[dict], **others: list[dict]) -> Results:
+    """Results with these points, all of them timed."""
+    return Results({}, points=points, **{"timings": timed(points)} | others)
+
+
+RESULTS = results_of(
+    [
         point("refusion", "careful", 0.80, 100.0, 0),
         point("refusion", "careful", 0.84, 120.0, 1),
         point("refusion", "fast", 0.81, 300.0, 0),
@@ -73,8 +84,7 @@ RESULTS = {
         point("card", "", 0.50, 720.0),
         point("refusion", "", 0.88, 600.0, start="ar"),
     ]
-}
-RESULTS["turns"], RESULTS["tests"] = in_turns(RESULTS["points"]), []
+)
 
 
 def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
@@ -86,27 +96,28 @@ def test_a_decoder_is_shown_at_its_fastest_within_a_percent_of_its_best():
 
 def test_a_setting_is_chosen_by_some_problems_and_scored_on_others():
     tests = [point("refusion", "fast", accuracy, 1.0, seed) for seed, accuracy in enumerate((0.5, 0.6))]
-    own, *_ = curves(RESULTS | {"tests": tests})
+    own, *_ = curves(dataclasses.replace(RESULTS, tests=tests))
     chosen = own.fastest("1")
     assert chosen.settings == "fast"
     assert chosen.accuracy.values == (0.5, 0.6)
     assert chosen.families["sum"].values == (0.5, 0.6)
     assert chosen.speed["1"].values == (300.0, 300.0)  # the time is that of the problems that chose it
-    told = report.claims(curves(RESULTS | {"tests": tests}), Turns.of(RESULTS))
+    told = report.claims(curves(dataclasses.replace(RESULTS, tests=tests)), Timings.of(RESULTS))
     assert "| refusion | llada | their own | 1.34x | 1.10x |" in told
 
 
-def test_at_the_price_of_larger_weights_a_claim_is_checked_at_what_is_fastest_there():
-    replays = [record | {"shape": "640x12", "parameters": 58_700_000} for record in in_turns(RESULTS["points"][:7])]
+def test_at_the_cost_of_larger_weights_a_claim_is_checked_at_what_is_fastest_there():
+    slow = [record | {"shape": "640x12", "parameters": 58_700_000} for record in timed(RESULTS.points[:7])]
     speeds = {"careful": [50.0, 70.0], "fast": [40.0, 20.0], "": [2.0, 2.0]}
-    for record in replays:
+    for record in slow:
         record["tokens_per_second"] = {"1": speeds.get(record["settings"], [900.0, 900.0])}
     tests = [point("refusion", settings, score, 1.0) for settings, score in (("fast", 0.5), ("careful", 0.8))]
-    results = RESULTS | {"replays": [r for r in replays if r["settings"] != "too_fast"], "tests": tests}
-    told = report.claims(curves(results), Turns.of(results))
+    slow = [record for record in slow if record["settings"] != "too_fast"]
+    results = dataclasses.replace(RESULTS, proxy_timings=slow, tests=tests)
+    told = report.claims(curves(results), Timings.of(results))
     assert "| refusion | llada | their own | 1.34x | 1.00x | 18.00x | 30.00x | no |" in told
-    assert "| refusion | llada | of the replay | 1.34x | 1.60x | 18.00x | 30.00x | yes |" in told
-    assert "| refusion | ar | of the replay |" not in told  # which was not timed there
+    assert "| refusion | llada | of the speed proxy | 1.34x | 1.60x | 18.00x | 30.00x | yes |" in told
+    assert "| refusion | ar | of the speed proxy |" not in told  # which was not timed there
 
 
 @pytest.mark.parametrize(
@@ -123,42 +134,42 @@ def test_a_claim_holds_if_both_of_its_parts_do(claim, holds):
     by_name = {curve.name: curve for curve in curves(RESULTS)}
     pair = by_name["refusion"], by_name[claim.rival]
     points = [curve.fastest("1") for curve in pair]
-    assert report.verdict(claim, *points, Turns.of(RESULTS).ratio(*pair, "1")).holds is holds
+    assert report.verdict(claim, *points, Timings.of(RESULTS).ratio(*pair, "1")).holds is holds
 
 
 def test_what_both_have_at_the_ceiling_needs_no_multiple():
     points = [point("refusion", "", 1.0, 200.0), point("llada", "", 0.995, 10.0)]
-    own, rival = (curve.fastest("1") for curve in curves({"points": points, "tests": []}))
+    own, rival = (curve.fastest("1") for curve in curves(results_of(points)))
     assert report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
 
 
 def test_where_nobody_is_ever_right_no_claim_holds():
     points = [point("refusion", "", 0.0, 200.0), point("llada", "", 0.0, 10.0)]
-    own, rival = (curve.fastest("1") for curve in curves({"points": points, "tests": []}))
+    own, rival = (curve.fastest("1") for curve in curves(results_of(points)))
     assert not report.verdict(Claim("llada", accuracy=1.34, speed=18.0), own, rival, speed=20.0).holds
 
 
-def test_a_machine_that_slows_down_changes_no_ratio_of_what_is_timed_in_turns():
+def test_a_machine_that_slows_down_changes_no_ratio_of_what_is_timed_timed():
     by_name = {curve.name: curve for curve in curves(RESULTS)}
-    steady, drifting = (in_turns(RESULTS["points"], drift) for drift in (1.0, 0.1))
+    steady, drifting = (timed(RESULTS.points, drift) for drift in (1.0, 0.1))
     (ar,) = (record for record in drifting if record["system"] == "ar")
-    ar["tokens_per_second"]["1"][2] *= 0.2  # something else ran in one turn of one decoder
+    ar["tokens_per_second"]["1"][2] *= 0.2  # something else ran in one repeat of one decoder
     for records in (steady, drifting):
-        turns = Turns.of({"turns": records})
-        assert turns.ratio(by_name["refusion"], by_name["ar"], "1") == pytest.approx(300 / 400)
-        assert turns.ratio(by_name["refusion"], by_name["llada"], "16") == pytest.approx(300 / 10)
+        timings = Timings.of(dataclasses.replace(RESULTS, timings=records))
+        assert timings.ratio(by_name["refusion"], by_name["ar"], "1") == pytest.approx(300 / 400)
+        assert timings.ratio(by_name["refusion"], by_name["llada"], "16") == pytest.approx(300 / 10)
 
 
-def test_what_the_page_shows_is_timed_in_turns_once():
+def test_what_the_page_shows_is_timed_in_interleaved_repeats_once():
     some = [point("ar", "", 0.8, 400.0), point("card", "wide", 0.8, 300.0), point("card", "deep", 0.8, 200.0)]
     some[2]["tokens_per_second"]["16"] = 900.0
-    entries = shown(curves({"points": some, "tests": []}), ("1", "16"))
+    entries = fastest_points(curves(results_of(some)), ("1", "16"))
     assert [(curve.system, p.settings) for curve, p in entries] == [("ar", ""), ("card", "wide"), ("card", "deep")]
-    assert len(shown(curves({"points": some, "tests": []}), ("1",))) == 2
+    assert len(fastest_points(curves(results_of(some)), ("1",))) == 2
 
 
-def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
-    run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1, "start": ""}
+def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
+    run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1, "start": "", "commit": "abc"}
     exact = [{"step": i, "tokens": 1_000_000 * i, "eval_bits_per_byte": 0.5 / i} for i in (1, 2)]
     bound = [
         {"step": 2, "tokens": tokens, "eval_bits_per_byte": bits, "eval_bits_per_byte_is_bound": True}
@@ -170,31 +181,37 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     measured = {"system": "card", "decoder": "ar", "start": "", "settings": "s=1", "tokens": 32, "forwards": 8}
     measured |= {"prompt_tokens": 16.0, "width": 16, "has_cache": True}
     estimates = tpu_estimates([measured], problems=4)
-    study = {"study": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
-    study |= {"accuracy": 0.25, "tokens_per_forward": 3.0}
-    whole = RESULTS | {
+    ablation = {"ablation": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
+    ablation |= {"accuracy": 0.25, "tokens_per_forward": 3.0, "commit": "abc"}
+    about = {
         "budget": "small",
         "command": "the command",
-        "commits": ["abc"],
         "machine": {"cores": 2, "processor": "P", "device": "cpu", "memory_gib": 4},
         "versions": {"jax": "0"},
         "config": json.loads(CONFIGS("small").to_json()),
+        "text": None,
         "problems": 4,
         "timed": 3,
         "new_tokens": 32,
-        "runs": [
-            *(begun := [run_of | {"system": system, "losses": losses} for system, losses in trained]),
-            results.continued(begun[0], run_of | {"system": "refusion", "start": "ar", "losses": adapted}),
-        ],
-        "texts": [run_of | {"system": "ar", "losses": [{"step": 9, "tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
-        "sweep": [{"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
-        "studies": [
-            study | {"step": 4},
-            study | {"step": 8, "accuracy": 0.75},
-            study | {"step": 8, "accuracy": 0.745, "tokens_per_forward": 4.0, "settings": "infill=threshold"},
-        ],
-        "tpu_estimates": estimates,
     }
+    continued = run_of | {"system": "refusion", "start": "ar", "losses": adapted}
+    begun = [run_of | {"system": system, "losses": losses} for system, losses in trained]
+    whole = dataclasses.replace(
+        RESULTS,
+        about=about,
+        runs=[
+            *begun,
+            comparison._continued(begun[0], continued),
+        ],
+        texts=[run_of | {"system": "ar", "losses": [{"step": 9, "tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
+        sweep=[run_of | {"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
+        ablations=[
+            ablation | {"step": 4},
+            ablation | {"step": 8, "accuracy": 0.75},
+            ablation | {"step": 8, "accuracy": 0.745, "tokens_per_forward": 4.0, "settings": "infill=threshold"},
+        ],
+        tpu_estimates=estimates,
+    )
     assert "### Plots" not in report.report(whole)
     page = report.report(whole, ["plots/speed.svg"])
     assert '<img src="plots/speed.svg"' in page.partition("### Plots")[2]
@@ -217,23 +234,22 @@ def test_the_page_has_the_rates_that_were_tried_and_the_studies_by_step():
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
     conclusion = " ".join(page.split())
-    assert "no setting is more accurate than infill=exact: 75.0%, 3.00 tokens a forward." in conclusion
-    assert "the most tokens a forward are those of infill=threshold: 74.5%, 4.00 tokens a forward." in conclusion
+    assert "no setting is more accurate than infill=exact: 75.0%, 3.00 tokens per forward." in conclusion
+    assert "the most tokens per forward are those of infill=threshold: 74.5%, 4.00 tokens per forward." in conclusion
     assert "| refusion | ar | their own | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
     assert "| refusion from ar | ar | their own | 0.98x | 1.10x | 2.33x | 1.50x | no |" in page
     assert (
         "1 prompt at a time, each decoder at its fastest setting within 1 percentage point of its own best, the "
-        "Pareto front of exact match and tokens a second is refusion from ar (88.0%, 500 tokens/s), card (50.0%, 600 "
+        "Pareto front of exact match and tokens per second is refusion from ar (88.0%, 500 tokens/s), card (50.0%, 600 "
         "tokens/s)."
     ) in conclusion
     beaten = "* refusion, 1 at a time (81.5%): at least as accurate and as fast are refusion from ar (88.0%, 2.00x the"
     assert beaten in conclusion
-    assert "Other work shared the machine while some points" in page
-    assert "Other work shared" not in report.report(whole | {"points": [p | {"load": 1.0} for p in whole["points"]]})
-    busy = report.report(whole | {"turns": [record | {"load": 9.0} for record in whole["turns"]]})
-    assert "Other work shared the machine, more at one time than at another" in busy
-    moved = report.report(whole | {"where": ["2 cores of P", "9 cores of Q"]})
-    assert "Speeds were measured in several places and do not compare: 2 cores of P; 9 cores of Q." in moved
+    assert "Other work shared the machine" in page
+    quiet = dataclasses.replace(whole, points=[p | {"load": 1.0} for p in whole.points])
+    assert "Other work shared" not in report.report(quiet)
+    moved = dataclasses.replace(whole, points=[whole.points[0] | {"where": "there"}, *whole.points[1:]])
+    assert "Speeds were measured in several places and do not compare: here; there." in report.report(moved)
 
 
 def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):

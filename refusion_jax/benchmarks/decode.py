@@ -5,9 +5,9 @@
   python -m refusion_jax.bench decode --checkpoint=tests/golden/model --prompts=tests/golden/decode.jsonl
   python -m refusion_jax.bench decode --size=1.7b --dtype=bfloat16 --decode.max_new_tokens=512 --batch_sizes=1
 
-Each --way is the name of a decoder followed by its own settings, such as --way='sequential slot_size=4'; by default
+Each --setup is the name of a decoder followed by its own settings, such as --setup='sequential slot_size=4'; by default
 every decoder of the default system. Settings of all of them are flags, as for generate. Without a checkpoint the
-weights are random, in the shape that --size names. For each way it prints tokens a second, forwards, tokens a forward
+weights are random, in the shape that --size names. For each setup it prints tokens a second, forwards, tokens a forward
 and milliseconds a forward; `bytes` of weights and cache in their dtypes (weights=int8 cache=int8); and `of_bandwidth`,
 the share of the memory bandwidth, as measured by a copy, that reading these bytes once a forward takes. Compilation
 time is printed separately.
@@ -69,12 +69,12 @@ def define_flags(own: flags.FlagValues) -> None:
     number("prompts_per_row", 2, "Random prompts for every row of the batch")
     number("prompt_length", 32, "Tokens of a random prompt")
     define_shared(own)
-    flags.DEFINE_multi_string("way", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
-    number("repeats", 3, "Runs of each way, in turns; the median counts")
+    flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
+    number("repeats", 3, "Runs of each setup, in turns; the median counts")
 
 
 def define_shared(own: flags.FlagValues) -> None:
-    """The flags --decode.NAME of what all ways share; --way names the method, and --batch_sizes the sizes."""
+    """The flags --decode.NAME of what all setups share; --setup names the method, and --batch_sizes the sizes."""
     shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
     command.define_settings(shared, "decode", own, _DEFAULTS)
 
@@ -86,18 +86,18 @@ def read_shared(own: flags.FlagValues) -> dict[str, Any]:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a way and batch size, then a table."""
+    """Prints one JSON object a setup and batch size, then a table."""
     if own.size not in SIZES:
         raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
-    table = Table("way", "batch", "tokens/s", "tokens/forward", "ms/forward", "not model", "of bandwidth")
+    table = Table("setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "not model", "of bandwidth")
     for batch_size in batch_sizes:
         for record in measure(model, own, batch_size, bandwidth):
             print(json.dumps(record), flush=True)
             table.add_row(
-                record["way"],
+                record["setup"],
                 str(batch_size),
                 f"{record['tokens_per_second']:,.0f}",
                 f"{record['tokens_per_forward']:.2f}",
@@ -109,41 +109,41 @@ def main(own: flags.FlagValues) -> None:
 
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
-    """Measures all ways to decode, in turns, at one batch size."""
+    """Measures all setups to decode, in turns, at one batch size."""
     shared = read_shared(own) | {"batch_size": batch_size}
-    ways = {way: read_way(way, shared, own.checkpoint) for way in own.way or default_system().decoders}
-    models = {way: model.rounded(settings.weights, settings.cache) for way, settings in ways.items()}
+    setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in own.setup or default_system().decoders}
+    models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
     c = model.config
     if own.prompts:
-        prompts = prompts_in(own.prompts, own.checkpoint, next(iter(ways.values())))
+        prompts = prompts_in(own.prompts, own.checkpoint, next(iter(setups.values())))
     else:
         prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, c)
 
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: dict[str, list[float]] = {setup: [] for setup in setups}
     answers, compiling = {}, {}
     for turn in range(own.repeats + 1):
-        for way, settings in ways.items():
+        for setup, settings in setups.items():
             requests = prepare(prompts, settings, c)
             began = time.perf_counter()
-            answers[way] = [answer for _, answer in stream(models[way], requests)]
+            answers[setup] = [answer for _, answer in stream(models[setup], requests)]
             took = time.perf_counter() - began
             if turn:
-                seconds[way].append(took)
+                seconds[setup].append(took)
             else:
-                compiling[way] = took
+                compiling[setup] = took
 
     records = []
-    for way, settings in ways.items():
-        decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[way]
-        rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[way]))
-        forwards, tokens = sum(a.forwards for a in answers[way]), sum(len(a.tokens) for a in answers[way])
+    for setup, settings in setups.items():
+        decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[setup]
+        rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[setup]))
+        forwards, tokens = sum(a.forwards for a in answers[setup]), sum(len(a.tokens) for a in answers[setup])
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
         moved = kept.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, kept.cache_dtype)
         records.append(
             {
                 "benchmark": "decode",
-                "way": way,
+                "setup": setup,
                 "batch_size": batch_size,
                 "tokens_per_second": tokens / took,
                 "forwards": forwards,
@@ -152,7 +152,7 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
                 "not_model": not_model(kept, prepare(prompts[:rows], settings, c), rows, own.repeats),
                 "bytes": moved,
                 "of_bandwidth": moved / each / bandwidth,
-                "compile_seconds": compiling[way] - took,
+                "compile_seconds": compiling[setup] - took,
                 "width": decoder.width,
                 "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
                 "dtype": own.dtype,
@@ -174,26 +174,26 @@ def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]
     return [*map(Request, drawn.tolist())]
 
 
-def read_way(way: str, shared: dict[str, Any], checkpoint: str | None = None) -> Settings:
-    """The settings of one --way, its own overriding the shared ones.
+def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None) -> Settings:
+    """The settings of one --setup, its own overriding the shared ones.
 
     Args:
-      way: a decoder followed by NAME=VALUE pairs.
-      shared: settings of all ways.
+      setup: a decoder followed by NAME=VALUE pairs.
+      shared: settings of all setups.
       checkpoint: of the model, if it has been trained.
 
     Raises:
       UserError: where it is no such thing, or the model was not trained for the decoder.
     """
-    if not way.split():
-        raise UserError("--way=: unknown; name a decoder, and behind it settings of its own")
-    method, *pairs = way.split()
+    if not setup.split():
+        raise UserError("--setup=: unknown; name a decoder, and behind it settings of its own")
+    method, *pairs = setup.split()
     if checkpoint:
         try:
             choose_method(epath.Path(checkpoint), method)
         except SettingError as error:
-            raise UserError(f"--way={way!r}: {error}") from error
-    changes = read_settings(pairs, f"--way={way!r}")
+            raise UserError(f"--setup={setup!r}: {error}") from error
+    changes = read_settings(pairs, f"--setup={setup!r}")
     return DecodeSettings(**shared | {"method": method} | changes)
 
 

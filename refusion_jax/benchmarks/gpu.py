@@ -193,9 +193,9 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     """The decoders of the default system, side by side on random weights, as `bench decode` measures them."""
     own, decoders = flags.FlagValues(), list(default_system().decoders)
     decoding.define_flags(own)
-    ways = [f"--way={way}" for way in (*decoders, f"{decoders[0]} weights=int8 cache=int8")]
+    setups = [f"--setup={setup}" for setup in (*decoders, f"{decoders[0]} weights=int8 cache=int8")]
     sizes = [f"--decode.max_new_tokens={new_tokens}", "--repeats=2", "--prompts_per_row=1", "--prompt_length=128"]
-    own(["gpu", *ways, *sizes])
+    own(["gpu", *setups, *sizes])
     dtype = "float32" if size == "tiny" else "bfloat16"
     model = decoding.random_model(size, dtype)
     return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
@@ -247,20 +247,20 @@ def section(head: dict, records: list[dict], command: str = "") -> str:
         ],
     )  # fmt: skip
     lines += table(
-        ("decoding", "way", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth"),
+        ("decoding", "setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth"),
         [
             (
-                r["size"], f"`{r['way']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
+                r["size"], f"`{r['setup']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
                 f"{r['tokens_per_forward']:.2f}", f"{r['ms_per_forward']:.2f}", f"{r['of_bandwidth']:.0%}",
             )
             for r in measured if "of_bandwidth" in r
         ],
     )  # fmt: skip
     lines += table(
-        ("beside the authors' code", "way", "batch", "tokens/s", "theirs", "ratio"),
+        ("beside the authors' code", "setup", "batch", "tokens/s", "theirs", "ratio"),
         [
             (
-                r["size"], f"`{r['way']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
+                r["size"], f"`{r['setup']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
                 f"{r['their_tokens_per_second']:,.0f}", f"{r['ratio'][1]:.2f}",
             )
             for r in measured if "ratio" in r

@@ -1,13 +1,12 @@
-"""Measures the server under load: tokens and requests a second, and how long clients wait, beside decoding without it.
+"""Measures the server under load: tokens and requests per second, and how long clients wait.
 
-  python -m refusion_jax.bench serve --checkpoint=runs/quickstart --way='refusion slot_size=4'
-  python -m refusion_jax.bench serve --checkpoint=runs/quickstart --clients=1,64 --rows=32 --way=sequential
+  python -m refusion_jax.bench serve --checkpoint=runs/quickstart --setup='refusion slot_size=4'
+  python -m refusion_jax.bench serve --checkpoint=runs/quickstart --clients=1,64 --rows=32 --setup=sequential
 
 The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it. A real server decodes
 held-out ones for --clients clients, each of which asks for one answer after the other; once they wait for whole
-answers, once they read streams. Before and after that `bench replay` decodes problems of the same kind as a queue, with
-as many rows. Clients are threads of this process; on the device of the server they compute nothing, on its cores they
-do.
+answers, once they read streams. Clients are threads of this process; on the device of the server they compute nothing,
+on its cores they do. `bench decode --prompts=FILE` measures decoding without a server.
 """
 
 import concurrent.futures
@@ -27,15 +26,15 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks._problems import MAX_NEW_TOKENS, checkpoints_of, held_out
-from refusion_jax.benchmarks.decode import read_way
+from refusion_jax.benchmarks.decode import read_setup
 from refusion_jax.cli import flag_values
-from refusion_jax.cli.errors import Failure
+from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.cli.extras import needs
 from refusion_jax.data import tasks
 from refusion_jax.data.problems import Problem
 from refusion_jax.systems.registry import default_system
 
+MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 _OF_CLIENTS = ("requests_per_second", "first_ms", "answer_ms", "answer_ms_95")
 
 
@@ -44,42 +43,41 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("checkpoint", None, "A run on the built-in problems, or one step of it", flag_values=own)
     flags.DEFINE_list("clients", ["1", "8", "32"], "Clients at once, each measured", flag_values=own)
     flags.DEFINE_integer("requests", 400, "Of all clients together, each time", 1, 100_000, flag_values=own)
-    flags.DEFINE_integer("rows", 8, "Rows of the batch, of the server and without it", 1, 4096, flag_values=own)
+    flags.DEFINE_integer("rows", 8, "Rows of the server's batch", 1, 4096, flag_values=own)
     method = next(iter(default_system().decoders))
-    flags.DEFINE_string("way", method, "A decoder and settings of its own", flag_values=own)
+    flags.DEFINE_string("setup", method, "A decoder and settings of its own", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a measurement, then a table."""
-    (checkpoint,) = checkpoints_of(own)
+    if not own.checkpoint:
+        raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
     clients = flag_values.read_counts("clients", own.clients)
-    read_way(own.way, {"max_new_tokens": MAX_NEW_TOKENS}, checkpoint)  # or it is refused before anything is started
+    read_setup(own.setup, {"max_new_tokens": MAX_NEW_TOKENS}, own.checkpoint)  # refused before anything is started
     with needs("serve"):
         import fastapi  # noqa: F401  # by the server
     table = Table("clients", "how", "right", "tokens/s", "requests/s", "first, ms", "answer, ms", "95 %, ms")
-    for record in measure(checkpoint, own.way, own.rows, clients, own.requests):
+    for record in measure(own.checkpoint, own.setup, own.rows, clients, own.requests):
         print(json.dumps(record), flush=True)
         right, tokens = f"{record['accuracy']:.1%}", f"{record['tokens_per_second']:,.0f}"
         table.add_row(
-            str(record["clients"] or ""),
+            str(record["clients"]),
             record["how"],
             right,
             tokens,
-            *(f"{record[name]:,.1f}" if name in record else "" for name in _OF_CLIENTS),
+            *(f"{record[name]:,.1f}" for name in _OF_CLIENTS),
         )
     Console().print(table)
 
 
-def measure(checkpoint: str, way: str, rows: int, clients: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
-    """Yields a record of each load, and one of decoding without a server before and after all of them."""
-    problems = held_out(requests)
-    yield _without_server(checkpoint, way, rows, requests)
-    with _Server(checkpoint, way, rows) as server:
+def measure(checkpoint: str, setup: str, rows: int, clients: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
+    """Yields a record of each load."""
+    problems = list(tasks.problems("test", requests, seed=0))
+    with _Server(checkpoint, setup, rows) as server:
         load(server, problems, max(clients), is_stream=False)  # not counted
         for count in clients:
             for is_stream in (False, True):
                 yield load(server, problems, count, is_stream)
-    yield _without_server(checkpoint, way, rows, requests)
 
 
 def load(server: "_Server", problems: Sequence[Problem], clients: int, is_stream: bool) -> dict[str, Any]:
@@ -144,8 +142,8 @@ def _ask(connection: http.client.HTTPConnection, problem: Problem, is_stream: bo
 class _Server:
     """A server of its own process, while the context lasts."""
 
-    def __init__(self, checkpoint: str, way: str, rows: int):
-        method, *settings = way.split()
+    def __init__(self, checkpoint: str, setup: str, rows: int):
+        method, *settings = setup.split()
         settings += [f"method={method}", f"batch_size={rows}", f"max_new_tokens={MAX_NEW_TOKENS}"]
         self._flags = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
 
@@ -164,15 +162,3 @@ class _Server:
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()
-
-
-def _without_server(checkpoint: str, way: str, rows: int, requests: int) -> dict[str, Any]:
-    """Decoding without a server, in a process of its own: a device may belong to one at a time."""
-    command = [sys.executable, "-m", "refusion_jax.bench", "replay", f"--checkpoint={checkpoint}", "--shapes="]
-    command += [f"--batch_sizes={rows}", f"--prompts_per_row={-(-requests // rows)}", "--repeats=1", f"--way={way}"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise Failure(f"bench replay failed: exit code {done.returncode}")
-    record = json.loads(done.stdout.splitlines()[0])
-    kept = {name: record[name] for name in ("accuracy", "tokens", "tokens_per_second")}
-    return {"benchmark": "serve", "clients": 0, "how": "no server", "requests": record["problems"], **kept}

@@ -76,7 +76,7 @@ class System:
     block_key: str = ""  # its config key for the number of tokens that are denoised together
     shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     claims: tuple[Claim, ...] = ()
-    studies: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
+    ablations: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
         default_factory=dict
     )  # by title: more settings to compare; called with the arguments of `Settings.operating_points`
     decodes_plain: bool = False  # whether it decodes language models that nobody has adapted; true for one system

@@ -6,7 +6,7 @@
 --checkout is a clone of https://github.com/ML-GSAI/ReFusion, whose code is run by --python, an interpreter that has
 torch and the version of transformers that their code asks for (4.52). They decode one prompt at a time with a KV cache,
 on one thread or on one for every core, whichever is faster. We decode as many at a time as --batch_sizes say, by their
-algorithm of infilling and by exact infilling, or by what each --way says. All take turns; `ratio` is the median over
+algorithm of infilling and by exact infilling, or by what each --setup says. All take turns; `ratio` is the median over
 the turns of our tokens a second over theirs, between the least and the most. `same` is the share of answers that are
 equal, which all should be by their algorithm in float32, except where their code has a defect. Only decoded tokens
 count, and no compilation.
@@ -35,8 +35,8 @@ from refusion_jax.benchmarks.decode import (
     prompts_in,
     random_model,
     random_prompts,
+    read_setup,
     read_shared,
-    read_way,
 )
 from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import flag_values
@@ -60,13 +60,13 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
     flags.DEFINE_integer("count", 40, "How many prompts, the first ones", 1, 100_000, flag_values=own)
     flags.DEFINE_list("batch_sizes", ["1", "32"], "Prompts that we decode at once, each measured", flag_values=own)
-    flags.DEFINE_multi_string("way", None, "A decoder and settings of its own", flag_values=own)
+    flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own", flag_values=own)
     flags.DEFINE_integer("repeats", 3, "Turns", lower_bound=1, flag_values=own)
     define_shared(own)
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a way and batch size, then a table.
+    """Prints one JSON object a setup and batch size, then a table.
 
     Raises:
       UserError: where a flag is at fault, or their code does not run.
@@ -77,23 +77,25 @@ def main(own: flags.FlagValues) -> None:
         raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
-    table = Table("way", "batch", "tokens/s", "theirs", "ratio", "least, most", "same answers")
+    table = Table("setup", "batch", "tokens/s", "theirs", "ratio", "least, most", "same answers")
     for record in measure(model, own, batch_sizes):
         print(json.dumps(record), flush=True)
         least, middle, most = record["ratio"]
         speeds = (f"{record[name]:,.0f}" for name in ("tokens_per_second", "their_tokens_per_second"))
         ratios = f"{middle:.2f}", f"{least:.2f} {most:.2f}", f"{record['same']:.1%}"
-        table.add_row(record["way"], str(record["batch_size"]), *speeds, *ratios)
+        table.add_row(record["setup"], str(record["batch_size"]), *speeds, *ratios)
     Console().print(table)
 
 
 def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -> list[dict]:
-    """Decodes with theirs and with each of our ways and batch sizes, in turns: one record for each of ours."""
+    """Decodes with theirs and with each of our setups and batch sizes, in turns: one record for each of ours."""
     method, c = next(iter(default_system().decoders)), model.config
     shared = read_shared(own)
-    ways = own.way or [f"{method} infill=threshold", f"{method} infill=exact"]
-    plain = read_way(f"{method} infill=threshold", shared).resolved
-    subjects = {(way, size): read_way(way, shared | {"batch_size": size}) for way in ways for size in batch_sizes}
+    setups = own.setup or [f"{method} infill=threshold", f"{method} infill=exact"]
+    plain = read_setup(f"{method} infill=threshold", shared).resolved
+    subjects = {
+        (setup, size): read_setup(setup, shared | {"batch_size": size}) for setup in setups for size in batch_sizes
+    }
     requests = (
         prompts_in(own.prompts, own.checkpoint, plain)[: own.count] if own.prompts else random_prompts(own.count, 32, c)
     )
@@ -118,19 +120,19 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     return [
         {
             "benchmark": "authors",
-            "way": way,
+            "setup": setup,
             "batch_size": size,
             "prompts": len(prompts),
-            "tokens_per_second": float(np.median(speeds[way, size])),
+            "tokens_per_second": float(np.median(speeds[setup, size])),
             "their_tokens_per_second": float(np.median(speeds["theirs"])),
-            "ratio": np.percentile(np.divide(speeds[way, size], speeds["theirs"]), [0, 50, 100]).tolist(),
-            "same": sum(map(list.__eq__, answers[way, size], cut)) / len(prompts),
+            "ratio": np.percentile(np.divide(speeds[setup, size], speeds["theirs"]), [0, 50, 100]).tolist(),
+            "same": sum(map(list.__eq__, answers[setup, size], cut)) / len(prompts),
             "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
             "dtype": own.dtype,
             "their_device": device,
             "their_threads": threads,
         }
-        for way, size in subjects
+        for setup, size in subjects
     ]
 
 

@@ -13,19 +13,19 @@ chooses on other problems, and writes to DIR:
   results.json   the figures, with machine, versions, commit and the command of every run; and estimates of the same
                  decoding with 8B parameters on TPUs
   report.md      table, conclusions, and which of the papers' claims hold; --page puts it into a file as well
-  plots/*.svg    accuracy against tokens a forward and tokens a second and by family, loss and bits per byte against
+  plots/*.svg    accuracy against tokens per forward and tokens per second and by family, loss and bits per byte against
                  tokens, the estimates against the batch size; they need pip install -e '.[plots]'
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
 single seed of NAME. `tiny` is a smoke test of 10 to 15 minutes on two CPU cores, too small for conclusions; `small`
 takes hours there; `gpu` trains 54 M parameters on a GPU, and as many on text, for systems with a likelihood (with any
-budget, --text=CONFIG does so too). --studies adds the comparisons that systems define themselves, at every checkpoint,
-and accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what NAME has
-learnt in the other half, as released models are adapted. --replay=640x12, the default of `small`, also checks the
-papers' claims about speed at the price of 59 M parameters, which do not fit in a CPU's cache
-(benchmarks/replay/beside.py).
+budget, --text=CONFIG does so too). --ablations adds the comparisons that systems define themselves, at every
+checkpoint, and accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what
+NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default of `small`, also
+checks the papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's cache.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -37,9 +37,9 @@ from ml_collections import config_flags
 
 from refusion_jax.benchmarks.headline import plots, report
 from refusion_jax.benchmarks.headline.comparison import Comparison
-from refusion_jax.benchmarks.headline.pieces import Pieces
-from refusion_jax.benchmarks.headline.plan import BUDGETS, Plan
-from refusion_jax.benchmarks.replay.beside import read_shape
+from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment
+from refusion_jax.benchmarks.headline.result_store import ResultStore
+from refusion_jax.benchmarks.headline.speed_proxy import read_shape
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check
@@ -49,7 +49,7 @@ from refusion_jax.data.sources import read_examples
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
-_FORMAT = 4  # of the pieces, raised where their records or the problems change
+_FORMAT = 5  # of the stored records, raised where they or the problems change
 _MOST_SEEDS = 100
 
 
@@ -66,9 +66,10 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("adapt_from", "", adapted, flag_values=own)
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
     flags.DEFINE_string("text", None, "Config of more runs, on text; by default the budget's, if any", flag_values=own)
-    replay = "Also check claims about speed at the price of WIDTHxLAYERS weights; by default the budget's, if any"
-    flags.DEFINE_string("replay", None, replay, flag_values=own)
-    flags.DEFINE_bool("studies", False, "Also what the systems want to be compared, and over training", flag_values=own)
+    proxy = "Also check claims about speed at the cost of WIDTHxLAYERS weights; by default the budget's, if any"
+    flags.DEFINE_string("speed_proxy", None, proxy, flag_values=own)
+    ablations = "Also compare settings as the systems define it, at every checkpoint"
+    flags.DEFINE_bool("ablations", False, ablations, flag_values=own)
     flags.DEFINE_string("plots", None, "Directory for the plots; by default plots in OUTPUT", flag_values=own)
     flags.DEFINE_string(
         "page",
@@ -80,14 +81,11 @@ def define_flags(own: flags.FlagValues) -> None:
 
 def main(own: flags.FlagValues) -> None:
     """Runs what is missing of the comparison, and writes results, report and plots."""
-    plan, directory = _plan(own), Path(own.output)
-    call = {"budget": plan.budget.of_each_run() | {"name": plan.name}, "config": plan.file}
-    call |= {"keys": plan.config.to_dict(), "text": plan.text and plan.text.to_dict(), "format": _FORMAT}
-    pieces = Pieces(directory, json.loads(json.dumps(call)))
-    try:
-        results = Comparison(directory, plan, pieces).run()
-    finally:
-        pieces.close()
+    asked, directory = _experiment(own), Path(own.output)
+    call = {"budget": asked.budget.of_each_run() | {"name": asked.name}, "config": asked.file}
+    call |= {"keys": asked.config.to_dict(), "text": asked.text and asked.text.to_dict(), "format": _FORMAT}
+    with contextlib.closing(ResultStore(directory, json.loads(json.dumps(call)))) as store:
+        results = Comparison(directory, asked, store).run()
     drawn = plots.draw(results, Path(own.plots) if own.plots else directory / "plots")
     for page in [directory / "report.md", *([Path(own.page)] if own.page else [])]:
         text = report.report(results, [os.path.relpath(path, page.parent) for path in drawn])
@@ -97,8 +95,8 @@ def main(own: flags.FlagValues) -> None:
         print("no plots: they need matplotlib (pip install -e '.[plots]', then the same command again)")
 
 
-def _plan(own: flags.FlagValues) -> Plan:
-    """The plan of the comparison.
+def _experiment(own: flags.FlagValues) -> Experiment:
+    """What the flags ask for.
 
     Raises:
       UserError: naming the flag that is at fault.
@@ -107,9 +105,9 @@ def _plan(own: flags.FlagValues) -> Plan:
         raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
-    budget = BUDGETS[own.budget].changed(own.seeds, own.tune, own.text, own.replay)
-    if budget.replay:
-        read_shape("replay", budget.replay)
+    budget = BUDGETS[own.budget].changed(own.tune, seeds=own.seeds, text=own.text, speed_proxy=own.speed_proxy)
+    if budget.speed_proxy:
+        read_shape("speed_proxy", budget.speed_proxy)
     file = own.config or f"configs/headline.py:{own.budget}"
     config = read_config("config", file)
     systems = _seeds_of(own.systems, budget.seeds)  # now that the config file may have registered some
@@ -127,9 +125,9 @@ def _plan(own: flags.FlagValues) -> Plan:
     if own.page:
         report.split_page(Path(own.page), own.budget)
     as_written = command.as_written("bench headline", own, leave_out=("page", "plots"))
-    plan = Plan(own.budget, budget, config, text, file, systems, own.adapt_from, own.studies, as_written)
-    plan.check()
-    return plan
+    asked = Experiment(own.budget, budget, config, text, file, systems, own.adapt_from, own.ablations, as_written)
+    asked.check()
+    return asked
 
 
 def _seeds_of(entries: list[str], seeds: int) -> dict[str, int]:
@@ -148,7 +146,7 @@ def _seeds_of(entries: list[str], seeds: int) -> dict[str, int]:
         if name not in trainable():
             raise UserError(f"--systems={entry}: unknown; known: {', '.join(trainable())}")
         if colon and number not in map(str, range(1, _MOST_SEEDS + 1)):
-            raise UserError(f"--systems={entry}: behind the colon, give a number of seeds from 1 to {_MOST_SEEDS}")
+            raise UserError(f"--systems={entry}: after the colon, give a number of seeds from 1 to {_MOST_SEEDS}")
         found[name] = int(number) if colon else seeds
     return found
 

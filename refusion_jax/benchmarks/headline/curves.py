@@ -3,14 +3,15 @@
 import collections
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from refusion_jax.benchmarks.headline.results import Results, Scored
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
 WITHIN = 0.01  # decoders are compared at their fastest point within this of their best accuracy
-REPLAY = "replay"  # key of the speeds with one prompt at a time, at the price of larger weights
+PROXY = "proxy"  # in place of a batch size: one prompt at a time, at the cost of the speed proxy
 MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
@@ -21,23 +22,23 @@ def is_near(accuracy: float, best: float) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The values of one figure, one for each seed."""
+    """The values of one figure, one for each seed or repeat."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Mean over seeds."""
+        """Mean of the values."""
         return statistics.mean(self.values)
 
     @property
     def least(self) -> float:
-        """Minimum over seeds."""
+        """Minimum of the values."""
         return min(self.values)
 
     @property
     def most(self) -> float:
-        """Maximum over seeds."""
+        """Maximum of the values."""
         return max(self.values)
 
 
@@ -48,8 +49,24 @@ class Measured:
     settings: str
     accuracy: Figure
     tokens_per_forward: Figure
-    speed: dict[str, Figure]  # tokens a second by batch size
     families: dict[str, Figure]
+    speed: dict[str, Figure]  # tokens per second by batch size
+
+    @classmethod
+    def of(cls, records: Sequence[Scored], speed: dict[str, Figure] | None = None) -> "Measured":
+        """The mean of some records that differ in their seeds; their own speeds, if none are given."""
+
+        def figure(value: Callable[[Scored], float]) -> Figure:
+            return Figure(tuple(map(value, records)))
+
+        first = records[0]
+        return cls(
+            first["settings"],
+            figure(lambda r: r["accuracy"]),
+            figure(lambda r: r["tokens_per_forward"]),
+            {family: figure(lambda r: r["families"][family]) for family in first["families"]},  # noqa: B023
+            speed or {size: figure(lambda r: r["tokens_per_second"][size]) for size in first["tokens_per_second"]},  # noqa: B023
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +75,9 @@ class Curve:
 
     system: str
     decoder: str
+    start: str  # the system whose weights the training started from; random ones if empty
     points: tuple[Measured, ...]  # scored on the validation problems
-    start: str = ""  # the system whose weights the training started from; random ones if empty
-    tested: Mapping[str, Measured] = dataclasses.field(default_factory=dict)  # by settings, scored on the test problems
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What its records have in common."""
-        return self.system, self.decoder, self.start
+    tested: Mapping[str, Measured]  # by settings, scored on the test problems
 
     @property
     def name(self) -> str:
@@ -73,9 +85,15 @@ class Curve:
         return name_of(self.system, self.decoder, self.start)
 
     @property
-    def best(self) -> float:
-        """The highest accuracy on the validation problems."""
-        return max(point.accuracy.mean for point in self.points)
+    def is_default(self) -> bool:
+        """Whether the decoder is the first of its system."""
+        return self.decoder == next(iter(systems()[self.system].decoders), "")
+
+    @property
+    def near_best(self) -> list[Measured]:
+        """The points within WITHIN of the best accuracy."""
+        best = max(point.accuracy.mean for point in self.points)
+        return [point for point in self.points if is_near(point.accuracy.mean, best)]
 
     def fastest(self, batch_size: str) -> Measured:
         """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one."""
@@ -85,10 +103,25 @@ class Curve:
         """A point with its score on the test problems, if there is one."""
         return self.tested.get(point.settings, point)
 
-    @property
-    def near_best(self) -> list[Measured]:
-        """The points within WITHIN of the best accuracy."""
-        return [point for point in self.points if is_near(point.accuracy.mean, self.best)]
+
+def curves(results: Results) -> list[Curve]:
+    """All curves, in the order of measurement."""
+    points, tests = _by_curve(results.points), _by_curve(results.tests)
+    found = []
+    for (system, decoder, start), own in points.items():
+        measured = {settings: Measured.of(records) for settings, records in own.items()}
+        tested = tests.get((system, decoder, start), {})
+        scores = {settings: Measured.of(records, measured[settings].speed) for settings, records in tested.items()}
+        found.append(Curve(system, decoder, start, tuple(measured.values()), scores))
+    return found
+
+
+def _by_curve(records: Iterable[Scored]) -> dict[tuple[str, str, str], dict[str, list[Scored]]]:
+    """Records by (system, decoder, start), then by settings."""
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for record in records:
+        found[record["system"], record["decoder"], record["start"]][record["settings"]].append(record)
+    return found
 
 
 def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:
@@ -96,7 +129,7 @@ def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:
 
     A model that was adapted is compared with a rival that was, if there is one.
     """
-    of = {(c.system, c.start): c for c in found if c.decoder == default_decoder(c.system)}
+    of = {(curve.system, curve.start): curve for curve in found if curve.is_default}
     pairs = [
         (claim, of[key], of.get((claim.rival, key[1])) or of.get((claim.rival, "")))
         for name, system in systems().items()
@@ -107,32 +140,27 @@ def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:
     return [(claim, own, rival) for claim, own, rival in pairs if rival]
 
 
-def default_decoder(system: str) -> str:
-    """The first decoder of a system."""
-    return next(iter(systems()[system].decoders), "")
-
-
-def shown(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[tuple[Curve, Measured]]:
-    """The fastest points within WITHIN of the best accuracy, which are timed in turns."""
+def fastest_points(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[tuple[Curve, Measured]]:
+    """The fastest point of each curve near its best accuracy, at each batch size: what the page shows."""
     fastest = [(curve, curve.fastest(size)) for curve in found for size in batch_sizes]
     return list({(curve.name, point.settings): (curve, point) for curve, point in fastest}.values())
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """Tokens a second of the points that are shown, timed in turns on the models of the first seed."""
+class Timings:
+    """Tokens per second of some points in interleaved repeats, on the models of the first seed."""
 
-    # By name and settings, then by batch size or REPLAY; one a turn.
+    # By name and settings, then by batch size or PROXY; one for each repeat.
     speeds: Mapping[tuple[str, str], Mapping[str, list[float]]]
 
     @classmethod
-    def of(cls, results: dict[str, Any]) -> "Turns":
+    def of(cls, results: Results) -> "Timings":
         """Those of a comparison."""
         found = collections.defaultdict(dict)
-        for record in results["turns"]:
+        for record in results.timings:
             found[_which(record)].update(record["tokens_per_second"])
-        for record in results.get("replays", ()):
-            (found[_which(record)][REPLAY],) = record["tokens_per_second"].values()
+        for record in results.proxy_timings:
+            (found[_which(record)][PROXY],) = record["tokens_per_second"].values()
         return cls(found)
 
     def has(self, curve: Curve, batch_size: str) -> bool:
@@ -140,23 +168,23 @@ class Turns:
         return any(batch_size in self.speeds.get((curve.name, p.settings), ()) for p in curve.near_best)
 
     def chosen(self, curve: Curve, batch_size: str) -> Measured:
-        """The fastest point of a curve within WITHIN of its best accuracy; REPLAY takes the times of the replay."""
-        if batch_size != REPLAY:
+        """The fastest point of a curve within WITHIN of its best accuracy; for PROXY, the fastest there."""
+        if batch_size != PROXY:
             return curve.fastest(batch_size)
-        timed = [point for point in curve.near_best if REPLAY in self.speeds.get((curve.name, point.settings), ())]
-        return curve.scored(max(timed, key=lambda point: self.speed(curve, point, REPLAY).mean))
+        timed = [point for point in curve.near_best if PROXY in self.speeds.get((curve.name, point.settings), ())]
+        return curve.scored(max(timed, key=lambda point: self.speed(curve, point, PROXY).mean))
 
     def speed(self, curve: Curve, point: Measured, batch_size: str) -> Figure:
-        """Tokens a second at a point."""
+        """Tokens per second at a point."""
         return Figure(tuple(self.speeds[curve.name, point.settings][batch_size]))
 
     def ratio(self, curve: Curve, rival: Curve, batch_size: str) -> float:
-        """How many times as fast as a rival: the median of the turns, each at its fastest point near its best."""
+        """How many times as fast as a rival: the median of the repeats, each at its fastest point near its best."""
         own, other = (self.speed(c, self.chosen(c, batch_size), batch_size).values for c in (curve, rival))
         return statistics.median(x / y for x, y in zip(own, other, strict=True))
 
 
-def _which(record: dict[str, Any]) -> tuple[str, str]:
+def _which(record: Mapping[str, Any]) -> tuple[str, str]:
     """(name of the curve, settings) of a record."""
     return name_of(record["system"], record["decoder"], record["start"]), record["settings"]
 
@@ -166,48 +194,6 @@ def name_of(system: str, decoder: str, start: str) -> str:
     return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
 
 
-def model_name(run: dict[str, Any]) -> str:
+def model_name(run: Mapping[str, Any]) -> str:
     """The name of the model of a training run."""
     return name_of(run["system"], run["system"], run["start"])
-
-
-def curves(results: dict[str, Any]) -> list[Curve]:
-    """All curves, in the order of measurement."""
-    points, tests = (_by_curve(results[kind]) for kind in ("points", "tests"))
-    found = []
-    for key, own in points.items():
-        measured = {settings: _point(settings, records) for settings, records in own.items()}
-        tested = {
-            settings: dataclasses.replace(measured[settings], **_scores(records))
-            for settings, records in tests[key].items()
-        }
-        system, decoder, start = key
-        found.append(Curve(system, decoder, tuple(measured.values()), start, tested))
-    return found
-
-
-def _by_curve(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
-    """Records by (system, decoder, start), then by settings."""
-    found = collections.defaultdict(lambda: collections.defaultdict(list))
-    for record in records:
-        found[record["system"], record["decoder"], record["start"]][record["settings"]].append(record)
-    return found
-
-
-def _point(settings: str, records: list[dict[str, Any]]) -> Measured:
-    sizes = records[0]["tokens_per_second"]
-    speed = {size: _figure(record["tokens_per_second"][size] for record in records) for size in sizes}
-    return Measured(settings, speed=speed, **_scores(records))
-
-
-def _scores(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a point has of the answers, and not of the time."""
-    return {
-        "accuracy": _figure(record["accuracy"] for record in records),
-        "tokens_per_forward": _figure(record["tokens_per_forward"] for record in records),
-        "families": {family: _figure(r["families"][family] for r in records) for family in records[0]["families"]},
-    }
-
-
-def _figure(values: Iterable[float]) -> Figure:
-    return Figure(tuple(values))

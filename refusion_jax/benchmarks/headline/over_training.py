@@ -1,14 +1,15 @@
-"""The page on training: data efficiency, the learning rates that were tried, and the studies of the systems."""
+"""The page on training: data efficiency, the learning rates that were tried, and the ablations of the systems."""
 
 import collections
 import statistics
-from typing import Any
+from collections.abc import Sequence
 
 from refusion_jax.benchmarks._markdown import prose, table
 from refusion_jax.benchmarks.headline.curves import MARGIN, is_near, model_name
+from refusion_jax.benchmarks.headline.results import Scored, Trained
 
 
-def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
+def bits(runs: Sequence[Trained], title: str, what: str) -> list[str]:
     """Bits per byte over training, where systems have a likelihood; and when the best is where each of the others ends.
 
     Args:
@@ -34,7 +35,7 @@ def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
     ]
     about = (
         f"{what}, by tokens of training; the mean of the seeds. Exact where a system writes token by token or slot by "
-        f"slot, in reading order; ≤ marks a bound, by one draw a text."
+        f"slot, in reading order; ≤ marks a bound, by one draw per text."
     )
     last = {system: own[max(own)] for system, own in means.items()}
     best = min(last, key=last.get)
@@ -47,44 +48,44 @@ def bits(runs: list[dict[str, Any]], title: str, what: str) -> list[str]:
     return [title, prose(about), figures, *(["\n".join(told)] if told else [])]
 
 
-def sweep(results: dict[str, Any]) -> list[str]:
+def sweep(trials: Sequence[Trained]) -> list[str]:
     """The learning rates that were tried."""
-    if not results["sweep"]:
+    if not trials:
         return []
     rows = [
         (t["system"], f"{t['learning_rate']:g}", f"{t['losses'][-1].get('eval_loss', float('nan')):.4f}")
-        for t in results["sweep"]
+        for t in trials
     ]
     why = (
-        "Short runs, one a rate; the least held-out loss decides. Where the highest or the lowest rate is best, "
+        "A short run for each rate; the least held-out loss decides. Where the highest or the lowest rate is best, "
         "the search goes on. Losses of different systems do not compare."
     )
     return ["### Learning rates", prose(why), table(("system", "learning rate", "held-out loss"), rows)]
 
 
-def studies(results: dict[str, Any]) -> list[str]:
-    """The studies of the systems, by training step; and which setting is best at the last one."""
+def ablations(records: Sequence[Scored]) -> list[str]:
+    """The ablations of the systems, by training step; and which setting is best at the last one."""
     parts = []
-    for title in dict.fromkeys(record["study"] for record in results["studies"]):
-        own = [record for record in results["studies"] if record["study"] == title]
+    for title in dict.fromkeys(record["ablation"] for record in records):
+        own = [record for record in records if record["ablation"] == title]
         steps = sorted({record["step"] for record in own})
-        ways = collections.defaultdict(lambda: collections.defaultdict(list))
+        setups = collections.defaultdict(lambda: collections.defaultdict(list))
         for r in own:
             figures = r["accuracy"], r["tokens_per_forward"]
-            ways[r["system"], r["settings"] or "its own"][r["step"]].append(figures)
+            setups[r["system"], r["settings"] or "its own"][r["step"]].append(figures)
         means = {
-            way: {step: tuple(map(statistics.mean, zip(*figures, strict=True))) for step, figures in by_step.items()}
-            for way, by_step in ways.items()
+            setup: {step: tuple(map(statistics.mean, zip(*figures, strict=True))) for step, figures in by_step.items()}
+            for setup, by_step in setups.items()
         }
         rows = [
-            [*way, *(f"{figures[s][0]:.1%} ({figures[s][1]:.2f})" if s in figures else "" for s in steps)]
-            for way, figures in means.items()
+            [*setup, *(f"{figures[s][0]:.1%} ({figures[s][1]:.2f})" if s in figures else "" for s in steps)]
+            for setup, figures in means.items()
         ]
         told = [_best_of(system, means, steps[-1]) for system in dict.fromkeys(system for system, _ in means)]
         text = "\n".join(filter(None, told))
         parts += [
-            f"### Study: {title}",
-            "Right, and in brackets tokens a forward.",
+            f"### Ablation: {title}",
+            "Right, and in brackets tokens per forward.",
             table(("system", "setting", *(f"step {step}" for step in steps)), rows),
             *([text] if text else []),
         ]
@@ -100,12 +101,12 @@ def _best_of(system: str, means: dict[tuple[str, str], dict[int, tuple[float, fl
     wide = max((s for s in own if is_near(own[s][0], own[best][0])), key=lambda settings: own[settings][1])
     line = f"* {system} at step {step}: no setting is more accurate than {best}: {_told(own[best])}"
     if wide == best:
-        line += f", and none within {MARGIN} of it writes more tokens a forward."
+        line += f", and none within {MARGIN} of it writes more tokens per forward."
     else:
-        line += f". Within {MARGIN} of it, the most tokens a forward are those of {wide}: {_told(own[wide])}."
+        line += f". Within {MARGIN} of it, the most tokens per forward are those of {wide}: {_told(own[wide])}."
     return prose(line, indent="  ")
 
 
 def _told(figures: tuple[float, float]) -> str:
     accuracy, tokens = figures
-    return f"{accuracy:.1%}, {tokens:.2f} tokens a forward"
+    return f"{accuracy:.1%}, {tokens:.2f} tokens per forward"

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.benchmarks.headline.curves import Curve, curves, model_name, name_of
-from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
+from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
+from refusion_jax.benchmarks.headline.results import Results
 
 _TRAINING = [  # file, key of the records, label
     ("loss", "eval_loss", "held-out loss (each system's own)"),
@@ -13,7 +14,7 @@ _TRAINING = [  # file, key of the records, label
 ]
 
 
-def draw(results: dict[str, Any], directory: Path) -> list[Path]:
+def draw(results: Results, directory: Path) -> list[Path]:
     """Writes the plots as SVG files, and returns their paths: none where matplotlib is not installed.
 
     Args:
@@ -30,9 +31,9 @@ def draw(results: dict[str, Any], directory: Path) -> list[Path]:
     matplotlib.rcParams["svg.hashsalt"] = "headline"  # equal figures give equal files
     directory.mkdir(parents=True, exist_ok=True)
     found = curves(results)
-    plots = {"tokens_per_forward": ("tokens a forward", lambda p: p.tokens_per_forward)}
+    plots = {"tokens_per_forward": ("tokens per forward", lambda p: p.tokens_per_forward)}
     for size in map(str, BATCH_SIZES):
-        plots[f"tokens_per_second_{size}"] = (f"tokens a second, {size} at a time", lambda p, s=size: p.speed[s])
+        plots[f"tokens_per_second_{size}"] = (f"tokens per second, {size} at a time", lambda p, s=size: p.speed[s])
     drawn = {}
     for name, (label, figure) in plots.items():
         fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
@@ -44,8 +45,8 @@ def draw(results: dict[str, Any], directory: Path) -> list[Path]:
     drawn["accuracy_by_family"] = _by_family(pyplot, found)
     for name, kept, label in _TRAINING:
         drawn[f"{name}_by_tokens"] = _over_tokens(pyplot, results, kept, label)
-    for topology in dict.fromkeys(record["topology"] for record in results["tpu_estimates"]):
-        own = [record for record in results["tpu_estimates"] if record["topology"] == topology]
+    for topology in dict.fromkeys(record["topology"] for record in results.tpu_estimates):
+        own = [record for record in results.tpu_estimates if record["topology"] == topology]
         drawn[f"estimate_{topology.replace(':', '_')}"] = _estimates(pyplot, topology, own)
     for name, fig in drawn.items():
         fig.savefig(directory / f"{name}.svg", metadata={"Date": None})
@@ -78,11 +79,11 @@ def _name(record: dict[str, Any]) -> str:
     return name_of(record["system"], record["decoder"], record["start"])
 
 
-def _over_tokens(pyplot, results: dict[str, Any], name: str, label: str):
+def _over_tokens(pyplot, results: Results, name: str, label: str):
     """One of the records of training over tokens."""
     fig, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     colors = {}
-    for run in results["runs"]:
+    for run in results.runs:
         records = [record for record in run["losses"] if name in record]
         if not records:
             continue

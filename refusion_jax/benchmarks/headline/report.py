@@ -1,27 +1,26 @@
 """A comparison as Markdown: the table, conclusions computed from the figures, and which of the papers' claims hold."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from refusion_jax.benchmarks._markdown import prose, table
 from refusion_jax.benchmarks.headline import over_training
 from refusion_jax.benchmarks.headline.curves import (
     MARGIN,
-    REPLAY,
+    PROXY,
     Curve,
     Figure,
     Measured,
-    Turns,
+    Timings,
     claimed,
     curves,
-    default_decoder,
     name_of,
 )
-from refusion_jax.benchmarks.headline.measure import REPLAY_TURNS, REPLAYED, TURNS
-from refusion_jax.benchmarks.headline.plan import BATCH_SIZES
+from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
+from refusion_jax.benchmarks.headline.measure import PROXY_PROBLEMS, PROXY_REPEATS, REPEATS
+from refusion_jax.benchmarks.headline.results import Results
 from refusion_jax.benchmarks.headline.tpu_estimates import faster_up_to
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.storage import write_file
@@ -30,41 +29,41 @@ from refusion_jax.systems.registry import systems
 
 _ONE, _MANY = map(str, BATCH_SIZES)
 _SHOWN = (1, 4, 16, 64, 256)  # batch sizes of the estimates
-_BUSY = 1.5  # processes a core that want to run, above which others than ours do
+_BUSY = 1.5  # processes per core that want to run, above which others than ours do
 _CEILING = 0.99  # above it two accuracies are not told apart
 _BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost -->", "<!-- end of headline {} -->"
 
 
-def report(results: dict[str, Any], plots: Sequence[str] = ()) -> str:
+def report(results: Results, plots: Sequence[str] = ()) -> str:
     """The whole page; `plots` are paths of images to show, as seen from it."""
     found = sorted(curves(results), key=lambda curve: -curve.fastest(_ONE).accuracy.mean)
-    turns = Turns.of(results)
+    timings = Timings.of(results)
     parts = [
-        f"## The headline, budget `{results['budget']}`",
+        f"## The headline, budget `{results.about['budget']}`",
         _conditions(results),
-        f"```bash\n{results['command']}\n```",
-        _table(found, turns, results),
+        f"```bash\n{results.about['command']}\n```",
+        _table(found, timings, results),
         "### What follows",
-        _conclusions(found, turns, results),
+        _conclusions(found, timings, results),
         "### What the papers claim",
-        claims(found, turns) + _replays(found, turns, results),
+        claims(found, timings) + _proxy_speeds(found, timings, results),
         "### By family",
         _families(found),
         *(["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)] if plots else []),
         *over_training.bits(
-            results["runs"], "### Data efficiency", "Bits per byte of held-out answers, given their prompts"
+            results.runs, "### Data efficiency", "Bits per byte of held-out answers, given their prompts"
         ),
-        *over_training.bits(results["texts"], "### Text", _trained_on_text(results)),
+        *over_training.bits(results.texts, "### Text", _trained_on_text(results)),
         *_estimates(results),
-        *over_training.sweep(results),
-        *over_training.studies(results),
+        *over_training.sweep(results.sweep),
+        *over_training.ablations(results.ablations),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _trained_on_text(results: dict[str, Any]) -> str:
+def _trained_on_text(results: Results) -> str:
     """What the models on text are, whose config may be any."""
-    model = (results.get("text") or results["config"])["model"]
+    model = (results.about["text"] or results.about["config"])["model"]
     return (
         f"Bits per byte of held-out text, by models of width {model['hidden_size']} and {model['num_hidden_layers']} "
         f"layers that are trained on text"
@@ -72,7 +71,7 @@ def _trained_on_text(results: dict[str, Any]) -> str:
 
 
 def put_into(path: Path, page: str) -> None:
-    """Puts the report into a Markdown file: instead of the one of the same budget, or behind all that is there.
+    """Puts the report into a Markdown file: in place of the one of the same budget, or at the end.
 
     Raises:
       UserError: as `split_page`.
@@ -84,60 +83,56 @@ def put_into(path: Path, page: str) -> None:
 
 
 def split_page(path: Path, budget: str) -> tuple[str, str]:
-    """What stands before and behind the report of a budget in a Markdown file, which may be missing.
+    """What stands before and after the report of a budget in a Markdown file, which may be missing.
 
     Raises:
       UserError: where the file is no text, or it cannot be seen where the report in it ends.
     """
     begin, end = _BEGIN.format(budget), _END.format(budget)
     try:
-        text = path.read_text() if path.exists() else ""
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
     except UnicodeDecodeError as error:
-        raise UserError(f"--page={path}: not UTF-8: {error}") from error
+        raise UserError(f"--page={path}: not UTF-8: {error.reason}") from error
     before, *reports = text.split(begin)
     if not reports:
         return f"{text.rstrip()}\n\n".lstrip(), "\n"
     if len(reports) > 1 or end not in reports[0]:
-        raise UserError(f"--page={path}: has {len(reports)} x {begin!r} without {end!r} behind it; mend or remove it")
+        raise UserError(f"--page={path}: has {len(reports)} x {begin!r} without {end!r} after it; mend or remove it")
     return before, reports[0].partition(end)[2]
 
 
-def _conditions(results: dict[str, Any]) -> str:
-    c, m, first = results["config"], results["machine"], results["runs"][0]
-    points, turns = (max(record["load"] for record in results[kind]) for kind in ("points", "turns"))
+def _conditions(results: Results) -> str:
+    about = results.about
+    c, m, tokens = about["config"], about["machine"], results.runs[0]["tokens"]
+    load = max(record["load"] for record in (*results.points, *results.timings))
     lines = [
-        f"Every system is trained on {first['tokens']:,} tokens in {c['steps']:,} steps of {c['batch_size']} rows of "
+        f"Every system is trained on {tokens:,} tokens in {c['steps']:,} steps of {c['batch_size']} rows of "
         f"{c['row_length']}, with a transformer of width {c['model']['hidden_size']} and "
-        f"{c['model']['num_hidden_layers']} layers; then decodes {results['problems']} held-out problems of difficulty "
-        f"{c['data']['difficulty']}, at most {results['new_tokens']} tokens each, at every operating point of its "
+        f"{c['model']['num_hidden_layers']} layers; then decodes {about['problems']} held-out problems of difficulty "
+        f"{c['data']['difficulty']}, at most {about['new_tokens']} tokens each, at every operating point of its "
         f"decoders.",
         f"By these problems settings are chosen: each decoder is shown at its fastest one within {MARGIN} of its best "
         f"accuracy, one prompt at a time. The tables score it on as many other problems, the same number of each "
-        f"family: accuracy and tokens a forward as the mean of its seeds, and in brackets the least and the most. "
-        f"Tokens a second are of the first seed's models, which decode {results['timed']} problems in {TURNS} turns: "
-        f"the mean, the least and the most. Ratios of speeds are the median of the turns. Only tokens of the answer "
-        f"count.",
+        f"family: accuracy and tokens per forward as the mean of its seeds, and in brackets the least and the most. "
+        f"Tokens per second are of the first seed's models, which decode {about['timed']} problems in {REPEATS} "
+        f"interleaved repeats: the mean, the least and the most. Ratios of speeds are the median of the repeats. Only "
+        f"tokens of the answer count.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
-        f"{points:.1f} at most while they decoded, {turns:.1f} after the turns), jax {results['versions']['jax']}, at "
-        f"commit {', '.join(filter(None, results['commits'])) or 'unknown'}.",
+        f"{load:.1f} at most), jax {about['versions']['jax']}, at commit "
+        f"{', '.join(filter(None, results.commits)) or 'unknown'}.",
     ]
-    if starts := {run["start"] for run in results["runs"]} - {""}:
+    if starts := {run["start"] for run in results.runs} - {""}:
         (start,) = starts
         lines.append(
             f"“from {start}” is a model that starts from the weights of {start} after half its steps and takes the "
             f"other half itself, on problems drawn anew: as many tokens in all. Its seconds of training are of "
             f"its own half."
         )
-    if len(where := results.get("where", ())) > 1:
-        lines.append(f"Speeds were measured in several places and do not compare: {'; '.join(where)}.")
-    if turns > _BUSY * m["cores"]:
+    if len(results.machines) > 1:
+        lines.append(f"Speeds were measured in several places and do not compare: {'; '.join(results.machines)}.")
+    if load > _BUSY * m["cores"]:
         lines.append("Other work shared the machine, more at one time than at another: its speeds do not compare.")
-    elif points > _BUSY * m["cores"]:
-        lines.append(
-            "Other work shared the machine while some points were measured, but not during the turns: the speeds in "
-            "the tables compare; those in the plots, by which the settings of each decoder are chosen, do not."
-        )
-    if results["budget"] == "tiny":
+    if about["budget"] == "tiny":
         lines.append(
             "**This budget is a smoke test: runs too short to have learnt the problems. It shows that the comparison "
             "runs, and nothing about the systems.**"
@@ -145,13 +140,14 @@ def _conditions(results: dict[str, Any]) -> str:
     return "\n\n".join(map(prose, lines))
 
 
-def _table(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
-    runs = {(run["system"], run["start"]): run for run in results["runs"]}
+def _table(found: list[Curve], timings: Timings, results: Results) -> str:
+    runs = {(run["system"], run["start"]): run for run in results.runs}
     rows = []
     for curve in found:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
+        speeds = (_number(timings.speed(curve, point, size)) for size in (_ONE, _MANY))
         row = curve.name, str(len(point.accuracy.values)), _percent(point.accuracy)
-        row += _number(point.tokens_per_forward, 2), *(_number(turns.speed(curve, point, s)) for s in (_ONE, _MANY))
+        row += _number(point.tokens_per_forward, 2), *speeds
         rows.append((*row, point.settings or "its own", f"{run['learning_rate']:g}", f"{run['seconds']:.0f}"))
     speeds = [f"tokens/s at {size}" for size in (_ONE, _MANY)]
     names = ["system", "seeds", "exact match", "tokens/forward", *speeds, "setting", "learning rate", "training, s"]
@@ -168,28 +164,28 @@ def _number(figure: Figure, digits: int = 0) -> str:
     return f"{figure.mean:,.{digits}f}{spread}"
 
 
-def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
+def _conclusions(found: list[Curve], timings: Timings, results: Results) -> str:
     """Which decoders no other one beats in accuracy and speed; and what beats those that their papers claim to lead."""
     lines = []
     for size in (_ONE, _MANY):
-        ahead = {curve.name: _ahead_of(curve, found, turns, size) for curve in found}
+        better = {curve.name: _better_than(curve, found, timings, size) for curve in found}
         front = [
-            f"{curve.name} ({point.accuracy.mean:.1%}, {turns.speed(curve, point, size).mean:,.0f} tokens/s)"
+            f"{curve.name} ({point.accuracy.mean:.1%}, {timings.speed(curve, point, size).mean:,.0f} tokens/s)"
             for curve in found
-            if not ahead[curve.name]
+            if not better[curve.name]
             for point in [curve.fastest(size)]
         ]
         lines.append(
             f"* {size} prompt{'s' * (size != _ONE)} at a time, each decoder at its fastest setting within {MARGIN} "
-            f"of its own best, the Pareto front of exact match and tokens a second is {', '.join(front)}."
+            f"of its own best, the Pareto front of exact match and tokens per second is {', '.join(front)}."
         )
         lines += [
             f"* {curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as accurate and "
-            f"as fast are {', '.join(ahead[curve.name])}."
+            f"as fast are {', '.join(better[curve.name])}."
             for curve in found
-            if ahead[curve.name] and systems()[curve.system].claims and curve.decoder == default_decoder(curve.system)
+            if better[curve.name] and systems()[curve.system].claims and curve.is_default
         ]
-    agreeing = [record["same_text"] for record in results["points"]]
+    agreeing = [record["same_text"] for record in results.points]
     lines.append(
         f"* The answers were the same one prompt at a time and {_MANY} at a time in "
         f"{sum(agreeing) / len(agreeing):.1%} of all cases."
@@ -197,22 +193,20 @@ def _conclusions(found: list[Curve], turns: Turns, results: dict[str, Any]) -> s
     return "\n".join(prose(line, indent="  ") for line in lines)
 
 
-def _ahead_of(own: Curve, found: list[Curve], turns: Turns, size: str) -> list[str]:
+def _better_than(own: Curve, found: list[Curve], timings: Timings, size: str) -> list[str]:
     """The decoders that are at least as accurate and as fast, with their figures."""
     told = []
     for curve in found:
-        accuracy, faster = curve.fastest(size).accuracy.mean, turns.ratio(curve, own, size)
-        if curve is not own and accuracy >= own.fastest(size).accuracy.mean and faster >= 1:
-            told.append(f"{curve.name} ({accuracy:.1%}, {faster:.2f}x the tokens/s)")
+        accuracy, ratio = curve.fastest(size).accuracy.mean, timings.ratio(curve, own, size)
+        if curve is not own and accuracy >= own.fastest(size).accuracy.mean and ratio >= 1:
+            told.append(f"{curve.name} ({accuracy:.1%}, {ratio:.2f}x the tokens/s)")
     return told
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A claim compared with what was measured, one prompt at a time."""
 
-    accuracy: float  # both as multiples of the rival's
-    speed: float
+    accuracy: float  # as a multiple of the rival's
     holds: bool
     at_ceiling: bool
 
@@ -226,58 +220,51 @@ def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> Verdi
       claim: of a paper.
       own: the point that it is about.
       rival: what that is compared with.
-      speed: tokens a second as a multiple of the rival's.
+      speed: tokens per second as a multiple of the rival's.
     """
     here, there = own.accuracy.mean, rival.accuracy.mean
     accuracy, ceiling = here / there if there else math.inf if here else 1.0, min(here, there) >= _CEILING
-    return Verdict(accuracy, speed, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
+    return Verdict(accuracy, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
 
 
-def claims(found: list[Curve], turns: Turns) -> str:
-    """A table of the papers' claims, with the speed of the models themselves and, if there is one, of the replay."""
+def claims(found: list[Curve], timings: Timings) -> str:
+    """A table of the papers' claims, with the speeds of the models themselves and, if there are any, of the proxy."""
     rows = []
     for claim, own, rival in claimed(found):
-        for size, weights in ((_ONE, "their own"), (REPLAY, "of the replay")):
-            if turns.has(own, size) and turns.has(rival, size):
-                here, there = turns.chosen(own, size), turns.chosen(rival, size)
-                v = verdict(claim, here, there, turns.ratio(own, rival, size))
+        for size, weights in ((_ONE, "their own"), (PROXY, "of the speed proxy")):
+            if timings.has(own, size) and timings.has(rival, size):
+                speed = timings.ratio(own, rival, size)
+                v = verdict(claim, timings.chosen(own, size), timings.chosen(rival, size), speed)
                 accuracy = f"{claim.accuracy:.2f}x", f"{v.accuracy:.2f}x{' (ceiling)' * v.at_ceiling}"
-                speed = f"{claim.speed:.2f}x", f"{v.speed:.2f}x"
-                rows.append((own.name, rival.name, weights, *accuracy, *speed, "yes" if v.holds else "no"))
-    names = (
-        "system",
-        "beside",
-        "weights",
-        "accuracy, claimed",
-        "measured",
-        "tokens/s at 1, claimed",
-        "measured",
-        "holds",
-    )
+                speeds = f"{claim.speed:.2f}x", f"{speed:.2f}x"
+                rows.append((own.name, rival.name, weights, *accuracy, *speeds, "yes" if v.holds else "no"))
+    names = ["system", "versus", "weights", "accuracy, claimed", "measured", "tokens/s at 1, claimed"]
+    names += ["measured", "holds"]
     return table(names, rows) if rows else "None of the systems here has claims about another one of them."
 
 
-def _replays(found: list[Curve], turns: Turns, results: dict[str, Any]) -> str:
-    """What the replay is, and its speeds; empty if there is none."""
-    if not results.get("replays"):
+def _proxy_speeds(found: list[Curve], timings: Timings, results: Results) -> str:
+    """What the speed proxy is, and the speeds at its cost; empty if there is none."""
+    if not results.proxy_timings:
         return ""
-    first = results["replays"][0]
+    first = results.proxy_timings[0]
     about = (
-        f"Weights of the replay: every forward of these decoders, one prompt at a time, is also computed by "
+        f"Weights of the speed proxy: every forward of these decoders, one prompt at a time, is also computed by "
         f"{first['parameters'] / 1e6:.1f} M random parameters ({first['shape']}), while the trained model decides what "
-        f"is written (refusion_jax/benchmarks/replay/beside.py). It is the speed of models of that size that would "
-        f"write the same. Each decoder is at its fastest setting there within {MARGIN} of its best accuracy; "
-        f"{REPLAYED} problems in {REPLAY_TURNS} turns, load average "
-        f"{max(record['load'] for record in results['replays']):.1f} at most behind them."
+        f"is written (refusion_jax/benchmarks/headline/speed_proxy.py). It is the speed of models of that size that "
+        f"would write the same. Each decoder is at its fastest setting there within {MARGIN} of its best accuracy; "
+        f"at most {PROXY_PROBLEMS} problems in {PROXY_REPEATS} interleaved repeats."
     )
     rows = [
-        (c.name, point.settings or "its own", _percent(point.accuracy), _number(point.tokens_per_forward, 2), speed)
-        for c in found
-        if turns.has(c, REPLAY)
-        for point in [turns.chosen(c, REPLAY)]
-        for speed in [_number(turns.speed(c, point, REPLAY))]
+        (
+            *(curve.name, point.settings or "its own", _percent(point.accuracy)),
+            *(_number(point.tokens_per_forward, 2), _number(timings.speed(curve, point, PROXY))),
+        )
+        for curve in found
+        if timings.has(curve, PROXY)
+        for point in [timings.chosen(curve, PROXY)]
     ]
-    names = "system", "setting", "exact match", "tokens/forward", "tokens/s at 1, replayed"
+    names = "system", "setting", "exact match", "tokens/forward", "tokens/s at 1, by proxy"
     return "\n\n" + prose(about) + "\n\n" + table(names, rows)
 
 
@@ -287,37 +274,28 @@ def _families(found: list[Curve]) -> str:
     return table(["system", *names], rows)
 
 
-def _estimates(results: dict[str, Any]) -> list[str]:
+def _estimates(results: Results) -> list[str]:
     """Estimates for TPUs, with a table for each topology."""
-    if not results["tpu_estimates"]:
+    if not results.tpu_estimates:
         return []
     about = (
         "**Estimate, not calibrated; nothing here ran on a TPU.** By arithmetic (refusion_jax/planning/"
         "decode_estimate.py), from the forwards of these answers and the compiled width of a forward, for a model of "
-        f"{results['tpu_estimates'][0]['model'].upper()} parameters in bfloat16 whose heads all chips share. At each "
+        f"{results.tpu_estimates[0]['model'].upper()} parameters in bfloat16 whose heads all chips share. At each "
         f"batch size the fastest setting within {MARGIN} of the best accuracy counts. In brackets: times what one "
         "token per forward takes for the same answers."
     )
     parts = ["### The same decoding on TPUs", prose(about)]
-    for topology in dict.fromkeys(record["topology"] for record in results["tpu_estimates"]):
-        own = [record for record in results["tpu_estimates"] if record["topology"] == topology]
+    for topology in dict.fromkeys(record["topology"] for record in results.tpu_estimates):
+        own = [record for record in results.tpu_estimates if record["topology"] == topology]
         own.sort(key=lambda record: -record["batches"][0]["tokens_per_second"])
         rows = []
         for r in own:
             speeds = {b["batch_size"]: f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"]}
-            row = name_of(r["system"], r["decoder"], r["start"]), _settings(r["batches"])
+            row = name_of(r["system"], r["decoder"], r["start"]), r["batches"][0]["settings"] or "its own"
             row += f"{r['batches'][0]['tokens_per_forward']:.2f}", *(speeds[size] for size in _SHOWN)
             rows.append((*row, str(faster_up_to(r["batches"]) or "none")))
         sizes = (f"tokens/s at {size}" for size in _SHOWN)
-        names = f"{topology}, estimate", "settings", "tokens/forward at 1", *sizes, "faster up to a batch of"
+        names = f"{topology}, estimate", "setting at 1", "tokens/forward at 1", *sizes, "faster up to a batch of"
         parts.append(table(names, rows))
     return parts
-
-
-def _settings(batches: list[dict[str, Any]]) -> str:
-    """The settings of the estimates, and from which batch size on."""
-    told = []
-    for record, before in zip(batches, [None, *batches], strict=False):
-        if before is None or record["settings"] != before["settings"]:
-            told.append(f"from {record['batch_size']}: " * bool(told) + (record["settings"] or "its own"))
-    return "; ".join(told)

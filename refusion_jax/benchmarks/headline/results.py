@@ -1,52 +1,123 @@
-"""results.json: the figures of a comparison, and all that is needed to reproduce them."""
+"""The figures of a comparison, and all that is needed to reproduce them: the content of results.json."""
 
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 
-from refusion_jax.benchmarks.headline.plan import Plan
+from refusion_jax.benchmarks.headline.experiment import Experiment
 from refusion_jax.distributed.cores import available_cores
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def about(plan: Plan) -> dict[str, Any]:
+class Trained(TypedDict):
+    """A training run."""
+
+    system: str
+    start: str  # the system whose weights it starts from; random ones if empty
+    seed: int
+    name: str
+    command: str
+    learning_rate: float
+    seconds: float
+    tokens: int
+    losses: list[dict[str, Any]]  # step, tokens, loss, and where they were measured eval_loss, eval_bits_per_byte, ...
+    commit: str
+
+
+class Scored(TypedDict):
+    """A decoder at one operating point, on one model."""
+
+    system: str
+    start: str
+    seed: int
+    decoder: str
+    settings: str
+    accuracy: float  # share of answers that match exactly
+    families: dict[str, float]  # accuracy of each family of problems
+    tokens: int  # of all answers, through the EOS
+    forwards: int  # of all answers
+    tokens_per_forward: float
+    prompt_tokens: float  # mean
+    width: int  # places of a row that a forward computes
+    has_cache: bool
+    commit: str
+    tokens_per_second: NotRequired[dict[str, float]]  # by batch size; where time was measured, as are the following
+    same_text: NotRequired[float]  # share of answers that are the same at both batch sizes
+    load: NotRequired[float]  # the machine's load average, which shows whether other work ran
+    where: NotRequired[str]  # the machine
+    ablation: NotRequired[str]  # title of the ablation that it belongs to
+    step: NotRequired[int]  # of the checkpoint
+
+
+class Timed(TypedDict):
+    """The speeds of a decoder at one operating point in interleaved repeats, on the model of the first seed."""
+
+    system: str
+    start: str
+    decoder: str
+    settings: str
+    tokens_per_second: dict[str, list[float]]  # by batch size; one for each repeat
+    load: float
+    commit: str
+    where: str
+    shape: NotRequired[str]  # of the speed proxy, and its number of parameters
+    parameters: NotRequired[int]
+
+
+@dataclasses.dataclass
+class Results:
+    """Everything that a comparison measures."""
+
+    about: dict[str, Any]  # the machine, versions, command and config, from `about`
+    sweep: list[Trained] = dataclasses.field(default_factory=list)  # short runs that try learning rates
+    runs: list[Trained] = dataclasses.field(default_factory=list)
+    texts: list[Trained] = dataclasses.field(default_factory=list)  # runs on text
+    points: list[Scored] = dataclasses.field(default_factory=list)  # on validation problems, which choose the settings
+    tests: list[Scored] = dataclasses.field(default_factory=list)  # the chosen settings on test problems
+    timings: list[Timed] = dataclasses.field(default_factory=list)
+    proxy_timings: list[Timed] = dataclasses.field(default_factory=list)
+    ablations: list[Scored] = dataclasses.field(default_factory=list)
+    tpu_estimates: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def commits(self) -> list[str]:
+        """Of the code that made the figures."""
+        kinds = self.sweep, self.runs, self.texts, self.points, self.tests, self.timings, self.proxy_timings
+        return sorted({record["commit"] for kind in (*kinds, self.ablations) for record in kind})
+
+    @property
+    def machines(self) -> list[str]:
+        """On which speeds were measured; they compare only if it is one."""
+        return sorted({r["where"] for kind in (self.points, self.timings, self.proxy_timings) for r in kind})
+
+    def as_json(self) -> str:
+        """The content of the file."""
+        content = dataclasses.asdict(self)
+        found = content.pop("about") | {"commits": self.commits, "where": self.machines} | content
+        return json.dumps(found, indent=1) + "\n"
+
+
+def about(experiment: Experiment) -> dict[str, Any]:
     """The machine, versions, command and config of a comparison."""
-    size = plan.budget
+    budget = experiment.budget
     return {
-        "budget": plan.name,
-        "command": plan.command,
+        "budget": experiment.name,
+        "command": experiment.command,
         "machine": machine(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "config": json.loads(plan.config.to_json()),
-        "text": json.loads(plan.text.to_json()) if plan.text else None,
-        "seeds": dict(plan.systems),
-        "problems": size.problems,
-        "timed": size.timed,
-        "new_tokens": size.new_tokens,
-        "repeats": size.repeats,
+        "config": json.loads(experiment.config.to_json()),
+        "text": json.loads(experiment.text.to_json()) if experiment.text else None,
+        "seeds": dict(experiment.systems),
+        **{name: getattr(budget, name) for name in ("problems", "timed", "new_tokens", "repeats")},
     }
-
-
-def continued(start: dict[str, Any], adapted: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run in the second half of the steps, with the tokens and steps of the first half before it.
-
-    Args:
-      start: record of the run whose weights it started from.
-      adapted: its own record.
-    """
-    half = adapted["losses"][-1]["step"]
-    seen = next(record["tokens"] for record in start["losses"] if record["step"] == half)
-    losses = [
-        record | {"step": half + record["step"], "tokens": seen + record["tokens"]} for record in adapted["losses"]
-    ]
-    return adapted | {"tokens": seen + adapted["tokens"], "losses": losses}
 
 
 def machine() -> dict[str, Any]:
@@ -72,8 +143,3 @@ def _processor() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def as_json(results: dict[str, Any]) -> str:
-    """The content of the file."""
-    return json.dumps(results, indent=1) + "\n"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.interface import Scoring, System
+from refusion_jax.systems.refusion.ablations import ABLATIONS, CLAIMS
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.loop import SlotDecoder
@@ -14,7 +15,6 @@ from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.scoring import slot_scoring
 from refusion_jax.systems.refusion.sequential import Sequential
 from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
-from refusion_jax.systems.refusion.studies import CLAIMS, STUDIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,6 @@ SYSTEM = System(
     check=check,
     scoring=Scoring(slot_scoring),
     claims=CLAIMS,
-    studies=STUDIES,
+    ablations=ABLATIONS,
     is_default=True,
 )

@@ -1,4 +1,4 @@
-"""The plan of a comparison: its budget, its training runs, and the operating points that are measured.
+"""What a comparison asks for: its budget, its training runs, and the operating points that are measured.
 
 A point is a decoder with settings. All of this is known before anything is trained.
 """
@@ -41,30 +41,29 @@ class Budget:
     rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; if empty, that one is used
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
     text: str = ""  # config of further runs, on text: their bits per byte are compared; none where it is empty
-    replay: str = ""  # WIDTHxLAYERS of weights at whose price claims about speed are checked as well; none if empty
+    speed_proxy: str = ""  # WIDTHxLAYERS of a model at whose cost claims about speed are checked as well; none if empty
 
-    def changed(self, seeds: int | None, tune: bool, text: str | None = None, replay: str | None = None) -> "Budget":
-        """With other seeds, text or replay, unless they are None; and `tune` or try no learning rates."""
-        given = {"seeds": seeds, "text": text, "replay": replay}
+    def changed(self, tune: bool, **given: Any) -> "Budget":
+        """With the given fields, unless they are None; without `tune`, no learning rates are tried."""
         changes = {name: value for name, value in given.items() if value is not None}
         return dataclasses.replace(self, rates=self.rates if tune else (), **changes)
 
     def of_each_run(self) -> dict[str, Any]:
-        """What the result of a run depends on: all but the number of seeds and the replay, which may change later."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("seeds", "replay")}
+        """What the result of a run depends on: all but the seeds and the speed proxy, which may change later."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("seeds", "speed_proxy")}
 
 
 BUDGETS = {
     "tiny": Budget(seeds=1, problems=96, timed=32, new_tokens=32, repeats=2),
     "small": Budget(
-        seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0, 4.0), replay="640x12"
+        seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0, 4.0), speed_proxy="640x12"
     ),
     "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3, text="configs/headline.py:gpu_text"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Experiment:
     """What is asked for."""
 
     name: str  # of the budget
@@ -74,7 +73,7 @@ class Plan:
     file: str  # of the config of every run, with its variant
     systems: Mapping[str, int]  # and the number of seeds of each
     start: str  # the system whose weights the others are adapted from as well; none if empty
-    with_studies: bool
+    with_ablations: bool
     command: str  # the command line, for the results
 
     @property
@@ -199,10 +198,13 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Its settings in one line, as `bench decode --way` takes them."""
+        """Its settings in one line, as `bench decode --setup` takes them."""
         return " ".join(
             f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.changes.items()
         )
+
+    def __str__(self) -> str:
+        return f"{self.decoder} {self.label}"
 
     def settings(self, new_tokens: int, batch_size: int) -> Settings:
         """The settings of the decoder."""
@@ -218,12 +220,12 @@ def operating_points(system: str, budget: Budget, config: ml_collections.ConfigD
     ]
 
 
-def studies(system: str, budget: Budget, config: ml_collections.ConfigDict) -> dict[str, list[Point]]:
-    """The studies that the system defines, by title, and its default decoder at its first point."""
+def ablations(system: str, budget: Budget, config: ml_collections.ConfigDict) -> dict[str, list[Point]]:
+    """The ablations that the system defines, by title, and its default decoder at its first point."""
     own, trained = systems()[system], _trained(system, config)
     found = {
-        title: [Point(next(iter(own.decoders)), changes) for changes in study(budget.new_tokens, trained)]
-        for title, study in own.studies.items()
+        title: [Point(next(iter(own.decoders)), changes) for changes in ablation(budget.new_tokens, trained)]
+        for title, ablation in own.ablations.items()
     }
     return {"over training": operating_points(system, budget, config)[:1]} | found
 

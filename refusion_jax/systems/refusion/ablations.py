@@ -34,7 +34,7 @@ def infilling(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any
     ]
 
 
-STUDIES = {
+ABLATIONS = {
     "slot size, serial blocks and order": slots_blocks_and_order,
     "infilling": infilling,
 }

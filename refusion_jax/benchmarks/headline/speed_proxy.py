@@ -1,0 +1,138 @@
+"""A small trained model that decodes at the cost of a larger one, to compare speeds without training large models.
+
+Every forward, every cache entry and every row of the output head that a decoder asks for is computed by both models,
+and the results are those of the trained one. The larger one has random weights; what it computes is never used.
+
+Axes: B rows, T tokens of this forward, S keys it sees, D hidden size of both together, V vocabulary.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from refusion_jax.batch.visibility import Visibility
+from refusion_jax.cli.errors import UserError
+from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.transformer import KeyValues, Transformer
+
+_HEAD_DIM = 64
+_UNIT = 128  # of hidden sizes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BothKeyValues(KeyValues):
+    """Keys and values of the trained model, and those of the proxy."""
+
+    proxy: KeyValues
+
+    @property
+    def trained(self) -> KeyValues:
+        """Those of the trained model alone."""
+        return KeyValues(self.keys, self.values)
+
+
+class SpeedProxy(Transformer):
+    """A trained model with a larger one computed along with it; both have the same vocabulary and dtype."""
+
+    def __init__(self, trained: Transformer, proxy: Transformer):
+        self.trained, self.proxy = trained, proxy
+        self.config, self.dtype, self.cache_dtype = trained.config, trained.dtype, trained.cache_dtype
+        self.head_rows = trained.head_rows
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the proxy: decoders derive from it how many speculative tokens are free."""
+        return self.proxy.weight_bytes
+
+    @property
+    def parameters(self) -> int:
+        """Of the proxy."""
+        return sum(x.size for x in jax.tree.leaves(nnx.state(self.proxy)))
+
+    @property
+    def operand_dtype(self) -> jnp.dtype:
+        """Of the proxy."""
+        return self.proxy.operand_dtype
+
+    def with_head_rows(self, rows: int) -> "SpeedProxy":
+        """Both with an approximate output head."""
+        return SpeedProxy(self.trained.with_head_rows(rows), self.proxy.with_head_rows(rows))
+
+    def empty_cache(self, rows: int, capacity: int) -> BothKeyValues:
+        """A cache for both."""
+        own, proxy = (model.empty_cache(rows, capacity) for model in (self.trained, self.proxy))
+        return BothKeyValues(own.keys, own.values, proxy)
+
+    def extend_hidden(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        cached: BothKeyValues,
+        length: Int32[Array, "B"],
+        visible: Bool[Array, "B T T"],
+        ragged: Ragged | None = None,
+    ) -> tuple[Float[Array, "_ _ D"], BothKeyValues]:
+        """Hidden states of both, concatenated."""
+        x, new = self.trained.extend_hidden(tokens, positions, cached.trained, length, visible, ragged)
+        y, proxy = self.proxy.extend_hidden(tokens, positions, cached.proxy, length, visible, ragged)
+        return jnp.concatenate([x, y], axis=-1), BothKeyValues(new.keys, new.values, proxy)
+
+    def hidden(
+        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of both, concatenated."""
+        return jnp.concatenate([m.hidden(tokens, positions, visibility) for m in (self.trained, self.proxy)], axis=-1)
+
+    def logits(self, x: Float[Array, "_ _ D"]) -> Float32[Array, "_ _ V"]:
+        """The trained model's; those of the proxy, which are finite, are multiplied by zero."""
+        own, proxy = jnp.split(x, [self.trained.config.hidden_size], axis=-1)
+        return self.trained.logits(own) + 0.0 * jnp.max(self.proxy.logits(proxy), axis=-1, keepdims=True)
+
+
+def read_shape(flag: str, text: str) -> tuple[int, int]:
+    """(hidden size, layers) of a shape such as 640x12.
+
+    Args:
+      flag: that it comes from, for messages.
+      text: the shape.
+
+    Raises:
+      UserError: where it is none.
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3})", text)
+    if not found or int(found[1]) % _UNIT:
+        raise UserError(f"--{flag}={text}: must be a multiple of {_UNIT}, x and a number of layers, such as 640x12")
+    return int(found[1]), int(found[2])
+
+
+def with_proxies(models: dict[str, Transformer], hidden_size: int, layers: int) -> dict[str, SpeedProxy]:
+    """Each model with a proxy; models of the same vocabulary share one."""
+    like = {model.config.vocab_size: model for model in models.values()}
+    proxies = {vocabulary: random_model(hidden_size, layers, model) for vocabulary, model in like.items()}
+    return {name: SpeedProxy(model, proxies[model.config.vocab_size]) for name, model in models.items()}
+
+
+def random_model(hidden_size: int, layers: int, like: Transformer) -> Transformer:
+    """Random weights in Qwen3's proportions: 12 D^2 parameters per layer, and the embedding.
+
+    Args:
+      hidden_size: a multiple of 128, since two query heads of 64 share one for keys and values.
+      layers: how many.
+      like: the model whose vocabulary and dtype it has.
+    """
+    heads = hidden_size // _HEAD_DIM
+    config = dataclasses.replace(
+        like.config,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=_HEAD_DIM,
+        intermediate_size=3 * hidden_size,
+    )
+    return Transformer(config, nnx.Rngs(0), str(like.dtype))
