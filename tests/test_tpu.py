@@ -81,6 +81,21 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
     assert share <= (0.01 if scatters else 0.08) or name == "quickstart", record  # a step of which takes 40 us
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slice", "faster"), [("v5p:4x4x4", 1.14), ("v6e:8x8", 1.19), ("v5e:16x16", 1.14)], ids=lambda value: f"{value}"
+)
+def test_a_variant_for_a_slice_is_faster_than_the_size_as_shipped(slice, faster):
+    prepare_environment()
+    own = config_of("refusion_8b", f"8b,{slice}")
+    shipped, variant = (
+        plan_train(c, slice, 1, memory_only=True)
+        for c in (config_of("refusion_8b", "8b", batch_size=own.batch_size), own)
+    )
+    assert variant["fits"]
+    assert shipped["step_seconds"] / variant["step_seconds"] >= faster
+
+
 # MaxText's step, without clipping and corruption, needs 8.15 (with its vocabulary tiling), 18.58 and 13.36.
 @pytest.mark.slow
 @pytest.mark.parametrize(
