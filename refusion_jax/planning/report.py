@@ -1,5 +1,6 @@
 """Plans one config on one topology: what the compiler reports and what we estimate, as a record and as a table."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
-from refusion_jax.distributed.chips import Chip, find_chip
+from refusion_jax.distributed.chips import find_chip
 from refusion_jax.planning import hlo, programs
 from refusion_jax.planning.compiler import Compiled, assigned_bytes, compile_program, libtpu_version, tpu_devices
 from refusion_jax.planning.costs import GATHER_BY_SUM, Costs, count
@@ -38,28 +39,24 @@ def plan_train(
       TimeoutError: where the compiler has not got so far by `until`, of the monotonic clock.
     """
     compiled = compile_program(programs.lower_train, (config.to_json(), topology, slices), memory_only, until)
-    mesh = sharding.make_mesh(config.mesh, tpu_devices(topology, slices))
-    chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
-    times = estimate(costs, chip)
+    mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
+    costs = count(compiled.module, mesh.size // slices)
+    times, shape = estimate(costs, chip), model_config(config)
     tokens = config.batch_size * config.row_length
-    shape = model_config(config)
     objective = make_objective(config, shape.mask_token_id)
     model_flops = config.batch_size * train_flops_per_row(objective, shape, config.row_length) / mesh.size
     state = programs.state_bytes(config, mesh)
     return {
-        "what": "train",
-        **_where(topology, slices, mesh, chip),
+        **_program("train", topology, slices, mesh.size, compiled, costs),
+        "mesh": dict(mesh.shape),
         "rows_per_chip": config.batch_size * chip.per_chip / mesh.size,
         "row_length": config.row_length,
         "remat": config.remat,
         "accumulation": config.accumulation,
         "state_gib": state / GIB,
         "activations_gib": (compiled.peak - state) / GIB,
-        **_memory(compiled, chip.hbm_limit),
-        **_costs(costs),
+        **_times(times, topology),
         "model_flops_per_chip": model_flops,
-        **_times(times, chip),
-        "rests_on": _rests_on(topology.split(":")[0], chip),
         "mfu": times.mfu(model_flops, chip),
         "tokens_per_second": tokens / times.step,
         "tokens_per_day": tokens / times.step * 86_400,
@@ -79,31 +76,24 @@ def plan_dump(path: Path, topology: str, slices: int) -> dict:
     Raises:
       UserError: where the files are missing or hold no program.
     """
-    beside = path.with_name(path.name.removesuffix(".txt") + "-buffer-assignment.txt")
-    for file in (path, beside):
+    assignment = path.with_name(path.name.removesuffix(".txt") + "-buffer-assignment.txt")
+    for file in (path, assignment):
         if not file.is_file():
             raise UserError(
                 f"--hlo={path}: {file} is not there; xla_dump_to=DIRECTORY with xla_dump_hlo_as_text leaves both"
             )
     chip, devices = find_chip(topology), len(tpu_devices(topology, slices))
     try:
-        module, sizes = hlo.parse(path.read_text()), assigned_bytes(beside.read_text())
+        module, sizes = hlo.parse(path.read_text()), assigned_bytes(assignment.read_text())
         costs = count(module, devices // slices)
     except _MALFORMED as error:
         why = f"names {error}, which is not there" if isinstance(error, KeyError) else first_line(error)
         raise UserError(f"--hlo={path}: {why}") from error
     compiled = Compiled(**sizes, module=module, seconds=0, cpu_seconds=0, overrun="")
     return {
-        "what": "program",
-        "topology": topology,
-        "slices": slices,
-        "chips": devices // chip.per_chip,
-        "devices": devices,
+        **_program("program", topology, slices, devices, compiled, costs),
         "arguments_gib": compiled.arguments / GIB,
-        **_memory(compiled, chip.hbm_limit),
-        **_costs(costs),
-        **_times(estimate(costs, chip), chip),
-        "rests_on": _rests_on(topology.split(":")[0], chip),
+        **_times(estimate(costs, chip), topology),
     }
 
 
@@ -123,91 +113,62 @@ def plan_decode(
     """
     arguments = (config.to_json(), topology, slices, settings)
     compiled = compile_program(programs.lower_decode, arguments, memory_only, until)
-    mesh = sharding.make_mesh(config.mesh, tpu_devices(topology, slices))
-    chip, costs = find_chip(topology), count(compiled.module, mesh.size // slices)
-    times = estimate(costs, chip)
+    mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
+    costs = count(compiled.module, mesh.size // slices)
     return {
-        "what": "decode",
-        **_where(topology, slices, mesh, chip),
+        **_program("decode", topology, slices, mesh.size, compiled, costs),
+        "mesh": dict(mesh.shape),
         "rows_per_chip": settings.batch_size * chip.per_chip / mesh.size,
         "row_length": settings.cache_length or config.row_length,
         "state_gib": compiled.arguments / GIB,
         "activations_gib": (compiled.peak - compiled.arguments) / GIB,
-        **_memory(compiled, chip.hbm_limit),
-        **_costs(costs),
-        "prefill_and_forward_seconds": times.roofline,
+        "prefill_and_forward_seconds": estimate(costs, chip).roofline,
         "calibrated": False,
         **_compiler(compiled, memory_only),
     }
 
 
-def _where(topology: str, slices: int, mesh: jax.sharding.Mesh, chip: Chip) -> dict:
-    return {
-        "topology": topology,
-        "slices": slices,
-        "chips": mesh.size // chip.per_chip,
-        "devices": mesh.size,
-        "mesh": dict(mesh.shape),
-    }
-
-
-def _rests_on(generation: str, chip: Chip) -> str:
-    known = chip.calibration
-    if known is None:
-        return f"documented peaks alone, not calibrated on {generation}: real steps are slower"
-    return (
-        f"{known.runs} published runs of dense models on {generation}: {known.factor:.2f} x what is counted here, "
-        f"95 % of runs within {known.spread:.1%}"
-    )
-
-
-def _times(times: Estimate, chip: Chip) -> dict:
-    return {
-        "compute_seconds": times.compute,
-        "hbm_seconds": times.hbm,
-        "operations_seconds": times.operations,
-        "ici_seconds": times.ici,
-        "dcn_seconds": times.dcn,
-        "waiting_seconds": times.waiting,
-        "roofline_seconds": times.roofline,
-        "step_seconds": times.step,
-        "step_seconds_range": [times.fastest, times.slowest] if chip.calibration else None,
-        "calibrated": chip.calibration is not None,
-    }
-
-
-def _memory(compiled: Compiled, limit: float) -> dict:
-    return {
-        "peak_hbm_gib": compiled.peak / GIB,
-        "hbm_limit_gib": limit / GIB,
-        "headroom_gib": (limit - compiled.peak) / GIB,
-        "fits": compiled.peak <= limit and not compiled.overrun,
-        "host_gib": compiled.host / GIB,
-    }
-
-
-def _costs(costs: Costs) -> dict:
-    kinds = [
-        {
-            "kind": c.kind,
-            "over": c.over,
-            "overlapped": c.overlapped,
-            "fused": c.fused,
-            "count": c.count,
-            "bytes": c.bytes,
-        }
-        for c in sorted(costs.collectives, key=lambda c: -c.bytes)
-    ]
+def _program(what: str, topology: str, slices: int, devices: int, compiled: Compiled, costs: Costs) -> dict:
+    """Where a program runs, its memory and its costs."""
+    chip = find_chip(topology)
     blocking = [
         c for c in costs.collectives if c.kind in (GATHER_BY_SUM, "all-reduce") and not c.overlapped and c.is_large
     ]
     return {
+        "what": what,
+        "topology": topology,
+        "slices": slices,
+        "chips": devices // chip.per_chip,
+        "devices": devices,
+        "peak_hbm_gib": compiled.peak / GIB,
+        "hbm_limit_gib": chip.hbm_limit / GIB,
+        "headroom_gib": (chip.hbm_limit - compiled.peak) / GIB,
+        "fits": compiled.peak <= chip.hbm_limit and not compiled.overrun,
+        "host_gib": compiled.host / GIB,
         "flops_per_chip": costs.flops,
         "hbm_bytes_per_chip": costs.bytes,
         "collective_bytes_per_chip": sum(c.bytes for c in costs.collectives),
         "gathers_by_all_reduce": sum(c.count for c in blocking if c.kind == GATHER_BY_SUM),
         "blocking_all_reduces": sum(c.count for c in blocking),
-        "collectives": kinds,
+        "collectives": [dataclasses.asdict(c) for c in sorted(costs.collectives, key=lambda c: -c.bytes)],
+    }
+
+
+def _times(times: Estimate, topology: str) -> dict:
+    """The estimate, and what it rests on."""
+    known, generation = find_chip(topology).calibration, topology.split(":")[0]
+    rests_on = f"documented peaks alone, not calibrated on {generation}: real steps are slower"
+    if known:
+        rests_on = (
+            f"{known.runs} published runs of dense models on {generation}: {known.factor:.2f} x what is counted here, "
+            f"95 % of runs within {known.spread:.1%}"
+        )
+    names = ("compute", "hbm", "operations", "ici", "dcn", "waiting", "roofline", "step")
+    return {
+        **{f"{name}_seconds": getattr(times, name) for name in names},
+        "step_seconds_range": [times.fastest, times.slowest] if known else None,
+        "calibrated": known is not None,
+        "rests_on": rests_on,
     }
 
 
@@ -263,7 +224,7 @@ def to_table(r: dict) -> Table:
         ("received from other chips", _bytes(r["collective_bytes_per_chip"])),
     ]
     rows += [
-        (f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{_beside(c)}", _bytes(c["bytes"]))
+        (f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{_overlap(c)}", _bytes(c["bytes"]))
         for c in r["collectives"]
         if c["bytes"] >= 1e6
     ]
@@ -298,7 +259,7 @@ def _rows_of_times(r: dict) -> list[tuple[str, str]]:
     return rows
 
 
-def _beside(collective: dict) -> str:
+def _overlap(collective: dict) -> str:
     if collective["fused"]:
         return ", fused with arithmetic"
     return ", overlapped" if collective["overlapped"] else ""
