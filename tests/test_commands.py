@@ -143,10 +143,8 @@ BAD = {
     "dtype that none computes in": (["bench", "decode", "--dtype=int8"], "--dtype=int8"),
     "width of three heads": (["bench", "train", "--hidden_size=192"], "--hidden_size=192: must be 64 or a multiple of"),
     "no width": (["bench", "train", "--hidden_size=0"], "--hidden_size=0: must be 64 or a multiple of"),
-    "too few documents to share out": (["bench", "data", "--documents=31"], "--documents=31"),
-    "one step, of which nothing is timed": (["bench", "data", "--steps=1"], "--steps=1"),
     "counts that could not be written": (
-        ["bench", "plan", "--compile", "--output={dir}"],
+        ["bench", "calibration", "--compile", "--output={dir}"],
         ": is a directory",
     ),
     "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
@@ -225,7 +223,7 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
 
 @pytest.mark.parametrize(
     ("name", "flag"),
-    [("decode", "decode.slot_size"), ("train", "lengths"), ("data", "mebibytes"), ("infill", "slot_sizes")],
+    [("decode", "decode.slot_size"), ("train", "lengths"), ("serve", "clients")],
 )
 def test_a_benchmark_explains_itself(name, flag):
     out, _ = run("bench", name, "--help")
@@ -239,11 +237,11 @@ def test_a_key_like_no_other_is_told_where_the_keys_are_listed():
 
 def test_help_of_the_benchmarks_names_them():
     out, _ = run("bench", "--help")
-    assert " authors, data, decode, " in out
+    assert " authors, calibration, decode, " in out
     assert run("bench", "-h") == (out, "")
-    assert run("bench", "data", "-h") == run("bench", "data", "--help")
+    assert run("bench", "decode", "-h") == run("bench", "decode", "--help")
     _, err = run("bench", code=2)
-    assert err.startswith("error: bench: name a benchmark, one of authors, data, decode, ")
+    assert err.startswith("error: bench: name a benchmark, one of authors, calibration, decode, ")
     assert len(err.splitlines()) == 1
 
 

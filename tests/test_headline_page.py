@@ -8,7 +8,6 @@ import pytest
 from conftest import ROOT
 from test_config import load
 
-from refusion_jax import UserError
 from refusion_jax.benchmarks.headline import comparison, report
 from refusion_jax.benchmarks.headline.curves import Timings, curves, fastest_points
 from refusion_jax.benchmarks.headline.results import Results
@@ -189,7 +188,6 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
         "machine": {"cores": 2, "processor": "P", "device": "cpu", "memory_gib": 4},
         "versions": {"jax": "0"},
         "config": json.loads(CONFIGS("small").to_json()),
-        "text": None,
         "problems": 4,
         "timed": 3,
         "new_tokens": 32,
@@ -203,7 +201,6 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
             *begun,
             comparison._continued(begun[0], continued),
         ],
-        texts=[run_of | {"system": "ar", "losses": [{"step": 9, "tokens": 3_000_000, "eval_bits_per_byte": 2.5}]}],
         sweep=[run_of | {"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
         ablations=[
             ablation | {"step": 4},
@@ -229,7 +226,6 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
     assert "| llada |  | ≤ 0.600 |" in page
     assert "| refusion from ar |  | 0.300 |" in page
     assert "“from ar” is a model that starts from the weights of ar" in page
-    assert "| ar | 2.500 |" in page.partition("### Text")[2]
     assert "| system | setting | step 4 | step 8 |" in page
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
     assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
@@ -250,29 +246,3 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
     assert "Other work shared" not in report.report(quiet)
     moved = dataclasses.replace(whole, points=[whole.points[0] | {"where": "there"}, *whole.points[1:]])
     assert "Speeds were measured in several places and do not compare: here; there." in report.report(moved)
-
-
-def test_a_page_is_replaced_by_the_next_one_of_its_budget(tmp_path):
-    file = tmp_path / "PAGE.md"
-    file.write_text("# Figures\n\nby hand\n")
-    for budget, figure in (("tiny", "one"), ("small", "two"), ("tiny", "three")):
-        report.put_into(file, f"## The headline, budget `{budget}`\n\n{figure}\n")
-    text = file.read_text()
-    assert text.startswith("# Figures\n\nby hand\n")
-    assert "one" not in text
-    assert text.index("three") < text.index("two")
-
-
-def test_a_page_whose_report_has_no_end_is_left_alone(tmp_path):
-    file, section = tmp_path / "PAGE.md", "## The headline, budget `tiny`\n\none\n"
-    report.put_into(file, section)
-    whole = file.read_text()
-    end = whole.rstrip().splitlines()[-1]
-    for damaged in (whole.replace(end, "") + "\nprecious\n", f"{end}\n{whole.replace(end, '')}", whole + whole):
-        file.write_text(damaged)
-        with pytest.raises(UserError, match=f"--page={file}: has . x .* mend or remove it"):
-            report.put_into(file, section)
-        assert file.read_text() == damaged
-    file.write_bytes(b"\xff")
-    with pytest.raises(UserError, match="--page=.*: not UTF-8"):
-        report.put_into(file, section)

@@ -1,7 +1,7 @@
 """Compares the estimates of `plan` with step times of training runs that others have published.
 
-  python -m refusion_jax.bench plan
-  python -m refusion_jax.bench plan --compile --output=published_runs.json
+  python -m refusion_jax.bench calibration
+  python -m refusion_jax.bench calibration --compile --output=published_runs.json
 
 For each run it prints the published step time (plus the time of what our remat policy recomputes and theirs does not),
 our estimate for the same shape and chips before calibration, their ratio, and the error of predicting the run from the

@@ -42,7 +42,7 @@ class Chip:
 
 
 _G = 2.0**30
-# Calibrations are what `python -m refusion_jax.bench plan` computes; tests/test_calibration.py holds them to it.
+# Calibrations are what `python -m refusion_jax.bench calibration` computes; tests/test_calibration.py holds them to it.
 CHIPS = {
     "v4": Chip(
         *("TPU v4", 275e12, 30.75 * _G, 1.2e12, 270e9, None, "v4:2x4x4"),

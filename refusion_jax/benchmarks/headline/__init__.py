@@ -3,7 +3,6 @@
   python -m refusion_jax.bench headline --budget=tiny --output=runs/headline
   python -m refusion_jax.bench headline --budget=small --output=runs/small --systems=refusion,ar,llada
   python -m refusion_jax.bench headline --budget=small --output=runs/small --seeds=1 --notune
-  python -m refusion_jax.bench headline --budget=tiny --output=runs/headline --page=PAGE.md
 
 Trains each system (configs/headline.py:BUDGET; `small` uses three seeds, after short runs that choose the learning
 rate, until the best one lies between worse ones), decodes held-out problems of twelve families at every operating point
@@ -12,23 +11,22 @@ chooses on other problems, and writes to DIR:
 
   results.json   the figures, with machine, versions, commit and the command of every run; and estimates of the same
                  decoding with 8B parameters on TPUs
-  report.md      table, conclusions, and which of the papers' claims hold; --page puts it into a file as well
+  report.md      table, conclusions, and which of the papers' claims hold
+  answers/       the answers to the problems that score the chosen settings, as JSONL
   plots/*.svg    accuracy against tokens per forward and tokens per second and by family, loss and bits per byte against
                  tokens, the estimates against the batch size; they need pip install -e '.[plots]'
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
 single seed of NAME. `tiny` is a smoke test of 10 to 15 minutes on two CPU cores, too small for conclusions; `small`
-takes hours there; `gpu` trains 54 M parameters on a GPU, and as many on text, for systems with a likelihood (with any
-budget, --text=CONFIG does so too). --ablations adds the comparisons that systems define themselves, at every
-checkpoint, and accuracy over training. --adapt_from=NAME also trains every other system for half the steps from what
-NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default of `small`, also
-checks the papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's cache.
+takes hours there; `gpu` trains 54 M parameters on a GPU. --ablations adds the comparisons that systems define
+themselves, at every checkpoint, and accuracy over training. --adapt_from=NAME also trains every other system for half
+the steps from what NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default
+of `small`, also checks the papers' claims about speed at the cost of 59 M parameters, which do not fit in a CPU's
+cache.
 """
 
 import contextlib
-import itertools
 import json
-import os
 from pathlib import Path
 
 import ml_collections
@@ -43,9 +41,7 @@ from refusion_jax.benchmarks.headline.speed_proxy import read_shape
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check
-from refusion_jax.data.manifest import is_prepared
-from refusion_jax.data.packing import usable
-from refusion_jax.data.sources import read_examples
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
@@ -65,31 +61,22 @@ def define_flags(own: flags.FlagValues) -> None:
     adapted = "Also adapt the other systems from this one, halfway through its training, for the other half"
     flags.DEFINE_string("adapt_from", "", adapted, flag_values=own)
     flags.DEFINE_string("config", None, "Config of every run, instead of configs/headline.py:BUDGET", flag_values=own)
-    flags.DEFINE_string("text", None, "Config of more runs, on text; by default the budget's, if any", flag_values=own)
     proxy = "Also check claims about speed at the cost of WIDTHxLAYERS weights; by default the budget's, if any"
     flags.DEFINE_string("speed_proxy", None, proxy, flag_values=own)
     ablations = "Also compare settings as the systems define it, at every checkpoint"
     flags.DEFINE_bool("ablations", False, ablations, flag_values=own)
-    flags.DEFINE_string("plots", None, "Directory for the plots; by default plots in OUTPUT", flag_values=own)
-    flags.DEFINE_string(
-        "page",
-        None,
-        "A Markdown file to put the report into",
-        flag_values=own,
-    )
 
 
 def main(own: flags.FlagValues) -> None:
     """Runs what is missing of the comparison, and writes results, report and plots."""
     asked, directory = _experiment(own), Path(own.output)
     call = {"budget": asked.budget.of_each_run() | {"name": asked.name}, "config": asked.file}
-    call |= {"keys": asked.config.to_dict(), "text": asked.text and asked.text.to_dict(), "format": _FORMAT}
+    call |= {"keys": asked.config.to_dict(), "format": _FORMAT}
     with contextlib.closing(ResultStore(directory, json.loads(json.dumps(call)))) as store:
         results = Comparison(directory, asked, store).run()
-    drawn = plots.draw(results, Path(own.plots) if own.plots else directory / "plots")
-    for page in [directory / "report.md", *([Path(own.page)] if own.page else [])]:
-        text = report.report(results, [os.path.relpath(path, page.parent) for path in drawn])
-        report.put_into(page, text)
+    drawn = plots.draw(results, directory / "plots")
+    text = report.report(results, [f"{path.relative_to(directory)}" for path in drawn])
+    write_file(directory / "report.md", text)
     print(text)
     if not drawn:
         print("no plots: they need matplotlib (pip install -e '.[plots]', then the same command again)")
@@ -105,7 +92,7 @@ def _experiment(own: flags.FlagValues) -> Experiment:
         raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
-    budget = BUDGETS[own.budget].changed(own.tune, seeds=own.seeds, text=own.text, speed_proxy=own.speed_proxy)
+    budget = BUDGETS[own.budget].changed(own.tune, seeds=own.seeds, speed_proxy=own.speed_proxy)
     if budget.speed_proxy:
         read_shape("speed_proxy", budget.speed_proxy)
     file = own.config or f"configs/headline.py:{own.budget}"
@@ -113,19 +100,9 @@ def _experiment(own: flags.FlagValues) -> Experiment:
     systems = _seeds_of(own.systems, budget.seeds)  # now that the config file may have registered some
     if config.data.path != _PROBLEMS:
         raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
-    text = read_config("text", budget.text) if budget.text else None
-    if text and not text.eval.path:
-        raise UserError(f"--text={budget.text}: its eval.path names no held-out text")
-    for each in filter(None, (config, text)):
-        if not any(map(is_prepared, each.data.path.split(","))):
-            usable(itertools.islice(read_examples(each.data, 0), 1), each.data.on_error)  # before anything is trained
-    for flag, is_directory in (("output", True), ("plots", True), ("page", False)):
-        if own[flag].value:
-            flag_values.check_output(flag, Path(own[flag].value), is_directory)
-    if own.page:
-        report.split_page(Path(own.page), own.budget)
-    as_written = command.as_written("bench headline", own, leave_out=("page", "plots"))
-    asked = Experiment(own.budget, budget, config, text, file, systems, own.adapt_from, own.ablations, as_written)
+    flag_values.check_output("output", Path(own.output), directory=True)
+    as_written = command.as_written("bench headline", own)
+    asked = Experiment(own.budget, budget, config, file, systems, own.adapt_from, own.ablations, as_written)
     asked.check()
     return asked
 

@@ -28,7 +28,6 @@ from refusion_jax.benchmarks.headline.experiment import (
     held_out,
     next_rate,
     operating_points,
-    text_run,
     trial_run,
     whole_run,
 )
@@ -53,7 +52,6 @@ from refusion_jax.cli import command
 from refusion_jax.data.families import mixture
 from refusion_jax.distributed.compiled_code import keep_compiled
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.systems.registry import find_system
 
 
 class Comparison:
@@ -80,11 +78,11 @@ class Comparison:
         Raises:
           Failure: where a training run fails; what is finished is kept.
         """
-        sweep, models, texts = self._train_all()
+        sweep, models = self._train_all()
         runs = [run for run, _ in models]
 
         keep_compiled(self._directory / "compilation_cache", "own")
-        found = Results(results.about(self._asked), sweep, [record for _, record in models], texts)
+        found = Results(results.about(self._asked), sweep, [record for _, record in models])
         for run in runs:
             found.points += self._at_every_point(run)
             if self._asked.with_ablations and not run.start:
@@ -112,8 +110,8 @@ class Comparison:
 
     # Training
 
-    def _train_all(self) -> tuple[list[Trained], list[tuple[Run, Trained]], list[Trained]]:
-        """(runs that tried learning rates; runs whose models are measured, with their records; runs on text)."""
+    def _train_all(self) -> tuple[list[Trained], list[tuple[Run, Trained]]]:
+        """(runs that tried learning rates; runs whose models are measured, with their records)."""
         asked, config, sweep, rates = self._asked, self._config, [], {}
         for system in asked.systems:
             trials = self._tried(system)
@@ -121,18 +119,13 @@ class Comparison:
             rates[system] = min(trials, key=_final_loss)["learning_rate"] if trials else config.learning_rate
         runs = [whole_run(system, seed, rates[system], asked.file) for system, seed in asked.seeds]
         models = [(run, self._trained(run)) for run in runs]
-        texts = [
-            self._trained(text_run(system, seed, rates[system] / config.learning_rate, asked.text, self._budget.text))
-            for system, seed in asked.seeds
-            if asked.text and find_system(system).scoring  # scored by likelihood
-        ]
         first_halves = {run.seed: (run, record) for run, record in models if run.system == asked.start}
         for system, count in asked.adapted.items():
             for seed in range(count):
                 start, half = first_halves[seed]
                 run = adapted_run(system, start, rates[system], config, asked.file, self._directory)
                 models.append((run, _continued(half, self._trained(run))))
-        return sweep, models, texts
+        return sweep, models
 
     def _tried(self, system: str) -> list[Trained]:
         """A short run for each learning rate that is tried."""
@@ -151,8 +144,8 @@ class Comparison:
 
     def _train(self, run: Run) -> dict[str, Any]:
         trained = train(run, self._directory, command.say)
-        if run.config == self._asked.file:  # before any other run is trained for problems that do not fit
-            check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
+        # Before any other run is trained for problems that do not fit:
+        check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
         about = {"system": run.system, "start": run.start, "seed": run.seed, "name": run.name}
         about |= {"command": run.command(self._directory), "learning_rate": run.changes["learning_rate"]}
         return about | trained

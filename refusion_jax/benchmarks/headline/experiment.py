@@ -40,7 +40,6 @@ class Budget:
     repeats: int  # of every timing; the median counts
     rates: tuple[float, ...] = ()  # learning rates to try, as multiples of the config's; if empty, that one is used
     sweep: int = 4  # runs that try a learning rate have this fraction of the steps: 1 / sweep
-    text: str = ""  # config of further runs, on text: their bits per byte are compared; none where it is empty
     speed_proxy: str = ""  # WIDTHxLAYERS of a model at whose cost claims about speed are checked as well; none if empty
 
     def changed(self, tune: bool, **given: Any) -> "Budget":
@@ -58,7 +57,7 @@ BUDGETS = {
     "small": Budget(
         seeds=3, problems=480, timed=96, new_tokens=32, repeats=3, rates=(0.5, 1.0, 2.0, 4.0), speed_proxy="640x12"
     ),
-    "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3, text="configs/headline.py:gpu_text"),
+    "gpu": Budget(seeds=1, problems=480, timed=96, new_tokens=64, repeats=3),
 }
 
 
@@ -69,7 +68,6 @@ class Experiment:
     name: str  # of the budget
     budget: Budget
     config: ml_collections.ConfigDict  # of every run
-    text: ml_collections.ConfigDict | None  # of the runs on text, if there are any
     file: str  # of the config of every run, with its variant
     systems: Mapping[str, int]  # and the number of seeds of each
     start: str  # the system whose weights the others are adapted from as well; none if empty
@@ -163,11 +161,6 @@ def trial_run(system: str, rate: float, budget: Budget, config: ml_collections.C
 def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
     """The run that is measured."""
     return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, file)
-
-
-def text_run(system: str, seed: int, multiple: float, config: ml_collections.ConfigDict, file: str) -> Run:
-    """A run on text, with this multiple of its config's learning rate: the one that is best on problems."""
-    return Run(system, seed, f"{system}_text_seed{seed}", {"learning_rate": multiple * config.learning_rate}, file)
 
 
 def adapted_run(

@@ -9,14 +9,8 @@ from refusion_jax.benchmarks.headline.curves import MARGIN, is_near, model_name
 from refusion_jax.benchmarks.headline.results import Scored, Trained
 
 
-def bits(runs: Sequence[Trained], title: str, what: str) -> list[str]:
-    """Bits per byte over training, where systems have a likelihood; and when the best is where each of the others ends.
-
-    Args:
-      runs: of `results.json`.
-      title: of the section.
-      what: begins its first sentence.
-    """
+def bits(runs: Sequence[Trained]) -> list[str]:
+    """Bits per byte over training, where systems have a likelihood; and when the best is where each other ends."""
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     tokens, bounded = collections.defaultdict(list), set()
     for run in runs:
@@ -34,8 +28,8 @@ def bits(runs: Sequence[Trained], title: str, what: str) -> list[str]:
         for system, own in means.items()
     ]
     about = (
-        f"{what}, by tokens of training; the mean of the seeds. Exact where a system writes token by token or slot by "
-        f"slot, in reading order; ≤ marks a bound, by one draw per text."
+        "Bits per byte of held-out answers, given their prompts, by tokens of training; the mean of the seeds. Exact "
+        "where a system writes token by token or slot by slot, in reading order; ≤ marks a bound, by one draw per text."
     )
     last = {system: own[max(own)] for system, own in means.items()}
     best = min(last, key=last.get)
@@ -45,7 +39,7 @@ def bits(runs: Sequence[Trained], title: str, what: str) -> list[str]:
         if system != best:
             told.append(f"* {best} has reached the final {end:.3f} of {system} after {shown[sooner]}, or before.")
     figures = table(["system", *shown.values()], rows)
-    return [title, prose(about), figures, *(["\n".join(told)] if told else [])]
+    return ["### Data efficiency", prose(about), figures, *(["\n".join(told)] if told else [])]
 
 
 def sweep(trials: Sequence[Trained]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from refusion_jax.benchmarks._markdown import prose, table
@@ -22,8 +21,6 @@ from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
 from refusion_jax.benchmarks.headline.measure import PROXY_PROBLEMS, PROXY_REPEATS, REPEATS
 from refusion_jax.benchmarks.headline.results import Results
 from refusion_jax.benchmarks.headline.tpu_estimates import faster_up_to
-from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
@@ -31,7 +28,6 @@ _ONE, _MANY = map(str, BATCH_SIZES)
 _SHOWN = (1, 4, 16, 64, 256)  # batch sizes of the estimates
 _BUSY = 1.5  # processes per core that want to run, above which others than ours do
 _CEILING = 0.99  # above it two accuracies are not told apart
-_BEGIN, _END = "<!-- headline {}: made by bench headline --page, edits are lost -->", "<!-- end of headline {} -->"
 
 
 def report(results: Results, plots: Sequence[str] = ()) -> str:
@@ -50,55 +46,12 @@ def report(results: Results, plots: Sequence[str] = ()) -> str:
         "### By family",
         _families(found),
         *(["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)] if plots else []),
-        *over_training.bits(
-            results.runs, "### Data efficiency", "Bits per byte of held-out answers, given their prompts"
-        ),
-        *over_training.bits(results.texts, "### Text", _trained_on_text(results)),
+        *over_training.bits(results.runs),
         *_estimates(results),
         *over_training.sweep(results.sweep),
         *over_training.ablations(results.ablations),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _trained_on_text(results: Results) -> str:
-    """What the models on text are, whose config may be any."""
-    model = (results.about["text"] or results.about["config"])["model"]
-    return (
-        f"Bits per byte of held-out text, by models of width {model['hidden_size']} and {model['num_hidden_layers']} "
-        f"layers that are trained on text"
-    )
-
-
-def put_into(path: Path, page: str) -> None:
-    """Puts the report into a Markdown file: in place of the one of the same budget, or at the end.
-
-    Raises:
-      UserError: as `split_page`.
-    """
-    budget = page.split("`")[1]
-    section = f"{_BEGIN.format(budget)}\n{page}{_END.format(budget)}"
-    before, rest = split_page(path, budget)
-    write_file(path, before + section + rest)
-
-
-def split_page(path: Path, budget: str) -> tuple[str, str]:
-    """What stands before and after the report of a budget in a Markdown file, which may be missing.
-
-    Raises:
-      UserError: where the file is no text, or it cannot be seen where the report in it ends.
-    """
-    begin, end = _BEGIN.format(budget), _END.format(budget)
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-    except UnicodeDecodeError as error:
-        raise UserError(f"--page={path}: not UTF-8: {error.reason}") from error
-    before, *reports = text.split(begin)
-    if not reports:
-        return f"{text.rstrip()}\n\n".lstrip(), "\n"
-    if len(reports) > 1 or end not in reports[0]:
-        raise UserError(f"--page={path}: has {len(reports)} x {begin!r} without {end!r} after it; mend or remove it")
-    return before, reports[0].partition(end)[2]
 
 
 def _conditions(results: Results) -> str:

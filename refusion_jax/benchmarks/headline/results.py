@@ -78,7 +78,6 @@ class Results:
     about: dict[str, Any]  # the machine, versions, command and config, from `about`
     sweep: list[Trained] = dataclasses.field(default_factory=list)  # short runs that try learning rates
     runs: list[Trained] = dataclasses.field(default_factory=list)
-    texts: list[Trained] = dataclasses.field(default_factory=list)  # runs on text
     points: list[Scored] = dataclasses.field(default_factory=list)  # on validation problems, which choose the settings
     tests: list[Scored] = dataclasses.field(default_factory=list)  # the chosen settings on test problems
     timings: list[Timed] = dataclasses.field(default_factory=list)
@@ -89,7 +88,7 @@ class Results:
     @property
     def commits(self) -> list[str]:
         """Of the code that made the figures."""
-        kinds = self.sweep, self.runs, self.texts, self.points, self.tests, self.timings, self.proxy_timings
+        kinds = self.sweep, self.runs, self.points, self.tests, self.timings, self.proxy_timings
         return sorted({record["commit"] for kind in (*kinds, self.ablations) for record in kind})
 
     @property
@@ -114,7 +113,6 @@ def about(experiment: Experiment) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "config": json.loads(experiment.config.to_json()),
-        "text": json.loads(experiment.text.to_json()) if experiment.text else None,
         "seeds": dict(experiment.systems),
         **{name: getattr(budget, name) for name in ("problems", "timed", "new_tokens", "repeats")},
     }
