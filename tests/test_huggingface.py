@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 import stat
@@ -11,7 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import ROOT, causal, forward, run, tiny_config, tiny_model
+from conftest import ROOT, causal, forward, run, tiny_config, tiny_model, unprivileged
 from etils import epath
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -294,17 +293,6 @@ def test_exports_may_be_read_by_whom_the_umask_says_and_others_are_told_what_sto
         file.chmod(0)
         with unprivileged(), pytest.raises(UserError, match="safetensors cannot be read: Permission denied"):
             Tensors(path)
-
-
-@contextlib.contextmanager
-def unprivileged():
-    """Root may read what nobody else may."""
-    user = os.geteuid()
-    os.seteuid(user or 65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):

@@ -6,13 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conftest import ROOT, TINY_RUN, config_with, run
+from conftest import ROOT, TINY_RUN, config_with, run, unprivileged
 from test_prepare import make, tokenizer_file, write_pairs
 
 from refusion_jax import UserError
@@ -226,6 +228,15 @@ def test_damage_is_found(tokenizer_file, tmp_path):
     file.unlink()
     with pytest.raises(UserError, match="rows-00000.array_record is missing, but the manifest names it"):
         PreparedRows(str(tmp_path / "out"))
+
+
+def test_a_file_that_may_not_be_read_is_not_missing(prepared):
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        shutil.copytree(prepared / "a", f"{directory}/a")
+        next(Path(directory).glob("a/rows-*")).chmod(0)
+        with unprivileged(), pytest.raises(UserError, match="array_record cannot be read: Permission denied"):
+            PreparedRows(f"{directory}/a")
 
 
 def test_rows_that_the_manifest_describes_otherwise_are_named(prepared, tmp_path):

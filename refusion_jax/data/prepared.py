@@ -3,10 +3,8 @@
 import bisect
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import itertools
-import os
 import resource
 from collections.abc import Sequence
 
@@ -103,12 +101,12 @@ class _Whole:
 def _check_file(path: epath.Path, shard: Shard) -> None:
     try:
         size = path.stat().length
+        if not is_remote(path):
+            open(path, "rb").close()
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing, but the manifest names it; prepare the data again") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not is_remote(path) and not os.access(path, os.R_OK):
-        raise UserError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
     if size != shard.bytes:
         raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
 
