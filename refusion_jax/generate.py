@@ -52,7 +52,7 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.distributed.storage import absolute, open_patiently, write_file
+from refusion_jax.distributed.storage import absolute, write_file
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
@@ -207,8 +207,7 @@ def main() -> None:
             records = {}
             add = records.__setitem__
         else:
-            how = {"mode": "w", "buffering": 1, "encoding": "utf-8", "opener": open_patiently}
-            file = output and stack.enter_context(open(output, **how))
+            file = output and stack.enter_context(open(output, "w", buffering=1, encoding="utf-8"))
             records, add = {}, InOrder(lambda record: file.write(to_line(record)) if file else show(record)).add
 
         # 3. What is not answered yet is decoded.

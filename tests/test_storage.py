@@ -13,10 +13,9 @@ from conftest import TINY_RUN, run
 from safetensors.numpy import load_file
 from test_readme import tiny_qwen3
 
-from refusion_jax import UserError
 from refusion_jax.cli import paths
 from refusion_jax.distributed import storage
-from refusion_jax.distributed.json_input import read_lines
+from refusion_jax.distributed.append_log import AppendLog, parse_log
 from refusion_jax.training import events
 
 COMPUTED = ("step", "loss", "grad_norm", "tokens")
@@ -209,21 +208,6 @@ def test_a_pipe_is_written_through(tmp_path):
     assert pipe.is_fifo()
 
 
-def test_a_pipe_whose_other_end_nobody_opens_is_refused_and_not_waited_for(tmp_path, monkeypatch):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with monkeypatch.context() as impatient:
-        impatient.setattr(storage, "_PATIENCE", 0.2)
-        with pytest.raises(UserError, match="pipe: nobody reads this pipe"):
-            storage.write_file(pipe, "x")
-        with pytest.raises(UserError, match="pipe: nobody writes to this pipe"):
-            list(read_lines(pipe))
-    writer = threading.Thread(target=lambda: pipe.write_text("a\nb\n"))
-    writer.start()
-    assert [line for _, line in read_lines(pipe)] == [b"a\n", b"b\n"]
-    writer.join(60)
-
-
 def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
     for name in ("x" * 255, "\U0001f600" * 63):
         storage.write_file(tmp_path / name, "whole")
@@ -256,14 +240,14 @@ def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_d
 
 
 def test_lines_that_find_no_room_are_written_later_each_once(tmp_path, full_disk, caplog):
-    (tmp_path / "log").write_text("cut o")
-    log = storage.Appender(tmp_path / "log")
-    log.append("one")
+    (tmp_path / "log").write_text('{"n": 0}\n{"cut o')
+    log = AppendLog(tmp_path / "log", keeps_trying=True)
+    log.append({"n": 1})
     full_disk((tmp_path / "log").stat().st_size + 3)
-    log.append("two is longer")
-    log.append("three")
+    log.append({"n": "two is longer"})
+    log.append({"n": 3})
     full_disk(-1)
-    log.append("four")
+    log.append({"n": 4})
     log.close()
-    assert (tmp_path / "log").read_text() == "cut o\none\ntwo is longer\nthree\nfour\n"
+    assert [record["n"] for record in parse_log((tmp_path / "log").read_bytes())] == [0, 1, "two is longer", 3, 4]
     assert caplog.text.count("cannot be written now") == 1

@@ -14,7 +14,7 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import check_file, write_file
+from refusion_jax.distributed.storage import write_file
 
 PREFIX = "checksums"  # of the lists' names; .N.json follows, N the process that wrote it
 _CHUNK = 1 << 20  # bytes read at a time; each thread holds two of these
@@ -108,7 +108,6 @@ def _try_checksum(path: epath.Path) -> tuple[int, int] | None:
 def _checksum(path: epath.Path) -> tuple[int, int]:
     """(bytes, CRC-32) of a file."""
     size = value = 0
-    check_file(path)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             size, value = size + len(chunk), zlib.crc32(chunk, value)

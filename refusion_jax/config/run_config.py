@@ -14,7 +14,7 @@ from refusion_jax.config import RESUMABLE, default_config, differing_keys
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import check_file, write_file
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import ModelConfig
 
 _FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "left_out.json")
@@ -33,8 +33,8 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> No
         raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
     if not is_remote(workdir):
         for path in (workdir / name for name in _FILES):
-            if path.exists():
-                check_file(path)
+            if path.exists() and not path.is_file():
+                raise UserError(f"--workdir={workdir}: {path.name} in it is no file")
         for path in (workdir / name for name in _DIRECTORIES):
             if path.exists() and not path.is_dir():
                 raise UserError(f"--workdir={workdir}: {path.name} in it is no directory")

@@ -5,7 +5,6 @@ the file at once and synchronized to disk about once a second.
 """
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Container
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.cli.errors import Failure, UserError
-from refusion_jax.distributed.json_input import parse_log
-from refusion_jax.distributed.line_log import LineLog
+from refusion_jax.distributed.append_log import AppendLog, parse_log
 
 _SYNC_SECONDS = 1.0  # of answers may be lost when the machine fails; a killed process loses none
 
@@ -38,19 +36,19 @@ class Journal:
             journal.
         """
         self.path, self._call, self._keys = path, call, keys
-        self._log: LineLog | None = None
-        self._synced = time.monotonic()
+        self._log: AppendLog | None = None
+        self._synced, self._is_empty = time.monotonic(), True
         self.records: dict[int | str, dict[str, Any]] = {}
         if os.path.lexists(path):
-            self._log = LineLog(path, create=False)
-            self._read(self._log)
+            self._log = AppendLog(path, create=False)
+            self._read(*self._log.read())
 
-    def _read(self, log: LineLog) -> None:
-        lines, cut_off = log.read()
+    def _read(self, lines: bytes, cut_off: bytes) -> None:
         first, _, rest = lines.partition(b"\n")
+        self._is_empty = not lines
         if lines:
             self._check_call(first)
-        elif cut_off and not b'{"call": '.startswith(cut_off[:9]):
+        elif not b'{"call": '.startswith(cut_off[:9]):
             raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
         self.records = {key: record for key, record in _records(rest).items() if self._is_key(key)}
 
@@ -58,8 +56,7 @@ class Journal:
         return isinstance(key, str) if self._keys is None else type(key) is int and key in self._keys
 
     def _check_call(self, line: bytes) -> None:
-        entry = next(parse_log(line), None)
-        call = entry.get("call") if isinstance(entry, dict) else None
+        call = next(parse_log(line), {}).get("call")
         if not isinstance(call, dict):
             raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
         if other := [name for name, value in self._call.items() if call.get(name) != value]:
@@ -78,10 +75,11 @@ class Journal:
         try:
             if self._log is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._log = LineLog(self.path, create=True)
-            if not self._log.size:
-                self._log.append(_line({"call": self._call}))
-            self._log.append(_line({"key": key, "record": record}))
+                self._log = AppendLog(self.path)
+            if self._is_empty:
+                self._log.append({"call": self._call})
+                self._is_empty = False
+            self._log.append({"key": key, "record": record})
             self.records[key] = record
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 self._log.sync()
@@ -105,10 +103,6 @@ class Journal:
         self.close()
 
 
-def _line(entry: dict[str, Any]) -> bytes:
-    return json.dumps(entry, ensure_ascii=False).encode()
-
-
 def read_records(path: Path) -> dict[int | str, dict[str, Any]]:
     """The answers in a journal that another process may be writing; empty if there is no such file."""
     with contextlib.suppress(FileNotFoundError):
@@ -118,9 +112,8 @@ def read_records(path: Path) -> dict[int | str, dict[str, Any]]:
 
 def _records(content: bytes) -> dict[int | str, dict[str, Any]]:
     """The records by key; malformed lines are skipped."""
-    entries = [entry for entry in parse_log(content) if isinstance(entry, dict)]
     return {
         entry["key"]: entry["record"]
-        for entry in entries
+        for entry in parse_log(content)
         if type(entry.get("key")) in (int, str) and isinstance(entry.get("record"), dict)
     }

@@ -1,9 +1,8 @@
-"""Paths that may lie in an object store (gs://...), whole files, and logs that grow.
+"""Whole files, on a disk or in an object store (gs://...), and logs of a run that grow.
 
 Object stores know whole objects only: nothing can be appended to, and a write is atomic by itself.
 """
 
-import concurrent.futures
 import contextlib
 import logging as loggers
 import os
@@ -20,9 +19,7 @@ from etils import epath
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
 
-LARGEST_FILE = 256 << 20  # bytes of a file that is read as one value
 SYNC_SECONDS = 60.0  # at most this much of a log is lost with a machine that vanishes
-_PATIENCE = 10.0  # seconds until somebody must have opened the other end of a pipe
 
 for _client in ("gcsfs", "s3fs", "adlfs", "fsspec"):  # log whole traces of what they then raise
     loggers.getLogger(_client).setLevel(loggers.CRITICAL)
@@ -47,53 +44,6 @@ def read_file(path: epath.PathLike) -> bytes:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def check_file(path: epath.PathLike, largest: int | None = None) -> None:
-    """Refuses what would never end to be read: a pipe, a device, a file that is too large; and a directory.
-
-    Raises:
-      UserError: naming the path.
-      OSError: where nothing is there.
-    """
-    if is_remote(path):  # it holds files only
-        return
-    if "\0" in os.fspath(path):
-        raise UserError(f"{path} cannot be read: there is a NUL in its name")
-    about = os.stat(path)
-    if not stat.S_ISREG(about.st_mode):
-        raise UserError(f"{path} cannot be read: it is {'a directory' if stat.S_ISDIR(about.st_mode) else 'no file'}")
-    if largest is not None and about.st_size > largest:
-        raise UserError(f"{path} cannot be read: it is larger than {largest >> 20} MiB")
-
-
-def open_patiently(path: str, flags: int) -> int:
-    """The `opener` of `open` for a path that may be a pipe: waits for its other end, but not for ever.
-
-    Raises:
-      UserError: where nobody has opened that in time.
-    """
-    if not (os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode)):
-        return os.open(path, flags, 0o666)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        opening = pool.submit(os.open, path, flags)
-        try:
-            return opening.result(_PATIENCE)
-        except BaseException as error:  # an interrupt from the keyboard, too
-            if not opening.done():
-                both = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # which lets the thread go on
-                os.close(opening.result())
-                os.close(both)
-            if isinstance(error, TimeoutError):
-                who = "reads" if flags & os.O_WRONLY else "writes to"
-                raise UserError(f"{path}: nobody {who} this pipe") from None
-            raise
-
-
-def write_all(file: int, content: bytes) -> None:
-    """Writes all of some bytes to an open file: one write may take only those that fit on the disk, and say nothing."""
-    while content:
-        content = content[os.write(file, content) :]
-
-
 def write_file(path: epath.PathLike, content: bytes | str) -> None:
     """Writes a whole file or nothing, even if the machine dies in between, and makes the directories above it.
 
@@ -111,7 +61,7 @@ def write_file(path: epath.PathLike, content: bytes | str) -> None:
     path = Path(path)
     mode = path.stat().st_mode if path.exists() else None
     if mode is not None and not stat.S_ISREG(mode):
-        with open(path, "wb", opener=open_patiently) as file:
+        with open(path, "wb") as file:
             file.write(content)
         return
     with replacing(path) as temporary, open(temporary, "xb") as file:
@@ -148,38 +98,6 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
         os.fsync(directory)  # the new name, too
     finally:
         os.close(directory)
-
-
-class Appender:
-    """Appends lines to a file. While it cannot be written (a full disk) they are kept, and written later."""
-
-    def __init__(self, path: Path):
-        self._path, self._left, self._warned = path, b"", False
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a kill cut off its last line
-            self._left = b"\n"
-
-    def append(self, line: str) -> None:
-        """Adds a line."""
-        self._left += line.encode() + b"\n"
-        self._write()
-
-    def _write(self) -> None:
-        try:
-            while self._left:
-                self._left = self._left[os.write(self._file, self._left) :]
-        except OSError as error:
-            if not self._warned:
-                logging.warning("%s cannot be written now: %s", self._path, first_line(error))
-            self._warned = True
-        else:
-            self._warned = False
-
-    def close(self) -> None:
-        """Writes what is left, if it can be, and closes the file."""
-        self._write()
-        os.close(self._file)
 
 
 class LogDirectory:

@@ -21,7 +21,6 @@ repeated after a kill are lost.
 import collections
 import concurrent.futures
 import contextlib
-import json
 import math
 import os
 import time
@@ -32,9 +31,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from refusion_jax.distributed.json_input import parse_log
+from refusion_jax.distributed.append_log import AppendLog, parse_log
 from refusion_jax.distributed.proc import boot_id, started
-from refusion_jax.distributed.storage import Appender, read_file
+from refusion_jax.distributed.storage import read_file
 
 FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
@@ -48,13 +47,13 @@ class EventLog:
     """Appends events to the log, in process 0 only."""
 
     def __init__(self, path: Path):
-        self._file = Appender(path) if jax.process_index() == 0 else None
+        self._file = AppendLog(path, keeps_trying=True) if jax.process_index() == 0 else None
 
     def write(self, event: str, ago: float = 0.0, **values: Any) -> None:
         """Adds an event that happened now or `ago` seconds ago."""
         if self._file:
             when = {"time": time.time() - ago, "clock": round(_clock() - ago, 4)}
-            self._file.append(json.dumps({**when, "event": event, **values}))
+            self._file.append({**when, "event": event, **values})
 
     def start(self, step: int, ago: float) -> None:
         """Adds the start of a session."""
@@ -153,8 +152,8 @@ def read_log(path: epath.Path) -> str:
 def read_events(text: str) -> list[dict[str, Any]]:
     """The valid events of a log; lines that were cut off are skipped."""
     events = []
-    for event in parse_log(text):
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
+    for event in parse_log(text.encode()):
+        if isinstance(event.get("event"), str):
             needed = ("time", *_NEEDED.get(event["event"], ()), *(["seconds"] if event["event"] in _PART_OF else []))
             if all(_is_number(event.get(name)) for name in needed):
                 events.append(event)

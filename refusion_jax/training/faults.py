@@ -21,7 +21,7 @@ from typing import Any
 
 from refusion_jax.checkpoints import checksums
 from refusion_jax.checkpoints.directory import TEMPORARY, saved_steps
-from refusion_jax.distributed.json_input import parse_log
+from refusion_jax.distributed.append_log import parse_log
 from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import FILE as METRICS
 
@@ -93,7 +93,7 @@ class Subject:
         """The step it has reached, by the last record of its metrics; it is asked for hundreds of times a second."""
         with contextlib.suppress(FileNotFoundError), (self.workdir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return max((record["step"] for record in parse_log(file.read()) if isinstance(record, dict)), default=0)
+            return max((record["step"] for record in parse_log(file.read())), default=0)
         return 0
 
     def is_running(self) -> bool:

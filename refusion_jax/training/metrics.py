@@ -19,9 +19,9 @@ from tensorboardX.summary import text as as_summary
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import first_line
+from refusion_jax.distributed.append_log import AppendLog, parse_log
 from refusion_jax.distributed.chips import peak_flops
-from refusion_jax.distributed.json_input import parse_log
-from refusion_jax.distributed.storage import Appender, LogDirectory, write_file
+from refusion_jax.distributed.storage import LogDirectory, write_file
 from refusion_jax.systems.registry import loss_terms
 from refusion_jax.training.events import read_log
 from refusion_jax.training.train_step import wide_to_int
@@ -70,7 +70,7 @@ class MetricsWriter:
         if not self._is_writer:
             return
         write_file(logs.path / FILE, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = Appender(logs.path / FILE)
+        self._file = AppendLog(logs.path / FILE, keeps_trying=True)
         self._board = _Board(logs.path / "tensorboard", first_step + 1)
         self._bar = None
         if sys.stdout.isatty():
@@ -121,7 +121,7 @@ class MetricsWriter:
         self._last = step, tokens, before + seconds
 
     def _write(self, record: dict) -> None:
-        self._file.append(json.dumps(record))
+        self._file.append(record)
         self._board.write(record)
         loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
         note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
@@ -144,8 +144,8 @@ class MetricsWriter:
 def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
     """The records of a run in the order of steps, up to one step; invalid lines are skipped."""
     records = {}
-    for record in parse_log(read_log(workdir / FILE)):
-        step = record.get("step") if isinstance(record, dict) else None
+    for record in parse_log(read_log(workdir / FILE).encode()):
+        step = record.get("step")
         if isinstance(step, int) and (up_to is None or step <= up_to):
             records[step] = record
     return [records[step] for step in sorted(records)]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.append_log import AppendLog
 from refusion_jax.distributed.json_files import parse_json, read_json
-from refusion_jax.distributed.line_log import LineLog
 from refusion_jax.distributed.storage import write_file
 
 
@@ -42,7 +42,7 @@ class ResultStore:
             )
         if not about.exists():
             write_file(about, json.dumps(call, indent=2) + "\n")
-        self._log = LineLog(path, create=True)
+        self._log = AppendLog(path)
         lines = [
             parse_json(line, _Line, f"{path}:{number}")
             for number, line in enumerate(self._log.read()[0].splitlines(), 1)
@@ -51,7 +51,7 @@ class ResultStore:
 
     def add(self, key: str, record: dict[str, Any]) -> None:
         """Writes a record to disk."""
-        self._log.append(json.dumps({"key": key, "record": record}).encode())
+        self._log.append({"key": key, "record": record})
         self._log.sync()
         self.records[key] = record
 

@@ -1,0 +1,98 @@
+"""A log of JSON objects, one a line: one process at a time appends to it, and a kill at any byte leaves it usable."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from refusion_jax.cli.errors import UserError, first_line
+
+
+def parse_log(content: bytes) -> Iterator[dict[str, Any]]:
+    """The objects in a log; what a kill or a lost disk has cut off, or is no JSON object, is left out."""
+    for line in content.split(b"\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+class AppendLog:
+    """The file is locked while it is open. A line that a kill has cut off is dropped when the next is added."""
+
+    def __init__(self, path: Path, keeps_trying: bool = False, create: bool = True):
+        """Opens and locks it.
+
+        Args:
+          path: of the file.
+          keeps_trying: lines that cannot be written (a full disk) are kept, and written with the next.
+          create: whether to make a file where there is none.
+
+        Raises:
+          UserError: where it cannot be opened, or another process has it open.
+        """
+        self._path, self._keeps_trying = path, keeps_trying
+        self._left, self._warned = b"", False
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0), 0o666)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._file)
+            raise UserError(f"{path} is being written by another process; name another output") from error
+        except OSError as error:  # some network file systems know no locks
+            logging.warning("%s cannot be locked: %s", path, error.strerror)
+
+    def read(self) -> tuple[bytes, bytes]:
+        """(all whole lines, what there is of one that was cut off)."""
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(0)
+            content = file.read()
+        end = content.rfind(b"\n") + 1
+        return content[:end], content[end:]
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds a record as a whole line, which a kill of this process does not take away.
+
+        Raises:
+          OSError: where it cannot be written, unless the log keeps trying; the next call goes on.
+        """
+        if not self._left:
+            self._drop_cut_off_line()
+        self._left += json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        self._write()
+
+    def sync(self) -> None:
+        """Waits until the disk has all lines."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Writes what is left, if it can be, and releases the lock."""
+        if self._keeps_trying:
+            self._write()
+        os.close(self._file)
+
+    def _drop_cut_off_line(self) -> None:
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.ftruncate(self._file, len(self.read()[0]))
+
+    def _write(self) -> None:
+        try:
+            while self._left:
+                self._left = self._left[os.write(self._file, self._left) :]
+            self._warned = False
+        except OSError as error:
+            if not self._keeps_trying:
+                raise
+            if not self._warned:
+                logging.warning("%s cannot be written now: %s", self._path, first_line(error))
+            self._warned = True
