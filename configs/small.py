@@ -1,4 +1,6 @@
-"""A model of 13 M parameters for real text: a night on a laptop, minutes on a GPU or a TPU chip.
+"""A model of 13 M parameters for real text.
+
+Hardware and time: a night on a laptop, minutes on a GPU or a TPU chip (estimates). Result: none is recorded yet.
 
 --config=configs/small.py          --config.data.path='my/*.jsonl'     your own prompts and answers, or texts
 --config=configs/small.py:stdlib   the source code of Python's standard library, which is always at hand

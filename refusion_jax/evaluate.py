@@ -46,7 +46,7 @@ from refusion_jax.distributed.processes import together
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation import heldout
-from refusion_jax.evaluation.likelihood import held_out_bits
+from refusion_jax.evaluation.likelihood import held_out_bits, spread
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import system_of
@@ -130,7 +130,8 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
         measured |= heldout.evaluate_model(config, model, [rows])
     if has_likelihood:
-        measured |= held_out_bits(model, tokenizer, rows, _LIMIT.value, method=method, **_scoring())
+        some = spread(min(len(rows), _LIMIT.value or len(rows)), len(rows))
+        measured |= held_out_bits(model, tokenizer, (rows[i] for i in some), method=method, **_scoring())
     return measured
 
 

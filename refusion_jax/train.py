@@ -17,11 +17,7 @@ a row (--config.guard.skips) take the run back to its last checkpoint, and past 
 """
 
 import contextlib
-import dataclasses
-import functools
 import sys
-import time
-from collections.abc import Callable, Iterator
 
 import jax
 import ml_collections
@@ -31,58 +27,30 @@ from etils import epath
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params, read_model_config
 from refusion_jax.checkpoints.lock import check_free, locked
-from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
-from refusion_jax.config import check, check_mesh, explained, make_objective, names
+from refusion_jax.config import check, check_mesh, explained, names
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
-from refusion_jax.config.run_config import check_same_run, claim
+from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.interface import RowSource, Tokenizer
-from refusion_jax.data.loader import epochs, global_batches
+from refusion_jax.data.loader import epochs
 from refusion_jax.distributed import sharding
-from refusion_jax.distributed.compiled_code import keep_compiled
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, ToldToGo
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
-from refusion_jax.distributed.profiling import Profile
-from refusion_jax.distributed.storage import LogDirectory
-from refusion_jax.distributed.watchdog import Watchdog
 from refusion_jax.distributed.xla_options import libtpu_mismatch
-from refusion_jax.evaluation.heldout import HeldOut, find_held_out, make_held_out
-from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.systems.interface import train_flops_per_row
-from refusion_jax.training import events, recovery
-from refusion_jax.training.metrics import MetricsWriter
-from refusion_jax.training.program import Program, abstract_rows, train_program
-from refusion_jax.training.recovery import Health, LeftOut, leave_out
-from refusion_jax.training.train_step import TrainState, init_state, wide_to_int
+from refusion_jax.evaluation.heldout import make_held_out
+from refusion_jax.training import events
+from refusion_jax.training.loop import Hooks, Now, RollBack
+from refusion_jax.training.program import train_program
+from refusion_jax.training.recovery import Health
+from refusion_jax.training.session import Run, Session
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
 _LOST = flags.DEFINE_integer("lost_seconds", 60, "After how long a silence another process counts as lost", 5, 3600)
-
-
-@dataclasses.dataclass
-class Run:
-    """All that is made once, however often the run is rolled back."""
-
-    config: ml_collections.ConfigDict
-    workdir: epath.Path
-    mesh: jax.sharding.Mesh
-    tokenizer: Tokenizer
-    rows: RowSource
-    shape: ModelConfig
-    program: Program
-    held_out: HeldOut | None
-    tasks: Callable | None  # a TaskScores
-    preemption: Preemption
-    initial_params: list  # the weights to start from, if not random ones: none or one, taken when they are used
-    still_ours: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
-    compiled_step: Callable | None = None
-    failed: tuple[int, str] | None = None  # at which step the session before failed, and why
 
 
 def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bool = False) -> bool:
@@ -111,8 +79,8 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
         say(mismatch)
 
     # 2. The data.
-    starts_from = epath.Path(config.init_from) if config.init_from and not steps else None
-    tokenizer, rows = load_dataset(config, workdir, starts_from and find_own_tokenizer(starts_from))
+    source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None
+    tokenizer, rows = load_dataset(config, workdir, source and find_own_tokenizer(source))
     say(
         f"{rows.documents:,} documents in {len(rows):,} rows of {config.row_length} tokens, {rows.fill:.1%} full; "
         f"vocabulary of {tokenizer.size}"
@@ -121,27 +89,25 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     check_same("what --config.data.path holds", rows.fingerprint(), *tokenizer.files.values())
 
     # 3. The program: the jitted step, and where every array of the state lives.
-    source = starts_from or (workdir if config.init_from else None)
-    shape = model_config(config, tokenizer, read_model_config(source).max_position_embeddings if source else 0)
+    place = source or (workdir if config.init_from else None)
+    shape = model_config(config, tokenizer, read_model_config(place).max_position_embeddings if place else 0)
     program = train_program(config, shape, mesh)
-    held_out = None
-    if held_out_sets := find_held_out(config, tokenizer):
-        held_out = make_held_out(config, held_out_sets, tokenizer, program.graphdef, program.objective, mesh)
+    held_out = make_held_out(config, tokenizer, program.graphdef, program.objective, mesh)
     tasks = None
     if config.eval.tasks:
         with needs("evaluate"):
             from refusion_jax.training.task_scores import TaskScores
         tasks = TaskScores(config, tokenizer, program)
-    run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, [])
+    run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption)
 
     # 4. The weights to start from, if not random ones.
-    if starts_from:
-        check_fits(starts_from, shape, tokenizer)
-        run.initial_params.append(load_params(starts_from, run.program.target.params))
+    if source:
+        check_fits(source, shape, tokenizer)
+        run.initial_weights = load_params(source, program.base)
 
     # 5. Train: one session, and one more for every time that bad numbers roll the run back.
     check_shared(workdir)
-    with locked(workdir) as run.still_ours, jax.set_mesh(mesh):
+    with locked(workdir) as run.check_lock, jax.set_mesh(mesh):
         while (outcome := session(run, start_over)) == "rolled back":
             start_over = False
     return outcome == "complete"
@@ -153,157 +119,91 @@ def session(run: Run, start_over: bool) -> str:
     Raises:
       UserError: where the run cannot go on.
     """
-    config, workdir, rows, program = run.config, run.workdir, run.rows, run.program
-    with contextlib.ExitStack() as stack:
-        # 1. The state: the newest checkpoint's, or a fresh one. From here on the directory is written to.
-        began = time.monotonic()
-        checkpoints = stack.enter_context(
-            Checkpoints(workdir, config.checkpoint.keep, config.checkpoint.verify, config.checkpoint.failures)
-        )
-        left_out = LeftOut(workdir)
-        check_same(f"{recovery.FILE} in --workdir", str(left_out.windows))
-        restored = checkpoints.restore(program.target, start_over)
-        restore_seconds = time.monotonic() - began
-        data_position = {"rows": len(rows), "fingerprint": rows.fingerprint()}
-        if restored and any(restored[1].get(key) != value for key, value in data_position.items()):
-            raise UserError(
-                f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
-                f"bring the data back, or start a new --workdir"
-            )
-        state = restored[0] if restored else fresh_state(run)
-        first_step = int(state.step)
-        if run.failed:
-            leave_out(left_out, first_step, *run.failed, config.guard.rollbacks)
-        if first_step >= config.steps:
-            say(f"training is complete: {workdir} holds step {first_step} of {config.steps}")
-            return "complete"
-        if run.tasks:
-            run.tasks.check(state.params)  # now that the state has taken its share of the memory
-        keep_compiled(workdir / "compilation_cache", config.compilation_cache)
-        claim(workdir, config, run.shape, run.tokenizer)
-        parameters = sum(x.size for x in jax.tree.leaves(state.params))
-        say(f"{parameters:,} parameters on {sharding.describe(run.mesh)}; step {first_step} of {config.steps}")
-
-        # 2. The logs, and the compiled step (from the cache, where a session before has compiled it).
-        logs = LogDirectory(workdir)
-        stack.callback(logs.close)
-        log = events.EventLog(logs.fetch(events.FILE))
-        stack.callback(log.close)
-        age = time.monotonic() - began if run.failed else events.process_age()
-        log.start(first_step, age)
-        if run.failed:
-            log.write("rolled_back", from_step=run.failed[0], to_step=first_step, why=run.failed[1])
-        for step, why in checkpoints.skipped.items():
-            log.write("passed_over", step=step, why=why)
-        log.write("restore", seconds=restore_seconds)
-        log.write("init", seconds=max(0.0, age - restore_seconds))
-        objective = make_objective(config, run.shape.mask_token_id)
-        flops = config.batch_size * train_flops_per_row(objective, run.shape, config.row_length)
-        tokens = wide_to_int(state.tokens)
-        metrics = MetricsWriter(workdir, logs, config.steps, first_step, tokens, flops, run.mesh.devices)
-        stack.callback(metrics.close)
-        if run.compiled_step is None:
-            compile_began = time.monotonic()
-            with log.timed("compile"):
-                run.compiled_step = program.step.lower(state, abstract_rows(config, run.mesh)).compile()
-            metrics.paused(time.monotonic() - compile_began)
-
-        # 3. Train. Metrics of a step are fetched after the next one is dispatched, so the device never waits.
-        batches = global_batches(
-            rows,
-            sharding.sharding(run.mesh, "batch", "length"),
-            batch_size=config.batch_size,
-            seed=config.seed,
-            first_step=first_step,
-            last_step=config.steps,
-            batch_of=left_out.batch_of,
-        )
-        profile = Profile(config.profile_steps, logs.path / "tensorboard")
-        stack.callback(profile.stop)
-        clock = events.StepClock(log, first_step)
+    config, opened = run.config, Session(run, start_over)
+    if opened.first_step >= config.steps:
+        say(f"training is complete: {run.workdir} holds step {opened.first_step} of {config.steps}")
+        return "complete"
+    size, trained = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (opened.state.weights, opened.state.params))
+    what = f"{size:,} parameters" + (f", {trained:,} of them trained," if trained < size else "")
+    say(f"{what} on {sharding.describe(run.mesh)}; step {opened.first_step} of {config.steps}")
+    with opened as s:
+        # 1. What is done after steps. Metrics are fetched after the next step is dispatched: no device ever waits.
         health = Health(config.guard.skips)
-        watchdog = Watchdog(config.guard.hang_minutes)
-        stack.callback(watchdog.close)
-        run.preemption.training = True
 
-        def alive(step: int) -> None:
-            watchdog.alive(step)
-            run.preemption.check()
+        def evaluate(now: Now) -> None:
+            with s.pause("evaluate", step=now.step), s.watchdog.paused():
+                now.evaluated |= jax.block_until_ready(run.held_out(now.state.weights))
 
-        @contextlib.contextmanager
-        def aside(step: int) -> Iterator[None]:
-            """For what is done behind a step that is not training."""
-            clock.flush()
-            began = time.monotonic()
-            with log.timed("evaluate", step=step):
-                yield
-            metrics.paused(time.monotonic() - began)
-            watchdog.alive(step)
+        def score_tasks(now: Now) -> None:
+            def alive() -> None:
+                s.watchdog.alive(now.step)
+                run.preemption.check()
 
-        for step in range(first_step + 1, config.steps + 1):
-            profile.before(step)
-            fetch_began = time.monotonic()
-            batch = next(batches)
-            fetch_ended = time.monotonic()
-            state, step_metrics = run.compiled_step(state, batch)
-            clock.dispatched(fetch_began, fetch_ended, step_metrics)
-            watchdog.alive(step)
-            profile.after(step, step_metrics)
-            metrics.flush()
-            rows_used = left_out.batch_of(step) * config.batch_size
-            evaluated = {}
-            if run.held_out and (run.held_out.is_due(step) or step == config.steps):
-                with aside(step), watchdog.paused():
-                    evaluated |= jax.block_until_ready(run.held_out(state.params))
-            if run.tasks and (run.tasks.is_due(step) or step == config.steps):
-                with aside(step), contextlib.suppress(ToldToGo):
-                    scores, texts = run.tasks(state.params, functools.partial(alive, step))
-                    evaluated |= scores
-                    metrics.show(step, texts)
-            if step % config.log_every == 0 or step == config.steps or evaluated:
-                metrics.later(step, step_metrics | epochs(rows, rows_used) | evaluated)
-            is_last = run.preemption.reached(step) or step == config.steps
-            trouble = health.saw(step, step_metrics)
-            if step % config.checkpoint.every == 0 or is_last:
-                clock.flush()
-                trouble = trouble or health.settle(step, state)
-                if not trouble and (is_last or not health.is_in_doubt):
-                    run.still_ours()
-                    if is_last:  # or its record would be lost with the process, and contain the save
-                        metrics.flush()
-                    with log.timed("save", step=step), watchdog.paused():
-                        checkpoints.save(step, state, data_position | {"next_row": rows_used}, is_last)
-                    logs.sync()
-            if is_last or trouble:
+            with s.pause("evaluate", step=now.step), contextlib.suppress(ToldToGo):
+                scores, texts = run.tasks(now.state.weights, alive)
+                now.evaluated |= scores
+                s.metrics.show(now.step, texts)
+
+        def log(now: Now) -> None:
+            if now.step % config.log_every == 0 or now.is_end or now.evaluated:
+                s.metrics.later(now.step, now.metrics | epochs(run.rows, s.next_row(now.step)) | now.evaluated)
+
+        def save(now: Now) -> None:
+            s.clock.flush()
+            health.before_save(now)
+            if health.is_in_doubt and not now.is_last:
+                return
+            run.check_lock()
+            if now.is_last:  # or its record would be lost with the process, and contain the save
+                s.metrics.flush()
+            with s.events.timed("save", step=now.step), s.watchdog.paused():
+                s.checkpoints.save(now.step, now.state, s.position(now.step), now.is_last)
+            s.directory.sync()
+
+        hooks = Hooks()
+        if run.held_out:
+            hooks.every(config.eval.every, evaluate)
+        if run.tasks:
+            hooks.every(config.eval.tasks_every, score_tasks)
+        hooks.every(1, log)
+        hooks.every(1, health.after_step)
+        hooks.every(config.checkpoint.every, save, when_preempted=True)
+
+        # 2. Train.
+        state, batches = s.state, s.batches()
+        for step in range(s.first_step + 1, config.steps + 1):
+            s.profile.before(step)
+            with s.clock.fetching():
+                batch = next(batches)
+            state, metrics = run.compiled_step(state, batch)
+            s.clock.dispatched(metrics)
+            s.watchdog.alive(step)
+            s.profile.after(step, metrics)
+            s.metrics.flush()
+            now = Now(step, state, metrics, step == config.steps, run.preemption.reached(step))
+            try:
+                hooks(now)
+            except RollBack as failure:
+                run.failure = failure
+            if now.is_last or run.failure:
                 break
-        if not trouble:
-            metrics.flush()
-        outcome = "rolled back" if trouble else "complete" if step == config.steps else "preempted"
-        with log.timed("end", step=step, reason=outcome):
-            clock.flush()
-            checkpoints.wait()
-    if trouble:
-        run.failed = health.step, trouble
-        say(f"{trouble}: rolling back to the newest checkpoint, and past the rows behind it")
-        return "preempted" if is_last and step < config.steps else outcome
+
+        # 3. How it ended.
+        outcome = "rolled back" if run.failure else "complete" if now.is_end else "preempted"
+        if not run.failure:
+            s.metrics.flush()
+        with s.events.timed("end", step=step, reason=outcome):
+            s.clock.flush()
+            s.checkpoints.wait()
+    if run.failure:
+        say(f"{run.failure}: rolling back to the newest checkpoint, and past the rows after it")
+        return "preempted" if now.is_preempted else outcome
     if outcome == "complete":
-        say(f"trained to step {config.steps}; the run is in {workdir}")
+        say(f"trained to step {config.steps}; the run is in {run.workdir}")
     else:
         say(f"interrupted: saved step {step} of {config.steps}; start it again to resume")
-    say(events.summary(workdir))
+    say(events.summary(run.workdir))
     return outcome
-
-
-def fresh_state(run: Run) -> TrainState:
-    """The state where a run begins: random weights, or those it was given to start from."""
-    program = run.program
-    if not run.config.init_from:
-        return jax.jit(program.fresh_state, out_shardings=program.shardings)()
-    params = run.initial_params or [load_params(epath.Path(run.config.init_from), program.target.params)]
-    start = jax.jit(
-        lambda params: init_state(params, program.optimizer), donate_argnums=0, out_shardings=program.shardings
-    )
-    return start(params.pop())
 
 
 def say(line: str) -> None:

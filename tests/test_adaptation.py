@@ -6,6 +6,7 @@ import re
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tokenizers
 from conftest import ROOT, TINY_RUN, config_with, run, tiny_model
@@ -17,6 +18,7 @@ from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.fast_tokenizer import FastTokenizer, load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface
+from refusion_jax.model.lora import INPUTS
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -99,6 +101,54 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
     assert exported["max_position_embeddings"] == context
     out, _ = run("generate", f"--checkpoint={tmp_path}/export", "--prompt=What is 5?", "--decode.max_new_tokens=8")
     assert isinstance(json.loads(out)["text"], str)
+
+
+def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp_path):
+    flags = {"lora.rank": 4, "lora.full": ".*norm", "learning_rate": 0.01, "steps": 4, "dtype": "bfloat16"}
+    out, _ = run(*recipe(source, tmp_path / "run", **flags))
+    assert re.search(r"parameters, [0-9,]+ of them trained, on", out)
+    saved = load_items(tmp_path / "run" / "checkpoints" / "4")
+    assert {name for name in saved["layers"] if "norm" not in name} == {f"{w}_{x}" for w in INPUTS for x in "ab"}
+    assert "embed_tokens" not in saved
+    before, after = (nnx.to_pure_dict(nnx.state(load_model(path))) for path in (source, tmp_path / "run"))
+    np.testing.assert_array_equal(before["embed_tokens"], after["embed_tokens"])
+    for name in (*INPUTS, "q_norm"):
+        assert not np.array_equal(before["layers"][name], after["layers"][name]), name
+    a, b = saved["layers"]["o_proj_a"], saved["layers"]["o_proj_b"]
+    update = 16 / 4 * np.einsum("lnhr,lrd->lnhd", a, b)
+    np.testing.assert_allclose(after["layers"]["o_proj"], before["layers"]["o_proj"] + update, atol=1e-6)
+
+    # A run that is interrupted goes on as one that is not: with the source's weights and its own adapters.
+    run(*recipe(source, tmp_path / "parts", **flags | {"steps": 2}, schedule="constant"))
+    run(*recipe(source, tmp_path / "parts", **flags, schedule="constant"))
+    run(*recipe(source, tmp_path / "whole", **flags, schedule="constant"))
+    parts, whole = (load_items(tmp_path / name / "checkpoints" / "4") for name in ("parts", "whole"))
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+    run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
+    exported = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "export")))
+    jax.tree.map(np.testing.assert_array_equal, exported, after)
+
+
+def load_items(step):
+    """The saved weights of a checkpoint, as they are there."""
+    metadata = ocp.StandardCheckpointHandler().metadata(step / "params")
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(step / "params", restore_args=as_numpy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora.rank": 4, "init_from": ""}, "--config.lora.rank=4: adapters need weights to adapt"),
+        ({"lora.rank": 4, "lora.targets": "proj"}, "--config.lora.targets=proj: names none of q_proj, "),
+        ({"lora.rank": 4, "lora.full": "("}, "--config.lora.full=(: is no regular expression: "),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(source, tmp_path, changes, said):
+    _, err = run(*recipe(source, tmp_path / "run", **changes), code=2)
+    assert said in err
 
 
 def test_a_model_that_was_never_adapted_is_decoded_left_to_right_and_one_line_says_so(source, tmp_path):

@@ -34,7 +34,7 @@ def test_masks_lie_in_the_tail_and_are_as_many_as_drawn():
     counts = set()
     for seed in range(20):
         batch = objective().corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
-        masked, ratio = np.asarray(batch.inputs[0]) == MASK, np.asarray(batch.facts["mask_ratio"])[0]
+        masked, ratio = np.asarray(batch.inputs[0]) == MASK, np.asarray(batch.diagnostics["mask_ratio"])[0]
         for first, end, length in ((3, 12, 9), (13, 21, 8)):
             count = masked[first:end].sum()
             counts.add(count)

@@ -39,7 +39,7 @@ def test_the_matrix_of_the_docstring_is_the_mask(batches):
 
 
 def test_noise_rises_from_block_to_block_between_its_bounds(batches):
-    p = np.stack([np.asarray(batch.facts["mask_ratio"][0]) for batch in batches])
+    p = np.stack([np.asarray(batch.diagnostics["mask_ratio"][0]) for batch in batches])
     assert (p >= 0.2).all()
     assert (p <= 0.7).all()
     blocks = np.asarray(batches[0].visibility.rank[0])
@@ -57,7 +57,7 @@ def test_weights_are_one_over_p_in_a_mean_over_masks(batches):
     for batch in batches[:5]:
         masked = np.asarray(batch.inputs[0] == MASK)
         assert not masked[~np.asarray(ROWS.is_response[0])].any()
-        expected = np.where(masked, 1 / np.asarray(batch.facts["mask_ratio"][0]) / max(masked.sum(), 1), 0)
+        expected = np.where(masked, 1 / np.asarray(batch.diagnostics["mask_ratio"][0]) / max(masked.sum(), 1), 0)
         np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)
 
 

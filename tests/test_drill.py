@@ -15,11 +15,11 @@ def drill(tmp_path, *flags: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_twelve_faults_of_all_kinds_leave_the_outcome_equal(tmp_path, monkeypatch):
+def test_eleven_faults_of_all_kinds_leave_the_outcome_equal(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it: the run keeps its programs itself
-    lines = drill(tmp_path, "--faults=12")
+    lines = drill(tmp_path, "--faults=11")
     faults = [line for line in lines if "fault" in line]
-    assert len({fault["kind"] for fault in faults}) == 12
+    assert len({fault["kind"] for fault in faults}) == 11
     assert all(fault["ok"] for fault in faults)
     assert all(line["equal"] for line in lines if "equal" in line)
 

@@ -65,7 +65,7 @@ def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):
     path = tmp_path / events.FILE
     path.write_text(json.dumps(STRAIGHT[0]) + "\n" + json.dumps(STRAIGHT[1])[:-5])
     writer = events.EventLog(path)
-    writer.start(7, ago=20.0)
+    writer.write("start", ago=20.0, step=7)
     writer.close()
     first, second = events.read_events(path.read_text())
     assert (first["event"], first["time"]) == ("start", 100)
@@ -105,7 +105,8 @@ def test_devices_are_busy_from_a_dispatch_or_the_step_before_to_the_end(monkeypa
     written = Written()
     clock, start = events.StepClock(written, 7), time.monotonic()
     for (began, ended), end in zip(fetches, ends, strict=True):
-        clock.dispatched(start + began, start + ended, start + end)
+        clock._fetched = start + began, start + ended
+        clock.dispatched(start + end)
     clock.flush()
     assert written == [{"first": 8, "last": 10, "seconds": busy, "data_seconds": starved}]
 
@@ -116,7 +117,9 @@ def test_a_failing_step_is_not_swallowed(monkeypatch):
 
     monkeypatch.setattr(events, "when_ready", fail)
     clock = events.StepClock(Written(), 0)
-    clock.dispatched(0.0, 0.0, None)
+    with clock.fetching():
+        pass
+    clock.dispatched(None)
     with pytest.raises(RuntimeError, match="out of memory"):
         clock.flush()
 
@@ -133,22 +136,6 @@ def test_a_real_run_is_accounted_for_to_the_second(trained_run):
     assert steps == list(range(1, 61))
     out, _ = run("goodput", f"--workdir={trained_run}")
     assert out.startswith("goodput ")
-
-
-def test_a_clock_that_is_set_changes_no_account():
-    def at(clock, wall, name, **values):
-        return {"time": wall, "clock": clock, "event": name, **values}
-
-    log = [
-        at(100, 1e9, "start", step=0, boot="a"),
-        at(110, 1e9 - 1e7, "steps", first=1, last=10, seconds=10, data_seconds=0),  # set back by months
-        at(130, 1e9 + 3e7, "start", step=10, boot="a"),  # and forward
-        at(140, 1e9, "steps", first=11, last=20, seconds=8, data_seconds=0),
-    ]
-    spent = events.account(log)
-    assert (spent["total"], spent["step"], spent["down"]) == (40, 18, 20)
-    log[2]["boot"] = "b"  # another machine: nothing but the clock on the wall is left, and it cannot run backwards
-    assert events.account([*log[:2], at(5, 1e9 - 2e7, "start", step=10, boot="b"), log[3]])["down"] == 0
 
 
 def test_junk_between_events_costs_no_other():

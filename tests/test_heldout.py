@@ -16,8 +16,8 @@ from refusion_jax.config.run_config import read_config
 from refusion_jax.data.packing import PackedRows
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.evaluation.bits import bits_per_byte
-from refusion_jax.evaluation.heldout import HeldOut, evaluate_model, find_held_out, pick, place
+from refusion_jax.evaluation import heldout
+from refusion_jax.evaluation.heldout import HeldOut, evaluate_model, find_held_out, make_held_out, place
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.training.metrics import read_metrics
@@ -126,17 +126,23 @@ class Letters:
         return "".join(chr(64 + token) for token in ids)
 
 
-@pytest.mark.parametrize("objective", ["refusion", "ar", "llada"])
-def test_bits_per_byte_are_those_of_the_likelihood_on_any_devices(objective):
+@pytest.mark.parametrize("objective", ["refusion", "ar", "llada", "dream"])
+def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(objective, monkeypatch):
+    """And where the likelihood is not known there are none."""
     rows, model = some_rows(21), tiny_model()
-    expected = held_out_bits(model, Letters(), rows, method=objective, draws=1)
+    monkeypatch.setattr(heldout, "find_held_out", lambda config, tokenizer: [rows])
     graphdef, params = nnx.split(model)
     for devices in (1, 4):
         config = config_with(**SIZES, objective=objective)
         mesh = make_mesh({"fsdp": devices}, jax.devices()[:devices])
         with jax.set_mesh(mesh):
             placed = jax.device_put(nnx.to_pure_dict(params), sharding.sharding(mesh))
-            found = bits_per_byte(config, (rows[i] for i in range(21)), Letters(), graphdef, mesh)(placed)
+            evaluate = make_held_out(config, Letters(), graphdef, make_objective(config, MASK), mesh)
+            found = evaluate(placed)
+        if objective == "dream":
+            assert "eval_bits_per_byte" not in found
+            continue
+        expected = held_out_bits(model, Letters(), rows, method=objective, draws=1)
         assert found["eval_bits_per_byte"] == pytest.approx(expected["eval_bits_per_byte"], rel=1e-6)
         is_bound = expected["eval_bits_per_byte_is_bound"]
         assert ("eval_bits_per_byte_is_bound" in found) == (objective == "llada") == is_bound
@@ -156,23 +162,6 @@ def test_a_trained_model_is_evaluated_in_batches_for_the_devices_here(data, chan
         assert found[f"eval_loss_{name}"] == pytest.approx(value, abs=1e-6, rel=1e-6)
 
 
-@pytest.mark.parametrize("limit", [3, 8, 20, None])
-def test_loss_and_bits_are_of_the_same_rows(limit):
-    """And those are what the run's own evaluation takes."""
-    rows, read = some_rows(20), []
-
-    class Watched:
-        def __len__(self):
-            return 20
-
-        def __getitem__(self, index):
-            read.append(index)
-            return rows[index]
-
-    held_out_bits(tiny_model(), Letters(), Watched(), limit)
-    assert read == [index for _, index in pick(config_with(**{"eval.rows": limit or 0}), [rows])]
-
-
 @pytest.mark.parametrize(
     ("how", "used"),
     [
@@ -189,10 +178,6 @@ def test_settings_are_reported_that_made_a_difference(how, used):
     named = {name: found[name] for name in ("slot_size", "order", "draws", "seed") if name in found}
     assert named == used
     assert found["method"] == how["method"]
-
-
-def test_where_the_likelihood_is_not_known_there_are_no_bits():
-    assert bits_per_byte(config_with(objective="dream"), [], Letters(), None, None) is None
 
 
 def test_data_that_cannot_be_evaluated_is_named(tmp_path):

@@ -31,7 +31,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_one_a_row_by_hand(pa
             logits = forward(model, jnp.asarray(alone), jnp.arange(length)[None], seen)
             log_p = np.asarray(jax.nn.log_softmax(logits))[0]
             is_masked = alone[0, : len(places)] == MASK
-            p = float(batch.facts["mask_ratio"][row, places[0]])
+            p = float(batch.diagnostics["mask_ratio"][row, places[0]])
             prompt = int(np.sum(~np.asarray(padded.is_response[row, places])))
             assert not is_masked[:prompt].any()
             cost = sum(-log_p[at, batch.labels[row, places[at]]] for at in np.flatnonzero(is_masked))

@@ -88,7 +88,7 @@ def test_how_much_of_a_document_is_masked_does_not_depend_on_whether_it_stays(na
     objective = make_objective(config_with(objective=name, **{f"{name}.padding": 0.5}), MASK)
     many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
     batch = jax.jit(objective.corrupt)(many, jax.random.split(jax.random.key(0), 4000))
-    first, second = np.asarray(batch.facts["mask_ratio"][:, [0, 4]]).T
+    first, second = np.asarray(batch.diagnostics["mask_ratio"][:, [0, 4]]).T
     stays = first != second  # else the second document has become padding of the first
     assert 0.45 < stays.mean() < 0.55
     quartiles = np.quantile(second[stays], [0.25, 0.5, 0.75])
@@ -100,7 +100,7 @@ def test_masks_do_not_depend_on_where_a_document_was_shuffled_to():
     many = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), UNEQUAL)
     keys = jax.random.split(jax.random.key(0), 4000)
     is_first = np.asarray(SHUFFLE(many, keys).tokens[:, 0]) == 30  # the document that stood first stays there
-    ratio = np.asarray(jax.jit(objective.corrupt)(many, keys).facts["mask_ratio"][:, 0])
+    ratio = np.asarray(jax.jit(objective.corrupt)(many, keys).diagnostics["mask_ratio"][:, 0])
     assert 0.3 < is_first.mean() < 0.37
     assert abs(ratio[is_first].mean() - ratio[~is_first].mean()) < 0.04
 

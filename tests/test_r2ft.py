@@ -67,7 +67,7 @@ def test_the_length_of_a_phrase_does_not_depend_on_how_much_is_masked():
     rows, T = 4000, 8
     text = Rows(jnp.tile(jnp.arange(10, 10 + T), (rows, 1)), jnp.ones((rows, T), int), jnp.ones((rows, T), bool))
     batch = jax.jit(make_objective(config, MASK).corrupt)(text, jax.random.split(jax.random.key(0), rows))
-    ratio, masked = np.asarray(batch.facts["mask_ratio"][:, 0]), np.asarray(batch.weights["mdm"][:, :T] > 0)
+    ratio, masked = np.asarray(batch.diagnostics["mask_ratio"][:, 0]), np.asarray(batch.weights["mdm"][:, :T] > 0)
     second = np.arange(rows), np.argsort(~masked, axis=1, kind="stable")[:, 1]
     chosen, rejected = np.split(np.asarray(batch.labels), 2, axis=1)
     is_two, any_two = rejected[second] == chosen[second], masked.sum(axis=1) >= 2

@@ -37,7 +37,7 @@ def test_blocks_are_reordered_and_weighted_as_by_hand():
             assert sorted(labels[part]) == list(np.asarray(rows.tokens[0])[part])  # none lost
             for is_masked in (False, True):  # each in text order
                 assert sorted(labels[part][own == is_masked]) == list(labels[part][own == is_masked])
-            gamma = np.asarray(batch.facts["mask_ratio"])[0, part]
+            gamma = np.asarray(batch.diagnostics["mask_ratio"])[0, part]
             np.testing.assert_allclose(weights[part], own / (6 * gamma), rtol=1e-6)
         where = np.asarray(batch.positions[0, :10]) + np.array([5] * 6 + [11] * 3 + [14])
         np.testing.assert_array_equal(where, labels[:10])  # every token keeps its place in the text

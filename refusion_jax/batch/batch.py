@@ -29,7 +29,7 @@ class Batch:
     visibility: Visibility
     labels: Int32[Array, "B T"]
     weights: dict[str, Float32[Array, "B T"]]  # by loss term; 0 without a label
-    facts: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)  # for reports; not trained on
+    diagnostics: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)  # for reports
     # (cross-entropies, batch) -> terms, like `weigh`, if a term is not a weighted sum. Hashable. Terms must be sums
     # over rows, so that micro-batches add up.
     combine: Callable | None = dataclasses.field(default=None, metadata={"static": True})

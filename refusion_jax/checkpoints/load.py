@@ -19,6 +19,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.lora import combine
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import decoders_for, default_system, plain_system
 
@@ -94,7 +95,16 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights with the shapes, dtypes and shardings of the target."""
     if huggingface.is_huggingface(path):
         return huggingface.load_params(path, target)
-    return restore_params(path, target)
+    adapted = run_directory.read_adapters(find_step(path)[0])
+    if adapted is None:
+        return restore_params(path, target)
+    lora, base = adapted
+    if not base.is_dir():
+        raise UserError(f"{path} holds adapters of {base}, which is no directory")
+    trained = restore_params(path, lora.targets_like(target))
+    places = jax.tree.map(lambda x: x.sharding, target)
+    merge = jax.jit(lambda params, trained: lora.merge(params, trained), donate_argnums=0, out_shardings=places)
+    return merge(combine(lora.without_adapters(trained), load_params(base, target)), trained)
 
 
 def read_dtype(path: epath.Path) -> str:

@@ -12,8 +12,10 @@ import json
 
 from etils import epath
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
+from refusion_jax.model.lora import Lora, read_lora
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.registry import default_system
@@ -35,6 +37,21 @@ def read_model_config(workdir: epath.Path) -> ModelConfig:
     content = read_json(path)
     content.pop("objective", None)
     return to_model_config(path, content)
+
+
+def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
+    """The adapters of a run that trained nothing else, and where the weights are that they adapt.
+
+    Raises:
+      UserError: where the file cannot be read.
+    """
+    path = workdir / "config.json"
+    config = read_json(path) if path.exists() else {}
+    try:
+        lora = read_lora(config.get("lora", {"rank": 0}))
+        return (lora, epath.Path(config["init_from"])) if lora else None
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: lora or init_from is wrong") from error
 
 
 def read_objective(workdir: epath.Path) -> str | None:

@@ -5,6 +5,7 @@ A file in configs/ starts from `default_config()` and changes what it needs; fla
 declared in `keys.py`.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.distributed import sharding
+from refusion_jax.model.lora import INPUTS, read_lora
 from refusion_jax.systems.api import DecodeSettings, check_settings, read_settings
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, find_decoder, find_system
@@ -94,6 +96,16 @@ def check(c: ml_collections.ConfigDict) -> None:
         refuse("model.head_dim", "must be even (RoPE rotates pairs)")
     if m.rope_scaling and not (len(m.rope_scaling) == 4 and all(x > 0 for x in m.rope_scaling)):
         refuse("model.rope_scaling", "must be four numbers above 0")
+
+    if c.lora.rank and not c.init_from:
+        refuse("lora.rank", "adapters need weights to adapt: name them with --config.init_from")
+    for key in ("lora.targets", "lora.full"):
+        try:
+            re.compile(_get(c, key))
+        except re.error as error:
+            refuse(key, f"is no regular expression: {error}")
+    if c.lora.rank and not read_lora(c.lora).names:
+        refuse("lora.targets", f"names none of {', '.join(INPUTS)}")
 
     if sum(size == -1 for size in c.mesh.values()) > 1:
         refuse("mesh", "at most one axis can be -1")

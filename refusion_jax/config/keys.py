@@ -107,6 +107,18 @@ _MODEL = {
     ),
 }
 
+_LORA = {
+    "rank": Setting(
+        0,
+        "of adapters (LoRA), trained in place of the weights of init_from; 0: none",
+        at_least=0,
+        at_most=2**14,
+    ),
+    "alpha": Setting(16.0, "adapters count alpha / rank times", above=0, at_most=1e6),
+    "targets": Setting(".*_proj", "pattern of the weights that get one: (q|k|v|o|gate|up|down)_proj"),
+    "full": Setting("", "pattern of weights that are trained themselves, such as embed_tokens|.*norm; empty: none"),
+}
+
 _DATA = {
     "path": Setting(
         "tasks",
@@ -182,7 +194,7 @@ _GUARD = {
 def keys() -> dict[str, Setting]:
     """The keys of training and of all systems, by dotted name, in the order of --help."""
     objective = Setting(default_system().name, f"the system that is trained: {' | '.join(trainable())}")
-    sections = {"mesh": _MESH, "model": _MODEL, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
+    sections = {"mesh": _MESH, "model": _MODEL, "lora": _LORA, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
     sections |= {"guard": _GUARD}
     sections |= {system.section: system.keys for system in systems().values() if system.section}
     return (

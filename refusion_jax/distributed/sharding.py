@@ -33,6 +33,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "layers": None,
     "norm": None,
     "bias": None,
+    "rank": None,
 }
 
 

@@ -9,6 +9,7 @@ Axes: N rows of the set, padded with empty ones to whole batches of B; T row len
 
 import collections
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,13 @@ from refusion_jax.data.manifest import is_prepared
 from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import check_same
-from refusion_jax.evaluation.bits import bits_per_byte
-from refusion_jax.evaluation.likelihood import spread
+from refusion_jax.evaluation.likelihood import held_out_bits, spread
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import Objective
+from refusion_jax.systems.registry import find_system
 
-_MOST = 16  # values of a fact for which losses are reported
+_MOST = 16  # values of a diagnostic for which losses are reported
+BITS = ("eval_bits_per_byte", "eval_bits_per_byte_is_bound")
 _SEED = 0  # the same for every run, for comparison
 _ROWS, _TOKENS = 8, 2**14  # of a forward on each device at most, where no run says
 
@@ -47,32 +49,28 @@ class HeldOut:
         rows: Rows,
         graphdef: nnx.GraphDef,
         objective: Objective,
-        bits: Callable[[dict], dict[str, jax.Array | bool]] | None = None,
     ):
-        """Compiles the corruption, to find the values of facts.
+        """Compiles the corruption, to find the values of diagnostics.
 
         Args:
           config: the run's.
           rows: [N, T], from `place`.
           graphdef: of the transformer.
           objective: of the run.
-          bits: from `bits_per_byte`, to evaluate that as well.
         """
-        self._every, self._rows, self._bits = config.eval.every, rows, bits
+        self._rows = rows
         parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
         everywhere = sharding.sharding(rows.tokens.sharding.mesh)
-        values = jax.jit(lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).facts), out_shardings=everywhere)
+        values = jax.jit(
+            lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).diagnostics), out_shardings=everywhere
+        )
         sizes = {name: sorted(set(x.tolist())) for name, x in jax.device_get(values(rows)).items()}
         evaluation = make_evaluation(graphdef, objective, parts, sizes)
         self._evaluate = jax.jit(evaluation, out_shardings=everywhere)
 
-    def is_due(self, step: int) -> bool:
-        """Whether this step is followed by an evaluation."""
-        return step % self._every == 0
-
-    def __call__(self, params: dict) -> dict[str, jax.Array | bool]:
-        """Float32 scalars: eval_loss, its terms, the mean of each term by group, and bits per byte."""
-        return self._evaluate(params, self._rows) | (self._bits(params) if self._bits else {})
+    def __call__(self, params: dict) -> dict[str, jax.Array]:
+        """Float32 scalars: eval_loss, its terms, and the mean of each term by group."""
+        return self._evaluate(params, self._rows)
 
 
 def _keys(rows: Rows) -> jax.Array:
@@ -80,21 +78,21 @@ def _keys(rows: Rows) -> jax.Array:
     return noise_keys(_SEED, jnp.int32(0), rows.tokens.shape[0])
 
 
-def _distinct(facts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The values, at most _MOST, of each integer fact."""
-    counts = {name: x for name, x in facts.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+def _distinct(diagnostics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The values, at most _MOST, of each integer diagnostic."""
+    counts = {name: x for name, x in diagnostics.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     return {name: jnp.unique(x, size=_MOST, fill_value=x[0, 0]) for name, x in counts.items()}
 
 
-def tell_apart(facts: dict[str, jax.Array], values: dict[str, list[int]]) -> dict[str, jax.Array]:
-    """Groups of tokens, [N, T] bool, by the facts of a batch: one for each value of a count or quarter of a share.
+def _groups(diagnostics: dict[str, jax.Array], values: dict[str, list[int]]) -> dict[str, jax.Array]:
+    """Groups of tokens by a batch's diagnostics, [N, T] bool: one for each value of a count or quarter of a share.
 
     Args:
-      facts: of the batch, [N, T] each: int32 counts, or float32 shares from 0 to 1.
+      diagnostics: of the batch, [N, T] each: int32 counts, or float32 shares from 0 to 1.
       values: of each count.
     """
     groups = {}
-    for name, x in facts.items():
+    for name, x in diagnostics.items():
         if name in values:
             groups |= {f"{name}_{value}": x == value for value in values[name]}
         else:
@@ -112,12 +110,12 @@ def make_evaluation(
       graphdef: of the transformer.
       objective: defines the loss.
       parts: number of forwards; divides N.
-      sizes: values of the integer facts, with a group for each.
+      sizes: values of the integer diagnostics, with a group for each.
     """
 
     def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
         batch = objective.corrupt(rows, _keys(rows))
-        groups = tell_apart(batch.facts, sizes)
+        groups = _groups(batch.diagnostics, sizes)
 
         def part(_, some):
             batch, groups = some
@@ -177,16 +175,29 @@ def find_held_out(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> li
 
 def make_held_out(
     config: ml_collections.ConfigDict,
-    sets: list[RowSource],
     tokenizer: Tokenizer,
     graphdef: nnx.GraphDef,
     objective: Objective,
     mesh: Mesh,
-) -> HeldOut:
-    """The held-out evaluation of a run, with the bits per byte of the same rows."""
-    rows = (rows[index] for rows, index in pick(config, sets))
-    bits = bits_per_byte(config, rows, tokenizer, graphdef, mesh)
-    return HeldOut(config, place(config, sets, mesh), graphdef, objective, bits)
+) -> Callable[[dict], dict[str, Any]] | None:
+    """The held-out evaluation of a run: (weights) -> its losses and, where it is known, the bits per byte of responses.
+
+    None where the run has no held-out set.
+    """
+    sets = find_held_out(config, tokenizer)
+    if not sets:
+        return None
+    held_out, system = HeldOut(config, place(config, sets, mesh), graphdef, objective), find_system(config.objective)
+
+    def evaluate(params: dict) -> dict[str, Any]:
+        values = jax.device_get(held_out(params))
+        if system.scoring is None:
+            return values
+        rows, model = (source[index] for source, index in pick(config, sets)), nnx.merge(graphdef, params)
+        bits = held_out_bits(model, tokenizer, rows, method=next(iter(system.decoders)), draws=1)
+        return values | {name: bits[name] for name in BITS if bits.get(name)}
+
+    return evaluate
 
 
 def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple[RowSource, int]]:

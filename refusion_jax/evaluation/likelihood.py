@@ -19,8 +19,9 @@ from flax import nnx
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared
-from refusion_jax.data.interface import RowSource, Tokenizer
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.running_batch import mesh_of
+from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
@@ -28,7 +29,7 @@ from refusion_jax.systems.registry import default_system, system_of
 from refusion_jax.systems.scoring import ScoredText, ScoredTokens
 
 _SHORTEST = 256  # tokens a row, at least; short texts are packed
-_TOKENS = 2**14  # tokens a forward, at most
+_TOKENS = 2**14  # tokens per forward and device, at most
 _LOGITS = 2**26  # logits held at a time, about: 256 MiB
 _BLOCK = 64  # tokens a row for which logits are computed at a time, at least
 _BOUND_DRAWS = 64  # default number of draws for a bound
@@ -118,17 +119,15 @@ def likelihoods(
 def held_out_bits(
     model: Transformer,
     tokenizer: Tokenizer,
-    rows: RowSource,
-    limit: int | None = None,
+    rows: Iterable[Mapping[str, np.ndarray]],
     **how: object,
 ) -> dict[str, object]:
     """Bits per byte of all responses, given their prompts, in rows of a data set.
 
     Args:
-      model: from `load_model`.
+      model: from `load_model`, or in training.
       tokenizer: that made the rows.
-      rows: the data set.
-      limit: number of rows, evenly spaced in the set; None: all.
+      rows: tokens, segment_ids and is_response [T] each.
       how: slot_size, order, draws, seed and method of `likelihoods`.
 
     Returns:
@@ -136,8 +135,7 @@ def held_out_bits(
       nothing where the rows hold no text.
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
-    indices = spread(min(len(rows), limit or len(rows)), len(rows))
-    prompts, responses = documents((rows[index] for index in indices), system.scoring.needs_prompt)
+    prompts, responses = documents(rows, system.scoring.needs_prompt)
     size = bytes_of(responses, tokenizer)
     if not size:
         return {}
@@ -288,14 +286,15 @@ def _run(
     """(number of a feed, what a program says of its tokens) of all feeds, packed into rows."""
     if not feeds:
         return
-    longest = max(map(len, feeds))
-    T = max(_SHORTEST, 1 << (longest - 1).bit_length())
-    B = max(1, min(_TOKENS // T, -(-sum(map(len, feeds)) // T)))
-    B = 1 << (B.bit_length() - 1)
+    longest, mesh = max(map(len, feeds)), mesh_of(model)
+    T = math.lcm(max(_SHORTEST, 1 << (longest - 1).bit_length()), sharding.shard_count(mesh, "length"))
+    shards = sharding.shard_count(mesh, "batch")
+    B = max(1, min(_TOKENS // T, -(-sum(map(len, feeds)) // (T * shards))))
+    B = shards << (B.bit_length() - 1)
     graphdef, params = nnx.split(model)
-    for rows in _batched(packed([len(feed) for feed in feeds], T), B):
-        with jax.set_mesh(mesh_of(model)):
-            arrays = fetch(program(graphdef, params, lay_out(feeds, rows, B, T)))
+    for rows in _batched(_packed([len(feed) for feed in feeds], T), B):
+        with jax.set_mesh(mesh):
+            arrays = fetch(program(graphdef, params, _lay_out(feeds, rows, B, T)))
         for row, numbers in enumerate(rows):
             at = 0
             for number in numbers:
@@ -303,7 +302,7 @@ def _run(
                 at += len(feeds[number])
 
 
-def packed(lengths: Sequence[int], T: int) -> list[list[int]]:
+def _packed(lengths: Sequence[int], T: int) -> list[list[int]]:
     """Packs feeds into rows of at most T tokens, longest first, each into the first row with room.
 
     Returns:
@@ -326,7 +325,7 @@ def _batched(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
         yield rows[at : at + size]
 
 
-def lay_out(feeds: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
+def _lay_out(feeds: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
     """The feeds in rows as [B, T] arrays: tokens, positions, rank, group, labels, segment int32, weights float32."""
     integers = ("tokens", "positions", "rank", "group", "labels", "segment")
     arrays = {name: np.zeros((B, T), np.int32) for name in integers} | {"weights": np.zeros((B, T), np.float32)}
@@ -353,7 +352,7 @@ def _with_best(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, ..
 
 
 def log_probabilities(model: Transformer, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """What the model says of the labels in arrays of `lay_out`.
+    """What the model says of the labels in arrays of `_lay_out`.
 
     Returns:
       [B, T] arrays: float32 log p(label), bool whether it is the most probable token, int32 that token, and float32 its

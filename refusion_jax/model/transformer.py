@@ -350,9 +350,15 @@ class Transformer(nnx.Module):
         rotation = rope_rotation(positions, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
         family = FAMILIES[self.config.family]
 
+        def product(x, w, name, inputs=1):
+            y = linear(x, w[name], inputs)
+            if f"{name}_a" not in w:
+                return y
+            return y + self.layers.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])
+
         def project(h, w, name):
             """Queries, keys or values of all heads, [B, T, heads, H]."""
-            x = linear(h, w[f"{name}_proj"])
+            x = product(h, w, f"{name}_proj")
             if family.qkv_bias:
                 x = x + w[f"{name}_bias"][None, None]
             if family.qk_norm and name != "v":
@@ -372,11 +378,12 @@ class Transformer(nnx.Module):
             h = before(x, w["attention_norm"])
             q, k = (rotate(project(h, w, name), rotation) for name in "qk")  # [B, T, N, H], [B, T, K, H]
             heads, kept = attend(q, k, project(h, w, "v"), own)
-            x = x + after(linear(heads, scattered_along_embed(w["o_proj"]), inputs=2), w["attention_norm"])
+            w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
+            x = x + after(product(heads, w, "o_proj", inputs=2), w["attention_norm"])
             h = before(x, w["mlp_norm"])
-            gate = checkpoint_name(linear(h, w["gate_proj"]), GATE)
-            up = checkpoint_name(linear(h, w["up_proj"]), UP)
-            x = x + after(linear(jax.nn.silu(gate) * up, w["down_proj"]), w["mlp_norm"])
+            gate = checkpoint_name(product(h, w, "gate_proj"), GATE)
+            up = checkpoint_name(product(h, w, "up_proj"), UP)
+            x = x + after(product(jax.nn.silu(gate) * up, w, "down_proj"), w["mlp_norm"])
             return constrain(x, "batch", "length", None), kept
 
         if policy := REMAT_POLICIES[self.remat]:

@@ -118,7 +118,7 @@ class ComplementaryMasks:
             visibility=Visibility.of(self.pattern, _join(owner, owner, rows.segment_ids)),
             labels=_join(*[next_in_row(tokens)] * 3),
             weights={"mdm": mean_over(_join(*has_label, jnp.zeros_like(is_own)))},
-            facts={"mask_ratio": _join(p, 1 - p, 0 * p)},
+            diagnostics={"mask_ratio": _join(p, 1 - p, 0 * p)},
         )
 
     def input_length(self, row_length: int) -> int:

@@ -93,7 +93,7 @@ class SoftTail:
             visibility=Visibility.of(self.pattern, rows.segment_ids),
             labels=next_in_row(rows.tokens),
             weights={"mdm": has_label / ((self.beta + counts) * labels)},
-            facts={"mask_ratio": ratio},
+            diagnostics={"mask_ratio": ratio},
         )
 
     def _draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:

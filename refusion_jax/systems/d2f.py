@@ -112,7 +112,7 @@ class BlockForcing:
             visibility=Visibility(rows.segment_ids, block, jnp.zeros_like(block)),
             labels=rows.tokens,
             weights={"mdm": weight},
-            facts={"mask_ratio": p},
+            diagnostics={"mask_ratio": p},
         )
 
     def _draw(

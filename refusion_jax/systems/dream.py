@@ -84,7 +84,7 @@ class ShiftedDiffusion:
             visibility=Visibility.of(self.pattern, rows.segment_ids),
             labels=next_in_row(rows.tokens),
             weights={"mdm": next_in_row(weight)},
-            facts={"mask_ratio": p},
+            diagnostics={"mask_ratio": p},
         )
 
     def input_length(self, row_length: int) -> int:

@@ -71,7 +71,7 @@ class MaskedDiffusion:
             visibility=Visibility.of(self.pattern, rows.segment_ids),
             labels=rows.tokens,
             weights={"mdm": is_masked / (count_documents(rows.segment_ids) * p * response_length)},
-            facts={"mask_ratio": p},
+            diagnostics={"mask_ratio": p},
         )
 
     def input_length(self, row_length: int) -> int:

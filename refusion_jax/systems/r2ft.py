@@ -115,7 +115,7 @@ class RejectRepetition:
                 "preference": _join(self.beta_chosen * each, self.beta_rejected * each),
                 "mdm": _join(each / count_documents(rows.segment_ids), 0 * each),
             },
-            facts={"mask_ratio": _join(p, p)},
+            diagnostics={"mask_ratio": _join(p, p)},
             combine=Preference(self.gamma),
         )
 

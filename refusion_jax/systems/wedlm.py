@@ -99,7 +99,7 @@ class ReorderedBlocks:
                 "mdm": _join(reorder(is_masked / (gamma * responses)), none),
                 "ar": _join(none, mean_over(precedes_response(rows))),
             },
-            facts={"mask_ratio": _join(gamma, gamma)},
+            diagnostics={"mask_ratio": _join(gamma, gamma)},
         )
 
     def input_length(self, row_length: int) -> int:

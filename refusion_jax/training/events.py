@@ -1,9 +1,9 @@
 """The event log of a run, which tells where its time went, and the goodput computed from it.
 
-DIR/events.jsonl holds one object for each event, over all sessions (starts) of the run: `time` (Unix seconds), `clock`
-(seconds since the boot of the machine, a clock that cannot be set), `event`, and
+DIR/events.jsonl holds one object for each event, over all sessions (starts) of the run: `time` (Unix seconds), `event`,
+and
 
-  start       step: that the session resumed from; boot: id of the boot; time and clock: when the process began
+  start       step: that the session resumed from; time: when the process began
   passed_over step, why: a checkpoint that could not be read
   rolled_back from_step, to_step, why: after steps that did not count; the rows in between are left out
   init        seconds from the start to the first compilation, without restoring
@@ -32,7 +32,7 @@ import jax
 from etils import epath
 
 from refusion_jax.distributed.append_log import AppendLog, parse_log
-from refusion_jax.distributed.proc import boot_id, started
+from refusion_jax.distributed.proc import started
 from refusion_jax.distributed.storage import read_file
 
 FILE = "events.jsonl"
@@ -52,12 +52,7 @@ class EventLog:
     def write(self, event: str, ago: float = 0.0, **values: Any) -> None:
         """Adds an event that happened now or `ago` seconds ago."""
         if self._file:
-            when = {"time": time.time() - ago, "clock": round(_clock() - ago, 4)}
-            self._file.append({**when, "event": event, **values})
-
-    def start(self, step: int, ago: float) -> None:
-        """Adds the start of a session."""
-        self.write("start", ago, step=step, boot=boot_id())
+            self._file.append({"time": time.time() - ago, "event": event, **values})
 
     @contextlib.contextmanager
     def timed(self, event: str, **values: Any) -> Iterator[None]:
@@ -88,15 +83,16 @@ class StepClock:
         self._wrote_at = self._done
         self._busy = self._starved = 0.0
 
-    def dispatched(self, fetch_began: float, fetch_ended: float, outputs: Any) -> None:
-        """Records a dispatched step, and waits for the step two before it.
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Encloses the fetching of a step's rows, just before it is dispatched."""
+        began = time.monotonic()
+        yield
+        self._fetched = began, time.monotonic()
 
-        Args:
-          fetch_began: time.monotonic() when its rows were requested.
-          fetch_ended: time.monotonic() when they had arrived and the step was dispatched.
-          outputs: arrays that are ready when the step is finished.
-        """
-        self._pending.append((fetch_began, fetch_ended, self._watcher.submit(when_ready, outputs)))
+    def dispatched(self, outputs: Any) -> None:
+        """Records a dispatched step, whose outputs are ready when it is finished, and waits for the step two before."""
+        self._pending.append((*self._fetched, self._watcher.submit(when_ready, outputs)))
         self._settle(_IN_FLIGHT)
         if time.monotonic() - self._wrote_at > _WRITE_SECONDS:
             self._write()
@@ -131,13 +127,8 @@ def when_ready(outputs: Any) -> float:
 
 def process_age() -> float:
     """Seconds since this process was started, imports included; 0 where the system does not tell."""
-    ticks = started(os.getpid())
-    return _clock() - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
-
-
-def _clock() -> float:
-    """Seconds since boot, including sleep, so that processes of one boot can be compared."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    ticks = started(os.getpid())  # since boot, time asleep included
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
 
 
 def read_log(path: epath.Path) -> str:
@@ -177,7 +168,7 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
         if sessions:  # events before the first start belong to a session whose start was cut off
             sessions[-1].append(event)
     spent = dict.fromkeys(PARTS, 0.0)
-    resumed_from = float("inf")  # by any later session: steps behind it were repeated
+    resumed_from = float("inf")  # by any later session: steps after it were repeated
     total = 0.0
     for index in reversed(range(len(sessions))):
         session = sessions[index]
@@ -190,21 +181,12 @@ def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:
                 spent["data"] += event["data_seconds"]
             elif event["event"] in _PART_OF:
                 spent[_PART_OF[event["event"]]] += event["seconds"]
-        total += _between(session[0], session[-1], is_one_boot=True)
-        if index:
-            before = sessions[index - 1]
-            is_one_boot = before[0].get("boot") is not None and before[0]["boot"] == session[0].get("boot")
-            down = _between(before[-1], session[0], is_one_boot)
-            total, spent["down"] = total + down, spent["down"] + down
+        down = max(0.0, session[0]["time"] - sessions[index - 1][-1]["time"]) if index else 0.0
+        spent["down"] += down
+        total += down + max(0.0, session[-1]["time"] - session[0]["time"])
         resumed_from = min(resumed_from, session[0]["step"])
     spent["other"] = max(0.0, total - sum(spent.values()))
     return {**spent, "total": total, "goodput": spent["step"] / total if total else 0.0, "sessions": len(sessions)}
-
-
-def _between(first: dict[str, Any], last: dict[str, Any], is_one_boot: bool) -> float:
-    """Seconds between two events; by wall time, which may have been set, only if `clock` cannot be compared."""
-    name = "clock" if is_one_boot and all(_is_number(e.get("clock")) for e in (first, last)) else "time"
-    return max(0.0, last[name] - first[name])
 
 
 def summary(workdir: epath.Path) -> str:

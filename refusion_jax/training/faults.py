@@ -5,6 +5,7 @@ run did not behave as it must. Whether the outcome is right is judged at the end
 """
 
 import contextlib
+import functools
 import os
 import random
 import resource
@@ -29,14 +30,6 @@ _POLL_SECONDS = 0.005
 _TAIL_BYTES = 4096  # of a log: some records
 _PATIENCE_SECONDS = 600.0
 
-# Runs the command named by the first argument with a wall clock that jumps back and forth by months.
-_JUMPING_CLOCK = """
-import runpy, sys, time
-right, began = time.time, time.monotonic()
-time.time = lambda: right() + (0.0, -1e7, 3e7)[int(time.monotonic() - began) % 3]
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
-
 
 class UnexpectedError(Exception):
     """A run that did not do what it promises."""
@@ -48,7 +41,6 @@ class Subject:
     def __init__(self, flags: list[str], workdir: Path, hosts: int = 1, log: str = ""):
         self.flags, self.workdir, self.hosts = flags, workdir, hosts
         self.processes: list[subprocess.Popen] = []
-        self.jumps = False  # whether the next start has a jumping clock
         self._log = workdir.with_name(log or f"{workdir.name}.log")
         self._heard_from = 0
 
@@ -61,11 +53,9 @@ class Subject:
         """Starts all its processes."""
         self._heard_from = self._log.stat().st_size if self._log.exists() else 0
         self.processes = [self.launch(index) for index in range(self.hosts)]
-        self.jumps = False
 
     def launch(self, index: int = 0, *more_flags: str) -> subprocess.Popen:
         """Starts one process of the run."""
-        module = ["-c", _JUMPING_CLOCK, "refusion_jax.train"] if self.jumps else ["-m", "refusion_jax.train"]
         env = dict(os.environ)
         if self.hosts > 1:
             if index == 0:
@@ -73,7 +63,7 @@ class Subject:
                     self._port = server.getsockname()[1]
             env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{self._port}", "JAX_NUM_PROCESSES": str(self.hosts)}
             env |= {"JAX_PROCESS_ID": str(index)}
-        line = [sys.executable, *module, *self.flags, *more_flags, f"--workdir={self.workdir}"]
+        line = [sys.executable, "-m", "refusion_jax.train", *self.flags, *more_flags, f"--workdir={self.workdir}"]
         process = subprocess.Popen(
             line, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -198,7 +188,7 @@ def full_disk(run: Subject, chance: random.Random) -> str:
     return "the run went on" if run.is_running() else "the run stopped"
 
 
-def _damage(run: Subject, chance: random.Random, strike: Callable[[Path], str]) -> str:
+def _damage(strike: Callable[[Path, random.Random], str], run: Subject, chance: random.Random) -> str:
     """Stops the run, damages a file of its newest checkpoint, and sees whether the next start notices."""
     run.until(lambda: len(saved_steps(run.workdir)) > 1)
     run.kill()
@@ -209,7 +199,7 @@ def _damage(run: Subject, chance: random.Random, strike: Callable[[Path], str]) 
     there = (path for path in files if path.is_file() and path.stat().st_size)  # a fault before may have deleted one
     path = chance.choice(sorted(there))
     content = path.read_bytes()
-    what = f"{strike(path)} {path.relative_to(run.checkpoints)}"
+    what = f"{strike(path, chance)} {path.relative_to(run.checkpoints)}"
     run.start()
     run.until(lambda: f"checkpoint {newest.name} cannot be read" in run.heard())
     said = next((line for line in run.heard().splitlines() if f"checkpoint {newest.name} cannot be read" in line), "")
@@ -223,41 +213,27 @@ def _damage(run: Subject, chance: random.Random, strike: Callable[[Path], str]) 
     return f"{what}: noticed"
 
 
-def bit_flip(run: Subject, chance: random.Random) -> str:
-    """One bit of the newest checkpoint flips."""
-
-    def strike(path: Path) -> str:
-        content = bytearray(path.read_bytes())
-        bit = chance.randrange(8 * len(content))
-        content[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(content)
-        return f"bit {bit} of"
-
-    return _damage(run, chance, strike)
+def _flip(path: Path, chance: random.Random) -> str:
+    content = bytearray(path.read_bytes())
+    bit = chance.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    return f"bit {bit} of"
 
 
-def truncation(run: Subject, chance: random.Random) -> str:
-    """A file of the newest checkpoint loses its end."""
-
-    def strike(path: Path) -> str:
-        length = chance.randrange(path.stat().st_size)
-        os.truncate(path, length)
-        return f"all but {length} bytes of"
-
-    return _damage(run, chance, strike)
+def _truncate(path: Path, chance: random.Random) -> str:
+    length = chance.randrange(path.stat().st_size)
+    os.truncate(path, length)
+    return f"all but {length} bytes of"
 
 
-def deletion(run: Subject, chance: random.Random) -> str:
-    """A file of the newest checkpoint disappears; not its list of checksums, without which it is as an older one."""
-
-    def strike(path: Path) -> str:
-        if path.name.startswith(checksums.PREFIX):
-            os.truncate(path, 0)
-            return "all of"
-        path.unlink()
-        return "deleted"
-
-    return _damage(run, chance, strike)
+def _delete(path: Path, chance: random.Random) -> str:
+    del chance
+    if path.name.startswith(checksums.PREFIX):  # a checkpoint without its list counts as an older one
+        os.truncate(path, 0)
+        return "all of"
+    path.unlink()
+    return "deleted"
 
 
 def slow_storage(run: Subject, chance: random.Random) -> str:
@@ -288,13 +264,6 @@ def failing_storage(run: Subject, chance: random.Random) -> str:
     return "the run went on" if run.is_running() else "the run stopped"
 
 
-def clock_jump(run: Subject, chance: random.Random) -> str:
-    """The wall clock jumps by months, back and forth, through the next session."""
-    run.kill()
-    run.jumps = True
-    return "for one session"
-
-
 def second_start(run: Subject, chance: random.Random) -> str:
     """The same command is started a second time while it runs, with as many processes."""
     second = Subject(run.flags, run.workdir, run.hosts, log="second.log")
@@ -323,12 +292,11 @@ FAULTS = {
     "kill_in_save": kill_in_save,
     "kill_host": kill_host,
     "full_disk": full_disk,
-    "bit_flip": bit_flip,
-    "truncation": truncation,
-    "deletion": deletion,
+    "bit_flip": functools.partial(_damage, _flip),
+    "truncation": functools.partial(_damage, _truncate),
+    "deletion": functools.partial(_damage, _delete),
     "slow_storage": slow_storage,
     "failing_storage": failing_storage,
-    "clock_jump": clock_jump,
     "second_start": second_start,
     "changed_data": changed_data,
 }

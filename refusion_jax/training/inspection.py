@@ -56,9 +56,9 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
         if not len(given):
             console.print(f"document {document} of {documents}: left out by this system", style="bold", highlight=False)
             continue
-        facts = "".join(f", {name.replace('_', ' ')} {x[given[0]]:.4g}" for name, x in batch.facts.items())
+        noted = "".join(f", {name.replace('_', ' ')} {x[given[0]]:.4g}" for name, x in batch.diagnostics.items())
         console.print(
-            f"document {document} of {documents}: {prompt} prompt and {len(text) - prompt} response tokens{facts}",
+            f"document {document} of {documents}: {prompt} prompt and {len(text) - prompt} response tokens{noted}",
             style="bold",
             highlight=False,
         )

@@ -19,13 +19,13 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.training.train_step import TrainState
+from refusion_jax.training.loop import Now, RollBack
 
 FILE = "left_out.json"
-_BEHIND = 2  # steps; the loop does not wait for the newest two anyway
+_LATE = 2  # steps; the loop does not wait for the newest two anyway
 
 
-class LeftOut:
+class SkippedBatches:
     """The windows of steps whose rows a run leaves out."""
 
     def __init__(self, workdir: epath.Path):
@@ -45,37 +45,26 @@ class LeftOut:
         """The batch of the data that follows a number of steps."""
         return step + sum(last - first for first, last in self.windows if first <= step)
 
-    def add(self, first: int, last: int) -> None:
-        """Leaves out the rows between two steps."""
-        self.windows.append((first, last))
+    def add(self, first: int, failure: RollBack, most: int) -> None:
+        """Leaves out the rows between a checkpoint and the step at which training failed.
+
+        Args:
+          first: step of the checkpoint.
+          failure: what failed.
+          most: how often to roll back to the same checkpoint.
+
+        Raises:
+          UserError: where that did not help, with the diagnosis.
+        """
+        if sum(start == first for start, _ in self.windows) >= most:
+            raise UserError(
+                f"training diverged: {failure}; {most} roll-backs to step {first}, each past other rows, did not "
+                f"help, so it is not the data: start a new --workdir with a lower --config.learning_rate or more "
+                f"--config.warmup_steps (--config.init_from can take the weights of this one)"
+            )
+        self.windows.append((first, failure.step))
         if jax.process_index() == 0:
             write_file(self._path, json.dumps(self.windows) + "\n")
-
-    def rollbacks_to(self, step: int) -> int:
-        """How often the run has rolled back to a checkpoint."""
-        return sum(first == step for first, _ in self.windows)
-
-
-def leave_out(left_out: LeftOut, first: int, last: int, why: str, most: int) -> None:
-    """Leaves out the rows behind a checkpoint after which training failed.
-
-    Args:
-      left_out: the windows of the run.
-      first: step of the checkpoint.
-      last: step of the failure.
-      why: what failed.
-      most: how often to roll back to the same checkpoint.
-
-    Raises:
-      UserError: where that did not help, with the diagnosis.
-    """
-    if left_out.rollbacks_to(first) >= most:
-        raise UserError(
-            f"training diverged: {why}; {most} roll-backs to step {first}, each past other rows, did not help, "
-            f"so it is not the data: start a new --workdir with a lower --config.learning_rate or more "
-            f"--config.warmup_steps (--config.init_from can take the weights of this one)"
-        )
-    left_out.add(first, last)
 
 
 class Health:
@@ -84,35 +73,44 @@ class Health:
     def __init__(self, skips: int):
         self._skips = skips
         self._pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
-        self.step = 0  # the newest that was checked
         self.is_in_doubt = False  # whether the newest step that was checked does not count
 
-    def saw(self, step: int, metrics: dict[str, Any]) -> str | None:
-        """The reason to roll back, if too many steps in a row do not count; else None."""
-        self._pending.append((step, metrics))
-        return self._look() if len(self._pending) > _BEHIND else None
+    def after_step(self, now: Now) -> None:
+        """A hook of every step.
 
-    def settle(self, step: int, state: TrainState) -> str | None:
-        """As `saw`, for all steps so far; also checks that all weights and optimizer state to be saved are finite."""
+        Raises:
+          RollBack: where too many steps in a row do not count.
+        """
+        self._pending.append((now.step, now.metrics))
+        if len(self._pending) > _LATE:
+            self._check()
+
+    def before_save(self, now: Now) -> None:
+        """Checks all steps so far, and that all weights and optimizer state are finite.
+
+        Raises:
+          RollBack: where they are not.
+        """
         while self._pending:
-            if why := self._look():
-                return why
-        sizes = jax.device_get(_sizes(state.params, state.opt_state))
+            self._check()
+        sizes = jax.device_get(_sizes(now.state.params, now.state.opt_state))
         bad = [jax.tree_util.keystr(path) for path, size in jax.tree.leaves_with_path(sizes) if not np.isfinite(size)]
-        return f"step {step} left {_name(bad)} not finite" if bad else None
+        if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise RollBack(now.step, f"step {now.step} left {bad[0]}{more} not finite")
 
-    def _look(self) -> str | None:
+    def _check(self) -> None:
         step, metrics = self._pending.popleft()
-        self.step = step
         in_a_row = int(metrics["in_a_row"])
         self.is_in_doubt = in_a_row > 0
         if not self.is_in_doubt:
-            return None
+            return
         loss, norm = (float(metrics[name]) for name in ("loss", "grad_norm"))
         why = f"step {step} does not count (loss {loss:.6g}, gradient norm {norm:.6g}{first_bad(metrics)})"
         if jax.process_index() == 0 and in_a_row == 1:
             command.say(f"{why}: its update is left out")
-        return f"{why}, the last of {in_a_row} in a row" if in_a_row >= self._skips else None
+        if in_a_row >= self._skips:
+            raise RollBack(step, f"{why}, the last of {in_a_row} in a row")
 
 
 def first_bad(metrics: dict[str, Any]) -> str:
@@ -121,10 +119,6 @@ def first_bad(metrics: dict[str, Any]) -> str:
         if bad := [path for path, is_finite in jax.tree.leaves_with_path(tree) if not is_finite]:
             return f"; first not finite: {kind} {jax.tree_util.keystr(bad[0])}, of {len(bad)} such"
     return "; name the tensor with --config.debug_nans" if "finite" not in metrics else ""
-
-
-def _name(bad: list[str]) -> str:
-    return bad[0] + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
 
 
 @jax.jit

@@ -45,7 +45,7 @@ class TaskScores:
         for name in ("include_path", "task_data"):
             if e[name] and not Path(e[name]).is_dir():
                 raise UserError(f"--config.eval.{name}={e[name]} is no directory")
-        self._every, self._tokenizer, self._graphdef = e.tasks_every, tokenizer, program.graphdef
+        self._tokenizer, self._graphdef = tokenizer, program.graphdef
         self._method, self._settings = read_decode(config)
         self._plan = benchmark.Plan(
             tasks=[name.strip() for name in e.tasks.split(",")],
@@ -56,11 +56,7 @@ class TaskScores:
             flags="--config.eval.",
         )
         self._tasks = benchmark.load_tasks(self._plan)
-        self.check(program.target.params)
-
-    def is_due(self, step: int) -> bool:
-        """Whether this step is followed by an evaluation."""
-        return step % self._every == 0
+        self.check(program.target.weights)
 
     def check(self, params: dict) -> None:
         """Refuses requests that cannot be served, or do not fit into free memory.

@@ -21,6 +21,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.distributed import sharding
+from refusion_jax.model.lora import combine
 from refusion_jax.systems.interface import Objective
 
 SPIKE_AFTER = 20  # good steps before spikes are detected
@@ -55,9 +56,15 @@ class TrainState:
 
     step: Int32[Array, ""]  # steps taken
     tokens: UInt32[Array, "2"]  # high and low word of the number of real tokens so far (int32 would overflow at 2 G)
-    params: dict[str, Any]  # float32 master weights
+    params: dict[str, Any]  # those that are trained: float32 master weights
     opt_state: optax.OptState
     guard: Guard
+    frozen: dict[str, Any] = dataclasses.field(default_factory=dict)  # the other weights; no checkpoint holds them
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """All weights of the model."""
+        return combine(self.params, self.frozen)
 
     def rest(self) -> dict[str, Any]:
         """The arrays that a checkpoint holds apart from the weights."""
@@ -70,18 +77,18 @@ class TrainState:
     def restored(self, params: dict[str, Any], rest: dict[str, Any], counters: dict[str, float]) -> "TrainState":
         """The state that a checkpoint holds; self has the shapes, dtypes and shardings."""
         guard = {name: _replicate(counters.get(name, 0), like) for name, like in vars(self.guard).items()}
-        return TrainState(params=params, guard=Guard(**guard), **rest)
+        return TrainState(params=params, guard=Guard(**guard), frozen=self.frozen, **rest)
 
 
 def _replicate(value: float, target: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.jit(lambda: jnp.asarray(value, target.dtype), out_shardings=target.sharding)()
 
 
-def init_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(params: dict, optimizer: optax.GradientTransformation, frozen: dict | None = None) -> TrainState:
     """The state before the first step."""
     zero = functools.partial(jnp.zeros, (), jnp.int32)  # separate arrays, because the state is donated buffer by buffer
     guard = Guard(jnp.zeros(()), zero(), zero(), zero())
-    return TrainState(zero(), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard)
+    return TrainState(zero(), jnp.zeros((2,), jnp.uint32), params, optimizer.init(params), guard, frozen or {})
 
 
 def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
@@ -96,7 +103,7 @@ def state_shardings(mesh: Mesh, axes: dict, abstract: TrainState) -> TrainState:
     """
     axes_by_name = jax.tree.leaves_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))
     own = {_names(path): sharding.sharding(mesh, *names) for path, names in axes_by_name}
-    weights = {_names(path): weight for path, weight in jax.tree.leaves_with_path(abstract.params)}
+    weights = {_names(path): weight for path, weight in jax.tree.leaves_with_path(abstract.weights)}
 
     def like_weight(path, x):
         names = _names(path)
@@ -146,8 +153,8 @@ def make_train_step(
       debug_nans: adds `finite` to the metrics, whether each weight, gradient and update is finite.
     """
 
-    def loss_fn(params, batch):
-        model = nnx.merge(graphdef, params)
+    def loss_fn(params, frozen, batch):
+        model = nnx.merge(graphdef, combine(params, frozen))
         terms = weigh(
             model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)),
             batch,
@@ -156,15 +163,15 @@ def make_train_step(
 
     def train_step(state: TrainState, rows: Rows):
         batch = objective.corrupt(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
-        batch = dataclasses.replace(batch, facts={})  # only needed for reports
+        batch = dataclasses.replace(batch, diagnostics={})  # only needed for reports
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         if accumulation == 1:
-            (loss, terms), grads = grad_fn(state.params, batch)
+            (loss, terms), grads = grad_fn(state.params, state.frozen, batch)
         else:
-            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad_fn, state.params, batch))
+            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad_fn, state.params, state.frozen, batch))
             (loss, terms), grads = jax.lax.scan(
-                lambda total, micro: (jax.tree.map(jnp.add, total, grad_fn(state.params, micro)), None),
+                lambda total, micro: (jax.tree.map(jnp.add, total, grad_fn(state.params, state.frozen, micro)), None),
                 zeros,
                 sharding.split_batch(batch, accumulation),
             )[0]
@@ -190,7 +197,7 @@ def make_train_step(
         )
         guard = state.guard.after(is_good, loss)
         metrics |= {"skipped": guard.skipped, "in_a_row": guard.in_a_row}
-        return TrainState(state.step + 1, metrics["tokens"], params, opt_state, guard), metrics
+        return TrainState(state.step + 1, metrics["tokens"], params, opt_state, guard, state.frozen), metrics
 
     return train_step
 

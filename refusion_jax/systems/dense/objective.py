@@ -190,7 +190,7 @@ def dense_batch(rows: Rows, noise: Noise, copies: int, stride: int, mask_id: int
             "ar": mean_over(arranged(has_next, none > 0)),
             "mdm": mean_over(only_copies(arranged(none > 0, none == 0), False)),
         },
-        facts={"slot_size": arranged(noise.slot_size, noise.slot_size)},
+        diagnostics={"slot_size": arranged(noise.slot_size, noise.slot_size)},
     )
 
 

@@ -81,5 +81,5 @@ def hybrid_batch(c: slots.Corrupted) -> Batch:
             "ar": mean_over(c.clean_label),
             "mdm": c.masked_label / (documents * c.mask_probability * jnp.maximum(c.response_length, 1)),
         },
-        facts={"mask_ratio": c.mask_probability, "slot_size": c.slot_size},
+        diagnostics={"mask_ratio": c.mask_probability, "slot_size": c.slot_size},
     )

@@ -1,0 +1,107 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): x W becomes x W + alpha / rank (x A) B, and A and B are trained alone.
+
+They are weights of the layers, `NAME_a` and `NAME_b` beside `NAME`, split over a mesh as their weight is.
+
+Axes: L layers, R rank.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from refusion_jax.model.layers import weight
+
+INPUTS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 2, "gate_proj": 1, "up_proj": 1, "down_proj": 1}  # axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which weights have adapters, and which are trained besides. Patterns are regular expressions of whole names."""
+
+    rank: int
+    alpha: float
+    targets: str
+    full: str = ""  # weights that are trained themselves, such as "embed_tokens|.*norm"
+
+    @property
+    def names(self) -> list[str]:
+        """The weights that have adapters."""
+        return [name for name in INPUTS if re.fullmatch(self.targets, name)]
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a weight is trained: an adapter, or one that `full` names."""
+        return name[-2:] in ("_a", "_b") or bool(re.fullmatch(self.full, name))
+
+    def split(self, tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(those that are trained, the frozen ones) of a tree by names of weights."""
+        trained, frozen = {}, {}
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                trained[name], frozen[name] = self.split(value)
+            else:
+                (trained if self.is_trained(name) else frozen)[name] = value
+        return trained, frozen
+
+    def without_adapters(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The weights of the model itself in a tree by names of weights."""
+        layers = {name: value for name, value in tree["layers"].items() if name[-2:] not in ("_a", "_b")}
+        return tree | {"layers": layers}
+
+    def merge(self, params: dict[str, Any], adapters: dict[str, Any]) -> dict[str, Any]:
+        """The weights with their adapters added, in float32, and then in the dtype of the weight."""
+        layers = dict(params["layers"])
+        for name in self.names:
+            w, a, b = layers[name], adapters["layers"][f"{name}_a"], adapters["layers"][f"{name}_b"]
+            L, R = b.shape[:2]
+            update = (a.reshape(L, -1, R) @ b.reshape(L, R, -1)).reshape(w.shape)
+            layers[name] = (w.astype(jnp.float32) + self.alpha / self.rank * update).astype(w.dtype)
+        return params | {"layers": layers}
+
+    def targets_like(self, target: dict[str, Any]) -> dict[str, Any]:
+        """Shapes and shardings of what is trained, float32, from those of all weights without adapters."""
+
+        def place(shape: tuple[int, ...], like: jax.ShapeDtypeStruct, spec: list) -> jax.ShapeDtypeStruct:
+            where = NamedSharding(like.sharding.mesh, PartitionSpec(*spec))
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+        found = self.split(target)[0]
+        for name in self.names:
+            w = target["layers"][name]
+            spec = [*w.sharding.spec, *[None] * (w.ndim - len(w.sharding.spec))]
+            inputs = 1 + INPUTS[name]
+            found["layers"][f"{name}_a"] = place((*w.shape[:inputs], self.rank), w, [*spec[:inputs], None])
+            outputs = (w.shape[0], self.rank, *w.shape[inputs:])
+            found["layers"][f"{name}_b"] = place(outputs, w, [spec[0], None, *spec[inputs:]])
+        return found
+
+
+def read_lora(section: Mapping[str, Any]) -> Lora | None:
+    """The adapters that a config's section describes, if its rank is above 0."""
+    return Lora(**{f.name: section[f.name] for f in dataclasses.fields(Lora)}) if section["rank"] else None
+
+
+def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
+    """Gives the layers of a transformer adapters that change nothing yet: A is drawn, B is 0."""
+    layers.lora_scale = lora.alpha / lora.rank
+    for name in lora.names:
+        w = getattr(layers, name)
+        inputs = 1 + INPUTS[name]
+        a_shape, b_shape = (*w.shape[:inputs], lora.rank), (w.shape[0], lora.rank, *w.shape[inputs:])
+        a_axes = (*w.logical_axes[:inputs], "rank")
+        b_axes = (w.logical_axes[0], "rank", *w.logical_axes[inputs:])
+        std = math.prod(w.shape[1:inputs]) ** -0.5
+        setattr(layers, f"{name}_a", weight(rngs, a_shape, a_axes, std))
+        setattr(layers, f"{name}_b", weight(rngs, b_shape, b_axes, 0.0))
+
+
+def combine(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The union of two trees by names; of what both have, the first's."""
+    both = {k: combine(first[k], second[k]) for k in first.keys() & second.keys() if isinstance(first[k], dict)}
+    return second | first | both

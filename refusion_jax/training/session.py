@@ -1,0 +1,171 @@
+"""A run, and its sessions: what is between a start, or a roll-back, and the next.
+
+A session begins with the state of the newest whole checkpoint, opens the logs, and has the step compiled.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_collections
+from etils import epath
+from jax.sharding import Mesh
+
+from refusion_jax.batch.rows import Rows
+from refusion_jax.checkpoints.load import load_params
+from refusion_jax.checkpoints.manager import Checkpoints
+from refusion_jax.cli.errors import UserError
+from refusion_jax.config.run_config import claim
+from refusion_jax.data.interface import RowSource, Tokenizer
+from refusion_jax.data.loader import global_batches
+from refusion_jax.distributed import sharding
+from refusion_jax.distributed.compiled_code import keep_compiled
+from refusion_jax.distributed.preemption import Preemption
+from refusion_jax.distributed.processes import check_same
+from refusion_jax.distributed.profiling import Profile
+from refusion_jax.distributed.storage import LogDirectory
+from refusion_jax.distributed.watchdog import Watchdog
+from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.training import events, recovery
+from refusion_jax.training.loop import RollBack
+from refusion_jax.training.metrics import MetricsWriter
+from refusion_jax.training.program import Program, abstract_rows
+from refusion_jax.training.recovery import SkippedBatches
+from refusion_jax.training.train_step import wide_to_int
+
+
+@dataclasses.dataclass
+class Run:
+    """All that is made once, however often the run is rolled back."""
+
+    config: ml_collections.ConfigDict
+    workdir: epath.Path
+    mesh: Mesh
+    tokenizer: Tokenizer
+    rows: RowSource
+    shape: ModelConfig
+    program: Program
+    held_out: Callable | None  # from make_held_out
+    tasks: Callable | None  # a TaskScores
+    preemption: Preemption
+    initial_weights: dict | None = None  # the weights to start from, if not random ones, until they are used
+    check_lock: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
+    compiled_step: Callable | None = None
+    failure: RollBack | None = None  # why the session before was rolled back
+
+
+class Session:
+    """The state, the checkpoints and the logs of a session. Use it in a `with` block, at whose end all are closed."""
+
+    def __init__(self, run: Run, start_over: bool):
+        """Reads the newest whole checkpoint. From here on the directory is written to.
+
+        Args:
+          run: whose session it is.
+          start_over: whether to begin at step 0 where none of the checkpoints can be read.
+
+        Raises:
+          UserError: where the run cannot go on.
+        """
+        self._run, config, c = run, run.config, run.config.checkpoint
+        self._began = time.monotonic()
+        self._stack = contextlib.ExitStack()
+        self.checkpoints = Checkpoints(run.workdir, c.keep, c.verify, c.failures)
+        self.skipped = SkippedBatches(run.workdir)
+        check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
+        self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
+        restored = self.checkpoints.restore(run.program.target, start_over)
+        self._restore_seconds = time.monotonic() - self._began
+        if restored and any(restored[1].get(key) != value for key, value in self._data.items()):
+            raise UserError(
+                f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
+                f"bring the data back, or start a new --workdir"
+            )
+        self.state = restored[0] if restored else run.program.initial_state(_initial_weights(run))
+        if restored and self.state.frozen:
+            frozen = run.program.lora.split(_initial_weights(run))[1]
+            self.state = dataclasses.replace(self.state, frozen=frozen)
+        self.first_step = int(self.state.step)
+        if run.failure:
+            self.skipped.add(self.first_step, run.failure, config.guard.rollbacks)
+
+    def __enter__(self) -> "Session":
+        """Opens the logs, and compiles the step (from the cache, where a session before has compiled it)."""
+        run, config, workdir = self._run, self._run.config, self._run.workdir
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.checkpoints)
+            if run.tasks:
+                run.tasks.check(self.state.weights)  # now that the state has taken its share of the memory
+            keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+            claim(workdir, config, run.shape, run.tokenizer)
+            self.directory = LogDirectory(workdir)
+            stack.callback(self.directory.close)
+            self.events = events.EventLog(self.directory.fetch(events.FILE))
+            stack.callback(self.events.close)
+            age = time.monotonic() - self._began if run.failure else events.process_age()
+            self.events.write("start", ago=age, step=self.first_step)
+            if failure := run.failure:
+                self.events.write("rolled_back", from_step=failure.step, to_step=self.first_step, why=str(failure))
+            for step, why in self.checkpoints.skipped.items():
+                self.events.write("passed_over", step=step, why=why)
+            self.events.write("restore", seconds=self._restore_seconds)
+            self.events.write("init", seconds=max(0.0, age - self._restore_seconds))
+            tokens, flops = wide_to_int(self.state.tokens), config.batch_size * run.program.flops_per_row
+            self.metrics = MetricsWriter(
+                workdir, self.directory, config.steps, self.first_step, tokens, flops, run.mesh.devices
+            )
+            stack.callback(self.metrics.close)
+            self.clock = events.StepClock(self.events, self.first_step)
+            if run.compiled_step is None:
+                with self.pause("compile"):
+                    run.compiled_step = run.program.step.lower(self.state, abstract_rows(config, run.mesh)).compile()
+            self.profile = Profile(config.profile_steps, self.directory.path / "tensorboard")
+            stack.callback(self.profile.stop)
+            self.watchdog = Watchdog(config.guard.hang_minutes)
+            stack.callback(self.watchdog.close)
+            run.preemption.training, run.failure = True, None
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *failure) -> None:
+        self._stack.__exit__(*failure)
+
+    def position(self, step: int) -> dict[str, Any]:
+        """The position in the data after a step, as a checkpoint holds it."""
+        return self._data | {"next_row": self.next_row(step)}
+
+    def next_row(self, step: int) -> int:
+        """How many rows of the data a step and those before it have used, skipped ones included."""
+        return self.skipped.batch_of(step) * self._run.config.batch_size
+
+    def batches(self) -> Iterator[Rows]:
+        """The batches from the session's first step to the last of the run."""
+        config = self._run.config
+        return global_batches(
+            self._run.rows,
+            sharding.sharding(self._run.mesh, "batch", "length"),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            first_step=self.first_step,
+            last_step=config.steps,
+            batch_of=self.skipped.batch_of,
+        )
+
+    @contextlib.contextmanager
+    def pause(self, event: str, **values: Any) -> Iterator[None]:
+        """For what is not training: it is logged as an event, and left out of the rates."""
+        self.clock.flush()
+        began = time.monotonic()
+        with self.events.timed(event, **values):
+            yield
+        self.metrics.paused(time.monotonic() - began)
+
+
+def _initial_weights(run: Run) -> dict | None:
+    """The weights that the run was given to start from; None: random ones."""
+    if not run.config.init_from:
+        return None
+    weights, run.initial_weights = run.initial_weights, None
+    return weights or load_params(epath.Path(run.config.init_from), run.program.base)
