@@ -139,7 +139,7 @@ def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokeniz
 def piece_order(decoded: Decoded, index: int, piece: int) -> list[int]:
     """The pieces of an answer, of so many tokens each and counted from 0, in the order of writing.
 
-    Pieces dropped behind its end are left out.
+    Pieces dropped after its end are left out.
     """
     first = min(decoded.commit_order[index])
     places = (position - first for position in decoded.commit_order[index])

@@ -86,7 +86,7 @@ class Checkpoints:
 
     def __exit__(self, failure: type[BaseException] | None, *_) -> None:
         if failure is None:
-            self._settle()
+            self.wait()
         elif jax.process_count() == 1 and self._checkpointer:  # several could hang: the others may not know of it
             with contextlib.suppress(Exception):
                 self._checkpointer.wait_until_finished()
@@ -103,10 +103,10 @@ class Checkpoints:
         Raises:
           Failure: where too many saves in a row have failed.
         """
-        self._settle()
+        self.wait()
         self._begin(step, state, data)
         for attempt in range(1, _LAST_ATTEMPTS + 1 if last else 1):
-            if self._settle():
+            if self.wait():
                 return
             if attempt == _LAST_ATTEMPTS:  # an interrupted process has to end at some time
                 raise Failure(
@@ -134,8 +134,8 @@ class Checkpoints:
                 force=True,  # an existing one is damaged, or the run would have resumed from it
             )
 
-    def _settle(self) -> bool:
-        """Waits for the save under way. Whether the last save succeeded."""
+    def wait(self) -> bool:
+        """Waits until the save under way, if there is one, is whole on disk. Whether the last save succeeded."""
         if (step := self._under_way) is None:
             return self._failed == 0
         with self._failing(step):
@@ -207,10 +207,6 @@ class Checkpoints:
                 self.skipped.pop(step, None)
             except Exception as error:  # noqa: BLE001  each store has errors of its own
                 logging.warning("checkpoint %d cannot be removed: %s", step, first_line(error))
-
-    def wait(self) -> None:
-        """Waits until the last save is whole on disk."""
-        self._settle()
 
     def restore(self, target: State, start_over: bool = False) -> tuple[State, dict[str, Any]] | None:
         """The newest whole checkpoint, or None where there is none at all. `skipped` says why newer ones were not read.

@@ -19,7 +19,7 @@ _IN_FLIGHT = 0.05  # of a host's part of the state: so much of each item may be 
 def make_checkpointer(state: Any, verify: bool = True) -> ocp.AsyncCheckpointer:
     """A checkpointer for `Items`, saving in the background.
 
-    A save holds the copy that was taken off the devices, and beside it what is being written where that has another
+    A save holds the copy that was taken off the devices, and what is being written where that has another
     form: with compression, or with axes in another order on the device. Arrays are therefore written as they are:
     compression makes weights 7 % smaller, costs two thirds of a save's CPU time, and its buffers of all threads came to
     0.4 of the state. What is on its way is limited for arrays in another order.

@@ -37,7 +37,7 @@ from refusion_jax.systems.registry import find_system
 _MOST = 16  # values of a diagnostic for which losses are reported
 BITS = ("eval_bits_per_byte", "eval_bits_per_byte_is_bound")
 _SEED = 0  # the same for every run, for comparison
-_ROWS, _TOKENS = 8, 2**14  # of a forward on each device at most, where no run says
+_ROWS, _TOKENS = 8, 2**14  # per forward and device at most, where no run says
 
 
 class HeldOut:

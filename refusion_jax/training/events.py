@@ -93,16 +93,16 @@ class StepClock:
     def dispatched(self, outputs: Any) -> None:
         """Records a dispatched step, whose outputs are ready when it is finished, and waits for the step two before."""
         self._pending.append((*self._fetched, self._watcher.submit(when_ready, outputs)))
-        self._settle(_IN_FLIGHT)
+        self._collect(_IN_FLIGHT)
         if time.monotonic() - self._wrote_at > _WRITE_SECONDS:
             self._write()
 
     def flush(self) -> None:
         """Waits for all steps and writes them to the log."""
-        self._settle(0)
+        self._collect(0)
         self._write()
 
-    def _settle(self, most: int) -> None:
+    def _collect(self, most: int) -> None:
         while len(self._pending) > most:
             fetch_began, fetch_ended, ready = self._pending.popleft()
             done = ready.result()

@@ -66,7 +66,7 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
         in_prompt, is_in = (
             ~rows.is_response[text],
             positions < len(text),
-        )  # a system may have put padding behind the text
+        )  # a system may have put padding after the text
         from_prompt = is_in & in_prompt[np.minimum(positions, len(text) - 1)]
         kinds = np.where(from_prompt, "prompt", np.where(is_mask, "masked", "clean"))
         of_text = np.where(in_prompt, "prompt", "clean")
@@ -82,7 +82,7 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
 def _numbers(rows: Rows, batch: Batch, mask_id: int) -> dict[int, int]:
     """The number of each document in the batch: a system may shuffle the documents of a row and leave some out.
 
-    They are told by the tokens that are given. Behind its end a document may be padded with its last token.
+    They are told by the tokens that are given. After its end a document may be padded with its last token.
     """
     found = {}
     for number in np.unique(batch.visibility.segment_ids[batch.visibility.segment_ids > 0]).tolist():

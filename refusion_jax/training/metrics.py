@@ -47,7 +47,7 @@ class MetricsWriter:
         flops_per_step: float,
         devices: np.ndarray,
     ):
-        """Opens the files, and drops records behind the checkpoint from which the run resumes.
+        """Opens the files, and drops records after the checkpoint from which the run resumes.
 
         Args:
           workdir: the run's directory.

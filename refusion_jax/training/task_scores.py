@@ -108,7 +108,7 @@ def for_decoding(params: dict) -> dict:
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     if mesh.shape["sequence"] == 1:
         return params
-    grid = np.moveaxis(mesh.devices, MESH_AXES.index("sequence"), 2)  # beside `data`, which takes it in
+    grid = np.moveaxis(mesh.devices, MESH_AXES.index("sequence"), 2)  # next to `data`, which takes it in
     sizes = mesh.shape | {"data": mesh.shape["data"] * mesh.shape["sequence"], "sequence": 1}
     grid = grid.reshape([sizes[axis] for axis in MESH_AXES])
     other = jax.sharding.Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)
