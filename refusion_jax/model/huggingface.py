@@ -54,7 +54,7 @@ class _Config(pydantic.BaseModel):
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
-    num_attention_heads: int
+    num_attention_heads: pydantic.PositiveInt
     num_key_value_heads: int | None = None  # as many as query heads
     head_dim: int | None = None  # all heads together are as wide as the model
     intermediate_size: int
@@ -335,7 +335,7 @@ def _on_host(weight: jax.Array, layer: int | None, inputs: int) -> np.ndarray:
 def _their_config(model: Transformer) -> dict[str, Any]:
     c = model.config
     family = FAMILIES[c.family]
-    token_ids = {f"{kind}_token_id": getattr(c, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "mask")}
+    token_ids = {name: getattr(c, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")}
     scaling = {"rope_type": "llama3", **dict(zip(_LLAMA3, c.rope_scaling, strict=True))} if c.rope_scaling else None
     return {
         "architectures": [family.architecture],
@@ -349,5 +349,5 @@ def _their_config(model: Transformer) -> dict[str, Any]:
         **{key: getattr(c, key) for key in _COPIED},
         "rope_theta": c.rope_theta,
         "rope_scaling": scaling,
-        **{key: value for key, value in token_ids.items() if value >= 0},
+        **{name: None if token < 0 else token for name, token in token_ids.items()},  # some families have defaults
     }

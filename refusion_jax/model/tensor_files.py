@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pydantic
 from etils import epath
@@ -18,7 +18,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}  # that weights may have
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # that weights may have
 _LONGEST_HEADER = 100 << 20  # bytes, the format's own limit
 
 
