@@ -36,7 +36,7 @@ from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs
 from refusion_jax.distributed import sharding
-from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, ToldToGo
+from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, PreemptionRequested
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
 from refusion_jax.distributed.xla_options import libtpu_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
@@ -139,7 +139,7 @@ def session(run: Run, start_over: bool) -> str:
                 s.watchdog.alive(now.step)
                 run.preemption.check()
 
-            with s.pause("evaluate", step=now.step), contextlib.suppress(ToldToGo):
+            with s.pause("evaluate", step=now.step), contextlib.suppress(PreemptionRequested):
                 scores, texts = run.tasks(now.state.weights, alive)
                 now.evaluated |= scores
                 s.metrics.show(now.step, texts)

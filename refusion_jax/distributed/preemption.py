@@ -4,11 +4,8 @@ Every host saves the same step, once, and leaves with EXIT_CODE, on which the sc
 A second INT, HUP or QUIT (Ctrl-C again) leaves at once; TERM may come as often as it likes, as from schedulers.
 """
 
-import atexit
-import gc
 import os
 import signal
-import sys
 import threading
 import time
 import types
@@ -22,7 +19,6 @@ from jax.experimental import multihost_utils
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not an error of the input, try again
 POLL_SECONDS = 5.0
-INSIST_SECONDS = 2.0
 
 # Values of the metadata server that announce the end of the machine (a live migration does not).
 _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "TRUE"}
@@ -31,7 +27,7 @@ _NOTICES = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE", "preempted": "
 _IMPATIENT = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class ToldToGo(Exception):  # noqa: N818  nothing went wrong
+class PreemptionRequested(Exception):  # noqa: N818  nothing went wrong
     """Raised by `Preemption.check`."""
 
 
@@ -40,9 +36,7 @@ class Preemption:
 
     def __init__(self):
         self.training = False
-        self._told = False
-        self._ended = threading.Event()
-        atexit.register(self._ended.set)
+        self._requested = False
         if not jax.distributed.is_initialized():  # else JAX listens, and tells the other hosts
             signal.signal(signal.SIGTERM, self._hear)
         for number in _IMPATIENT:
@@ -53,53 +47,30 @@ class Preemption:
 
     def _hear(self, number: int, frame: types.FrameType | None) -> None:
         if not self.training:
-            if not self._told:
-                self._told = True
-                threading.Thread(target=self._insist, args=(number,), name="preemption", daemon=True).start()
-            if not _collects(frame):
-                sys.exit(EXIT_CODE)
-            return
-        if self._told and number in _IMPATIENT:
+            os._exit(EXIT_CODE)  # an exception would be dropped where Python collects garbage just now
+        if self._requested and number in _IMPATIENT:
             os.write(2, b"left at once; the same command resumes from the newest whole checkpoint\n")
             os._exit(128 + number)
         if number in _IMPATIENT and jax.distributed.is_initialized():
             os.kill(os.getpid(), signal.SIGTERM)  # JAX tells the other hosts
-        self._told = True
-
-    def _insist(self, number: int) -> None:
-        """Repeats the signal until the process ends or trains: what a handler raises in a finalizer is dropped."""
-        while not self._ended.wait(INSIST_SECONDS) and not self.training:
-            os.kill(os.getpid(), number)
-        if self.training and jax.distributed.is_initialized():
-            os.kill(os.getpid(), signal.SIGTERM)
+        self._requested = True
 
     def reached(self, step: int) -> bool:
-        """Whether to save and leave behind this step; the same step on all hosts. To be asked at every step."""
+        """Whether to save and leave after this step; the same step on all hosts. To be asked at every step."""
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
-        return self._told
+        return self._requested
 
     def check(self) -> None:
-        """For work between two steps that may be left undone: ends it where this process has been told to go.
+        """For work between two steps that may be left undone: ends it where this process is to leave.
 
         Several processes go on: they can only agree at a step.
 
         Raises:
-          ToldToGo.
+          PreemptionRequested.
         """
-        if self._told and not jax.distributed.is_initialized():
-            raise ToldToGo
-
-
-def _collects(frame: types.FrameType | None) -> bool:
-    """Whether `frame` runs inside a callback of the garbage collector (JAX has one): Python prints and drops what is
-    raised there, and a run was seen to train on as if nobody had spoken."""
-    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-    while frame is not None:
-        if frame.f_code in callbacks:
-            return True
-        frame = frame.f_back
-    return False
+        if self._requested and not jax.distributed.is_initialized():
+            raise PreemptionRequested
 
 
 def _metadata_server() -> str | None:

@@ -50,7 +50,7 @@ def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[No
     initialize(peer_seconds, lost_seconds)
     try:
         yield
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:
         if jax.process_count() == 1:
             raise
         if isinstance(error, Exception) and not isinstance(error, UserError):
@@ -61,11 +61,9 @@ def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[No
         os._exit(code)  # an ordinary exit would wait minutes for the others, which wait for this one
 
 
-def _explain(error: BaseException) -> int:
+def _explain(error: Exception | KeyboardInterrupt) -> int:
     """Says why this process leaves alone, and gives its exit code."""
     match error:
-        case SystemExit():  # told to go before training, when nothing is lost
-            return EXIT_CODE
         case KeyboardInterrupt():
             command.explain(Failure("interrupted"))
             return 130
