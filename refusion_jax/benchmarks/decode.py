@@ -7,14 +7,10 @@
 
 Each --setup is the name of a decoder followed by its own settings, such as --setup='sequential slot_size=4'; by default
 every decoder of the default system. Settings of all of them are flags, as for generate. Without a checkpoint the
-weights are random, in the shape that --size names. For each setup it prints tokens a second, forwards, tokens a forward
-and milliseconds a forward; `bytes` of weights and cache in their dtypes (weights=int8 cache=int8); and `of_bandwidth`,
-the share of the memory bandwidth, as measured by a copy, that reading these bytes once a forward takes. Compilation
-time is printed separately.
-
-`not_model` is the share of time outside the model (building inputs, choosing shapes and tokens, writing the cache). One
-batch is decoded to its end, and again with the model computed twice in each step: it is the part of the time that does
-not double.
+weights are random, in the shape that --size names. For each setup it prints tokens per second, forwards, tokens per
+forward and milliseconds per forward; `bytes` of weights and cache in their dtypes (weights=int8 cache=int8); and
+`of_bandwidth`, the share of the memory bandwidth, as measured by a copy, that reading these bytes once per forward
+takes. Compilation time is printed separately.
 """
 
 import functools
@@ -40,7 +36,7 @@ from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.running_batch import batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
+from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
 
@@ -70,7 +66,7 @@ def define_flags(own: flags.FlagValues) -> None:
     number("prompt_length", 32, "Tokens of a random prompt")
     define_shared(own)
     flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
-    number("repeats", 3, "Runs of each setup, in turns; the median counts")
+    number("repeats", 3, "Interleaved repeats of each setup; the median counts")
 
 
 def define_shared(own: flags.FlagValues) -> None:
@@ -92,7 +88,7 @@ def main(own: flags.FlagValues) -> None:
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()
-    table = Table("setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "not model", "of bandwidth")
+    table = Table("setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth")
     for batch_size in batch_sizes:
         for record in measure(model, own, batch_size, bandwidth):
             print(json.dumps(record), flush=True)
@@ -102,14 +98,13 @@ def main(own: flags.FlagValues) -> None:
                 f"{record['tokens_per_second']:,.0f}",
                 f"{record['tokens_per_forward']:.2f}",
                 f"{record['ms_per_forward']:.2f}",
-                f"{record['not_model']:.0%}",
                 f"{record['of_bandwidth']:.0%}",
             )
     Console().print(table)
 
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
-    """Measures all setups to decode, in turns, at one batch size."""
+    """Measures all setups in interleaved repeats, at one batch size."""
     shared = read_shared(own) | {"batch_size": batch_size}
     setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in own.setup or default_system().decoders}
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
@@ -149,7 +144,6 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
                 "forwards": forwards,
                 "tokens_per_forward": tokens / forwards,
                 "ms_per_forward": 1e3 * each,
-                "not_model": not_model(kept, prepare(prompts[:rows], settings, c), rows, own.repeats),
                 "bytes": moved,
                 "of_bandwidth": moved / each / bandwidth,
                 "compile_seconds": compiling[setup] - took,
@@ -186,7 +180,7 @@ def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None
       UserError: where it is no such thing, or the model was not trained for the decoder.
     """
     if not setup.split():
-        raise UserError("--setup=: unknown; name a decoder, and behind it settings of its own")
+        raise UserError("--setup=: unknown; name a decoder, followed by settings of its own")
     method, *pairs = setup.split()
     if checkpoint:
         try:
@@ -218,61 +212,8 @@ def random_model(size: str, dtype: str) -> Transformer:
     return nnx.merge(graphdef, init())
 
 
-def not_model(model: Transformer, requests: list[Request], rows: int, repeats: int) -> float:
-    """The share of time outside the model, of one batch that is decoded to its end."""
-    decoder = decoder_for(requests, model.config)
-    graphdef, params = nnx.split(model)
-    requests += requests[:1] * (rows - len(requests))
-    layout, keys = decoder.lay_out(requests), jax.random.split(jax.random.key(0), rows)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def start(graphdef, params):
-        return decoder.init(nnx.merge(graphdef, params), layout, keys)
-
-    @functools.partial(jax.jit, static_argnums=(0, 3))
-    def run(graphdef, params, state, wrap):
-        model = wrap(nnx.merge(graphdef, params))
-        return jax.lax.while_loop(lambda s: s.active.any(), functools.partial(decoder.step, model), state)
-
-    with jax.set_mesh(mesh_of(model)):
-        state = jax.block_until_ready(start(graphdef, params))
-        seconds = {wrap: [] for wrap in (lambda model: model, Twice)}
-        for turn in range(repeats + 1):
-            for wrap, times in seconds.items():
-                began = time.perf_counter()
-                jax.block_until_ready(run(graphdef, params, state, wrap))
-                times += [time.perf_counter() - began] * (turn > 0)
-    once, twice = (float(np.median(times)) for times in seconds.values())
-    return 2 - twice / once
-
-
-class Twice:
-    """A model that computes everything twice, with the same results."""
-
-    def __init__(self, model: Transformer):
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        return self._model.logits(x) + 0.0 * self._model.logits(x + 1)
-
-    def extend_hidden(self, tokens, positions, *rest) -> tuple[jax.Array, KeyValues]:
-        (x, new), (other, _) = (self._model.extend_hidden(tokens, at, *rest) for at in (positions, positions + 1))
-        return x + 0.0 * other, new
-
-    def extend(self, tokens, positions, *rest) -> tuple[jax.Array, KeyValues]:
-        (x, new), (other, _) = (self._model.extend(tokens, at, *rest) for at in (positions, positions + 1))
-        return x + 0.0 * other, new
-
-    def hidden(self, tokens, positions, visibility) -> jax.Array:
-        x, other = (self._model.hidden(tokens, at, visibility) for at in (positions, positions + 1))
-        return x + 0.0 * other
-
-
 def copy_bandwidth() -> float:
-    """Memory bandwidth in bytes a second, reading and writing, by changing an array larger than any cache in place.
+    """Memory bandwidth in bytes per second, reading and writing, by changing an array larger than any cache in place.
 
     A new array for every result would take the system ten times as long, to map its pages.
     """
