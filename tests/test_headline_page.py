@@ -26,6 +26,7 @@ def point(system: str, settings: str, accuracy: float, speed: float, seed: int =
         "settings": settings,
         "accuracy": accuracy,
         "tokens_per_forward": 2.0,
+        "tokens_per_forward_without_eos": 1.75,
         "tokens_per_second": {"1": speed, "16": 2 * speed},
         "families": {"sum": accuracy},
         "same_text": 1.0,
@@ -217,7 +218,7 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
         float(f"{b['speedup']:.2f}") for b in estimates[0]["batches"] if b["batch_size"] in (1, 4, 16, 64, 256)
     ]
     assert "Estimate, not calibrated" in page
-    assert "| refusion | 2 | 81.5% (81.0% to 82.0%) |" in page
+    assert "| refusion | 2 | 81.5% (81.0% to 82.0%) | 2.00 (2.00 to 2.00) | 1.75 |" in page
     assert "| ar | 1 | 80.0% |" in page
     assert "| ar | 0.1 | 0.5000 |" in page
     assert "| system | 1.00 M tokens | 2.00 M tokens |" in page

@@ -49,6 +49,7 @@ class Measured:
     settings: str
     accuracy: Figure
     tokens_per_forward: Figure
+    without_eos: Figure  # tokens per forward, without the closing EOS
     families: dict[str, Figure]
     speed: dict[str, Figure]  # tokens per second by batch size
 
@@ -64,6 +65,7 @@ class Measured:
             first["settings"],
             figure(lambda r: r["accuracy"]),
             figure(lambda r: r["tokens_per_forward"]),
+            figure(lambda r: r["tokens_per_forward_without_eos"]),
             {family: figure(lambda r: r["families"][family]) for family in first["families"]},  # noqa: B023
             speed or {size: figure(lambda r: r["tokens_per_second"][size]) for size in first["tokens_per_second"]},  # noqa: B023
         )

@@ -61,12 +61,14 @@ def score(
     for problem, text in zip(problems, texts, strict=True):
         right[problem.family].append(mixture.is_correct(problem, text))
     tokens, forwards = sum(len(a.tokens) for a in answers), sum(a.forwards for a in answers)
+    ends = sum(a.finish_reason == "eos" for a in answers)
     record = {
         "accuracy": sum(map(sum, right.values())) / len(problems),
         "families": {name: sum(right[name]) / len(right[name]) for name in sorted(right)},
         "tokens": tokens,
         "forwards": forwards,
         "tokens_per_forward": tokens / forwards,
+        "tokens_per_forward_without_eos": (tokens - ends) / forwards,
         "prompt_tokens": statistics.mean(len(request.prompt) for request in queue.requests),
         "width": queue.decoder.width,
         "has_cache": queue.decoder.cache_length > 0,

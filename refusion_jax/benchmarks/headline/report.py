@@ -100,10 +100,11 @@ def _table(found: list[Curve], timings: Timings, results: Results) -> str:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
         speeds = (_number(timings.speed(curve, point, size)) for size in (_ONE, _MANY))
         row = curve.name, str(len(point.accuracy.values)), _percent(point.accuracy)
-        row += _number(point.tokens_per_forward, 2), *speeds
+        row += _number(point.tokens_per_forward, 2), f"{point.without_eos.mean:.2f}", *speeds
         rows.append((*row, point.settings or "its own", f"{run['learning_rate']:g}", f"{run['seconds']:.0f}"))
     speeds = [f"tokens/s at {size}" for size in (_ONE, _MANY)]
-    names = ["system", "seeds", "exact match", "tokens/forward", *speeds, "setting", "learning rate", "training, s"]
+    names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", *speeds]
+    names += ["setting", "learning rate", "training, s"]
     return table(names, rows)
 
 

@@ -44,6 +44,7 @@ class Scored(TypedDict):
     tokens: int  # of all answers, through the EOS
     forwards: int  # of all answers
     tokens_per_forward: float
+    tokens_per_forward_without_eos: float
     prompt_tokens: float  # mean
     width: int  # places of a row that a forward computes
     has_cache: bool
