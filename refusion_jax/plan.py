@@ -45,11 +45,11 @@ _SLICES = flags.DEFINE_integer(
 )
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
-_ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows a chip")
+_ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows per chip")
 _MEMORY_ONLY = flags.DEFINE_bool(
     "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"
 )
-_SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows a forward x mesh at this batch; name the fastest")
+_SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
 _DECODE = command.define_settings(all_settings(), "decode")
 
@@ -128,8 +128,8 @@ def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
         except TimeoutError:
             tried = f"no change that makes it fit was found within {FIX_SECONDS:g} s: take more chips"
         raise UserError(
-            f"needs {record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB a chip of {record['topology']}; "
-            f"{tried}"
+            f"needs {record['peak_hbm_gib']:.2f} of {record['hbm_limit_gib']:.2f} GiB per chip of "
+            f"{record['topology']}; {tried}"
         )
 
 
@@ -142,9 +142,7 @@ def show(record: dict) -> None:
         if "rests_on" in record:
             print(f"The estimate rests on {record['rests_on']}.")
         if sums := record["blocking_all_reduces"]:
-            print(
-                f"{sums:,.0f} all-reduces of 1 MB and more a step stop the chip; another mesh may do without: --search."
-            )
+            print(f"{sums:,.0f} all-reduces of 1 MB and more per step stop the chip; --search tries other meshes.")
 
 
 def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, devices: int) -> None:
@@ -159,7 +157,7 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
 
     found = search(config, topology, slices, devices, tell)
     if not found:
-        raise UserError(f"nothing that was tried fits {topology} at {config.batch_size} rows a step: take more chips")
+        raise UserError(f"nothing that was tried fits {topology} at {config.batch_size} rows per step: take more chips")
     if not _JSON.value:
         show(found[0])
         print(f"fastest by the estimate: {found[0]['flags']}")

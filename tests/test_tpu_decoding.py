@@ -43,7 +43,7 @@ def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
     out, err = run("plan", *flags, code=2)
     assert not json.loads(out)["fits"]
     (line,) = err.strip().splitlines()
-    found = re.fullmatch(r"error: needs .* GiB a chip of v5e:2x2; --decode.batch_size=(\d+) makes it fit", line)
+    found = re.fullmatch(r"error: needs .* GiB per chip of v5e:2x2; --decode.batch_size=(\d+) makes it fit", line)
     assert 1 <= int(found[1]) <= 512
 
 

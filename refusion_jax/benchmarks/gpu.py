@@ -6,7 +6,7 @@
 First, logits, attention over packed rows (forward and gradient) and greedy answers are compared with the CPU's; then
 model-FLOPs utilization (MFU) of training is measured at 0.6B and 1.7B; then every decoder of the default system, and
 the first one with weights and cache in int8, at 1.7B and 8B with batches of 1 to 128; and with --checkout, the authors'
-code beside ours, as `bench authors` compares them. Writes OUTPUT/results.json after every part, and OUTPUT/section.md,
+code against ours, as `bench authors` compares them. Writes OUTPUT/results.json after every part, and OUTPUT/section.md,
 a page of results. A part that is not expected to fit into the rest of --minutes is skipped; a part that fails
 is reported, and the others go on.
 
@@ -107,7 +107,7 @@ def parts(own: flags.FlagValues) -> list[Part]:
     for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
         few.append(Part(f"training {size}", 0.5 if rehearse else 3, lambda size=size: [trained(size)]))
     if own.checkout:
-        few.append(Part("the authors' code", 0.5 if rehearse else 4, lambda: beside_authors(own)))
+        few.append(Part("the authors' code", 0.5 if rehearse else 4, lambda: against_authors(own)))
     for size in ("tiny",) if rehearse else ("1.7b", "8b"):
         for rows in (2,) if rehearse else (1, 8, 32, 128):
             run = lambda size=size, rows=rows: decoded(size, rows, 8 if rehearse else 128)  # noqa: E731
@@ -179,7 +179,7 @@ def trained(size: str) -> dict:
     config.model.update(shape)
     rows = training.make_rows(np.array([config.row_length]), config.batch_size, config.row_length, pack=True)
     rows.tokens[:] %= V - 2
-    seconds = float(np.median(training.in_turns({"step": training.ours(config, rows)}, 5)["step"]))
+    seconds = float(np.median(training.interleaved({"step": training.ours(config, rows)}, 5)["step"]))
     tokens = config.batch_size * config.row_length
     flops = tokens * train_flops_per_token(model_config(config), CAUSAL.keys_seen(config.row_length))
     peak = peak_flops(jax.devices()[0].device_kind)
@@ -201,7 +201,7 @@ def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
     return [record | {"size": size} for record in decoding.measure(model, own, rows, decoding.copy_bandwidth())]
 
 
-def beside_authors(gpu: flags.FlagValues) -> list[dict]:
+def against_authors(gpu: flags.FlagValues) -> list[dict]:
     """Our decoder and the authors' code on the same random weights, in slots of which all drafts are accepted."""
     own = flags.FlagValues()
     authors.define_flags(own)
@@ -237,7 +237,7 @@ def section(head: dict, records: list[dict], command: str = "") -> str:
         [(" ".join((r["part"], r.get("decoder", ""))).strip(), k.replace("_", " "), f"{r[k]:.3g}") for r, k in checks],
     )
     lines += table(
-        ("training", "rows", "tokens a row", "ms a step", "tokens/s", "MFU"),
+        ("training", "rows", "tokens per row", "ms per step", "tokens/s", "MFU"),
         [
             (
                 r["size"], str(r["batch_size"]), f"{r['row_length']:,}", f"{r['ms']:.1f}",
@@ -257,7 +257,7 @@ def section(head: dict, records: list[dict], command: str = "") -> str:
         ],
     )  # fmt: skip
     lines += table(
-        ("beside the authors' code", "setup", "batch", "tokens/s", "theirs", "ratio"),
+        ("against the authors' code", "setup", "batch", "tokens/s", "theirs", "ratio"),
         [
             (
                 r["size"], f"`{r['setup']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",

@@ -30,16 +30,16 @@ from refusion_jax.training.program import train_program
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    flags.DEFINE_integer("steps", 5, "Steps timed of each program, in turns", flag_values=own)
-    flags.DEFINE_integer("batch_size", 8, "Rows a step", flag_values=own)
-    flags.DEFINE_integer("row_length", 512, "Tokens a row", flag_values=own)
+    flags.DEFINE_integer("steps", 5, "Steps timed of each program, interleaved", flag_values=own)
+    flags.DEFINE_integer("batch_size", 8, "Rows per step", flag_values=own)
+    flags.DEFINE_integer("row_length", 512, "Tokens per row", flag_values=own)
     flags.DEFINE_integer("hidden_size", 256, "Width; the model has 4 layers of heads of 64", flag_values=own)
     flags.DEFINE_string("lengths", "", "Where document lengths come from (see above)", flag_values=own)
     flags.DEFINE_bool("torch", True, "Compare with PyTorch: pip install -e '.[compare]'", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a measurement, then a table."""
+    """Prints one JSON object per measurement, then a table."""
     if own.row_length < 2 or own.batch_size < 1 or own.steps < 1:
         raise UserError("--row_length must be at least 2, --batch_size and --steps 1")
     if own.hidden_size < 64 or own.hidden_size % 64 or own.hidden_size // 64 % 2 and own.hidden_size > 64:
@@ -60,9 +60,9 @@ def main(own: flags.FlagValues) -> None:
         programs["PyTorch, padded"] = theirs(config, padded)
         programs["PyTorch, packed"] = theirs(config, packed)
     real = {"packed": int((packed.segment_ids > 0).sum()), "padded": int((padded.segment_ids > 0).sum())}
-    seconds = in_turns(programs, own.steps)
+    seconds = interleaved(programs, own.steps)
 
-    table = Table("step", "ms", "real tokens a second", "against ours, packed")
+    table = Table("step", "ms", "real tokens per second", "against ours, packed")
     reference = None
     for name, times in seconds.items():
         rate = real[name.split(", ")[1]] / float(np.median(times))
@@ -75,8 +75,8 @@ def main(own: flags.FlagValues) -> None:
     Console().print(table)
 
 
-def in_turns(programs: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
-    """Seconds of each step; programs take turns, so that other load on the machine affects all of them alike."""
+def interleaved(programs: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
+    """Seconds of each step; programs are interleaved, so that other load on the machine affects all of them alike."""
     for run in programs.values():
         run()  # compiles
     seconds: dict[str, list[float]] = {name: [] for name in programs}

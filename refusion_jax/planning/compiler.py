@@ -29,7 +29,7 @@ _DUMP = {"xla_dump_to": "", "xla_dump_hlo_as_text": True}
 _MOST_CHIPS, _MOST_SLICES = 1 << 14, 1 << 10  # in a slice, which is more than any has; in a run
 _ASSIGNED = "after_optimizations-buffer-assignment.txt"
 _OPTIMIZED = "after_optimizations.txt"
-_BEHIND = "after_optimizations_after_buffer_assignment.txt"  # written once the other two are complete
+_LAST = "after_optimizations_after_buffer_assignment.txt"  # written once the other two are complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def compile_program(
                 child.kill()
                 child.join()
                 raise TimeoutError
-            if memory_only and (name := _module_name(path)) and (path / f"{name}.{_BEHIND}").exists():
+            if memory_only and (name := _module_name(path)) and (path / f"{name}.{_LAST}").exists():
                 child.kill()
                 child.join()
         report = json.loads(_read(path / "report.json") or "{}")

@@ -34,8 +34,8 @@ class Collective:
 
     kind: str  # all-gather ..., or GATHER_BY_SUM
     over: str  # "ici", within a slice, or "dcn", between slices
-    count: float  # a step
-    overlapped: bool  # runs beside arithmetic, so that the chip need not wait for it
+    count: float  # per step
+    overlapped: bool  # with arithmetic, so that the chip need not wait for it
     bytes: float  # received by one chip, with the ring algorithm
     fused: bool = False  # interleaved with the steps of one arithmetic operation
 
@@ -158,7 +158,7 @@ class _Counter:
         inside = self._module.computations[i.attribute("calls")]
         nested = [self._fused(inside, j) for j in inside.instructions.values()]
         if inside.name.startswith("async_collective_fusion") or i.name.startswith("async-collective-done"):
-            # Steps of a collective that runs beside arithmetic; it is counted where it starts.
+            # Steps of a collective that overlaps with arithmetic; it is counted where it starts.
             nested = [dataclasses.replace(part, collectives=()) for part in nested]
         elif i.name.startswith("async-collective-start"):
             nested = [part.overlapped(fused=True) for part in nested]

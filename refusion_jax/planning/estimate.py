@@ -7,7 +7,7 @@ all the rest; for the others the chip waits.
 
 The calibration. Real steps are slower than the roofline, by much the same factor within a generation. Where published
 runs give that factor (`Chip.calibration`), the estimate is the factor times the roofline, after one correction:
-collectives that run beside arithmetic without being fused with it are taken to be only partly hidden.
+collectives that overlap with arithmetic without being fused with it are taken to be only partly hidden.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from refusion_jax.planning.costs import Costs, Operation
 # The part of overlapped but unfused collectives that is not hidden. With none, half and all of it, the mean error of
 # predicting each published run from the others is 3.7, 3.3 and 3.0 %. Half is chosen because the published runs used
 # other compilers, which overlap less than ours.
-_BESIDE_SHOWS = 0.5
+_SHOWN_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
     dcn_bandwidth = chip.dcn_bandwidth or math.inf
     ici, dcn = moving("ici", chip.ici_bandwidth, False), moving("dcn", dcn_bandwidth, False)
     waiting = moving("ici", chip.ici_bandwidth, True) + moving("dcn", dcn_bandwidth, True)
-    beside = sum(c.bytes for c in costs.collectives if c.over == "ici" and c.overlapped and not c.fused)
+    unfused = sum(c.bytes for c in costs.collectives if c.over == "ici" and c.overlapped and not c.fused)
     roofline = max(operations + waiting, ici, dcn)
-    shown = _BESIDE_SHOWS * beside / chip.ici_bandwidth
+    shown = _SHOWN_SHARE * unfused / chip.ici_bandwidth
     expected, known = max(operations + waiting + shown, ici, dcn), chip.calibration
     step = expected * known.factor if known else roofline
     return Estimate(

@@ -38,7 +38,7 @@ class Instruction:
     opcode: str
     shapes: tuple[Shape, ...]  # of its result, flattened
     operands: tuple[str, ...]  # names; for constants and parameters, the text in the parentheses
-    attributes: str  # everything behind the operands
+    attributes: str  # everything after the operands
     is_root: bool
 
     def attribute(self, key: str) -> str | None:

@@ -79,7 +79,7 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
 
 
 def state_bytes(config: ml_collections.ConfigDict, mesh: Mesh) -> float:
-    """Bytes a chip of weights, optimizer state and counters."""
+    """Bytes per chip of weights, optimizer state and counters."""
     target = train_program(config, model_config(config), mesh).target
     return float(
         sum(jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(target))

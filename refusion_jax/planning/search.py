@@ -1,7 +1,7 @@
-"""Searches for the fastest settings that fit: remat policy x rows a forward x mesh, at the same global batch.
+"""Searches for the fastest settings that fit: remat policy x rows per forward x mesh, at the same global batch.
 
-Rows a forward are changed by gradient accumulation, which does not change the result of training. Every candidate is
-compiled up to its buffer assignment, which takes a few seconds. `chips` counts JAX devices here, two a chip on TPU7x.
+Rows per forward are changed by gradient accumulation, which does not change the result of training. Every candidate is
+compiled up to its buffer assignment, which takes a few seconds. `chips` counts JAX devices here, two per chip on TPU7x.
 """
 
 import copy
@@ -58,7 +58,7 @@ def search(
                 record["flags"] = as_flags(flags)
                 tell(record)
                 if not record["fits"]:
-                    break  # more rows a forward would need more memory
+                    break  # more rows per forward would need more memory
                 found.append(record)
     return sorted(found, key=lambda record: record["step_seconds"])
 
@@ -150,9 +150,9 @@ def _get(config: ml_collections.ConfigDict, key: str):
 
 
 def _accumulations(config: ml_collections.ConfigDict, chips: int) -> list[int]:
-    """Accumulations to try, from the fewest rows a forward (one a chip, if there are enough) to the whole batch.
+    """Accumulations to try, from the fewest rows per forward (one per chip, if there are enough) to the whole batch.
 
-    Rows a forward double from one to the next, so that a search ends; the config's own accumulation is among them.
+    Rows per forward double from one to the next, so that a search ends; the config's own accumulation is among them.
     """
     most = max(config.batch_size // chips, 1)
     powers = {most >> n for n in range(most.bit_length()) if most % (1 << n) == 0}

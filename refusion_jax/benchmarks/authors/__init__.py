@@ -6,10 +6,10 @@
 --checkout is a clone of https://github.com/ML-GSAI/ReFusion, whose code is run by --python, an interpreter that has
 torch and the version of transformers that their code asks for (4.52). They decode one prompt at a time with a KV cache,
 on one thread or on one for every core, whichever is faster. We decode as many at a time as --batch_sizes say, by their
-algorithm of infilling and by exact infilling, or by what each --setup says. All take turns; `ratio` is the median over
-the turns of our tokens a second over theirs, between the least and the most. `same` is the share of answers that are
-equal, which all should be by their algorithm in float32, except where their code has a defect. Only decoded tokens
-count, and no compilation.
+algorithm of infilling and by exact infilling, or by what each --setup says. Repeats are interleaved; `ratio` is the
+median over the repeats of our tokens per second over theirs, between the least and the most. `same` is the share of
+answers that are equal, which all should be by their algorithm in float32, except where their code has a defect. Only
+decoded tokens count, and no compilation.
 """
 
 import json
@@ -88,7 +88,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -> list[dict]:
-    """Decodes with theirs and with each of our setups and batch sizes, in turns: one record for each of ours."""
+    """Decodes with theirs and with each of our setups and batch sizes, interleaved: one record for each of ours."""
     method, c = next(iter(default_system().decoders)), model.config
     shared = read_shared(own)
     setups = own.setup or [f"{method} infill=threshold", f"{method} infill=exact"]
@@ -198,7 +198,7 @@ class Theirs:
         return min(seconds, key=seconds.get)
 
     def decode(self, asked: dict[str, Any], threads: int) -> tuple[list[list[int]], float]:
-        """The tokens decoded behind each prompt, and the seconds that took.
+        """The tokens decoded after each prompt, and the seconds that took.
 
         Raises:
           UserError: where their code fails.

@@ -3,7 +3,7 @@
   python theirs.py CHECKOUT MODEL DTYPE
 
 CHECKOUT is their repository, MODEL a Hugging Face directory. Prints {"device"} when the model is loaded; then reads one
-JSON object a line, {"threads", "prompts", "settings"}, and answers {"answers", "seconds"}: the tokens decoded behind
+JSON object per line, {"threads", "prompts", "settings"}, and answers {"answers", "seconds"}: the tokens decoded after
 each prompt, one prompt after the other, and the time of all of them.
 """
 
