@@ -62,8 +62,8 @@ def test_runs_are_written_as_they_are_read(tmp_path, monkeypatch):
     assert read_runs() == RUNS
 
 
-def test_bench_plan_prints_every_run_and_every_generation():
-    out, _ = run("bench", "plan")
+def test_bench_calibration_prints_every_run_and_every_generation():
+    out, _ = run("bench", "calibration")
     records = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert [r["run"] for r in records if "run" in r] == [r.name for r in RUNS]
     factors = {r["generation"]: r["factor"] for r in records if "generation" in r}
@@ -72,7 +72,7 @@ def test_bench_plan_prints_every_run_and_every_generation():
 
 
 def test_bench_plan_writes_only_what_it_compiled():
-    _, err = run("bench", "plan", "--output=new.json", code=2)
+    _, err = run("bench", "calibration", "--output=new.json", code=2)
     assert err.startswith("error: --output=new.json: ")
     assert "--compile" in err
 
