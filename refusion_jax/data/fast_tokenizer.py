@@ -139,7 +139,12 @@ class FastTokenizer(Tokenizer):
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
         """By the chat template: a string is the turn of a user; messages are the turns they say."""
         bos = [self.bos_id] if self.bos_id >= 0 else []
-        encoded = self._encode([self._render(text) for text in texts], as_text=self._template is None)
+        rendered = [self._render(text) for text in texts]
+        for turns, whole in zip(texts, rendered, strict=True):
+            for role, content in turns if isinstance(turns, tuple) and self._template else ():
+                if content.strip() not in whole:
+                    self.left_out[role] = self.left_out.get(role, 0) + 1
+        encoded = self._encode(rendered, as_text=self._template is None)
         is_turn = (text is not None and self._template is not None for text in texts)  # which begins as it should
         return [ids if turn else bos + ids for turn, ids in zip(is_turn, encoded, strict=True)]
 
@@ -147,11 +152,7 @@ class FastTokenizer(Tokenizer):
         if text is None or self._template is None:
             return plain_prompt(text)
         turns = text if isinstance(text, tuple) else (("user", text),)
-        rendered = self.render_chat([{"role": role, "content": content} for role, content in turns])
-        for role, content in turns:
-            if content.strip() not in rendered:
-                self.left_out[role] = self.left_out.get(role, 0) + 1
-        return rendered
+        return self.render_chat([{"role": role, "content": content} for role, content in turns])
 
     def render_chat(
         self, messages: list[dict[str, str]], thinking: bool | None = None, answer_begun: bool = False
