@@ -1,6 +1,5 @@
 """Fast-dLLM: what its caches change, what its rules commit, and whose models it decodes."""
 
-import dataclasses
 import functools
 
 import jax
@@ -70,12 +69,10 @@ def test_a_rule_commits_what_is_sure_enough_and_always_the_best():
     assert committed("threshold", threshold=0.99) == [1]
 
 
-def test_the_model_says_whether_it_is_shifted_unless_the_user_does():
+def test_the_model_says_whether_it_is_shifted():
     requests = prepare(PROMPTS, settings("fast_dllm"), tiny_config())
     assert not BlockCache.for_requests(requests, tiny_config()).shifted
     assert BlockCache.for_requests(requests, tiny_config(shifted=True)).shifted
-    forced = [dataclasses.replace(r, settings=settings("fast_dllm", shift="no")) for r in requests]
-    assert not BlockCache.for_requests(forced, tiny_config(shifted=True)).shifted
 
 
 def test_it_trains_nothing_and_decodes_models_of_others():

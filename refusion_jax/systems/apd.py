@@ -15,8 +15,8 @@ tokens and three places:
     targets        a b x                                            a  1 1 .
     committed      a b                                              b  1 1 1
 
-It decodes models that other systems train. `shift` tells whether these read the token at j from the logits at j - 1;
-our checkpoints store that.
+It decodes models that other systems train. Checkpoints tell whether these read the token
+at j from the logits at j - 1.
 
 From the authors' code (github.com/danielmisrael/apd): target, prefix, first token, no mask behind the last place ahead.
 From a description of the paper, which we have not read: the same noise, R = 0.6, 200 places. (Their code takes the most
@@ -69,7 +69,6 @@ class CheckedSettings(shared.Settings):
         0.6, "Weight of the drafting model's logits in the target; the verifier has the rest", at_least=0, at_most=1
     )
     lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
-    shift: str = setting(*masked.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -126,7 +125,7 @@ class DraftAndCheck(Decoder):
             new_tokens=N,
             lookahead=min(s.lookahead, N),
             chunk=prefill_chunk(requests),
-            shifted=masked.is_shifted(s.shift, model),
+            shifted=model.shifted,
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -179,7 +178,7 @@ class DraftAndCheck(Decoder):
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, check, s = Plain(model, request, keeps_cache=False), Plain(model.verifier, request), request.settings
-    shift, commits = masked.is_shifted(s.shift, model.config), []
+    shift, commits = model.config.shifted, []
     text, places = list(plain.given.values()), list(plain.places)
     while places:
         ahead = places[: s.lookahead]

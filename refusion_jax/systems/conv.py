@@ -1,14 +1,14 @@
 """Convolutional decoding (Seo et al., arXiv 2509.15188): prefers masks near known tokens, without blocks.
 
 Decoding: every forward runs over the whole text. The confidence of a mask is the probability of its token times
-tanh(c * r), where r counts the given and committed tokens within (k - 1) / 2 places; a step commits the n most
+tanh(r), where r counts the given and committed tokens within (k - 1) / 2 places; a step commits the n most
 confident masks. With k = 5 (an even k counts as k + 1), in a text of two given tokens:
 
     text       p q M M c M          the mask is a matrix of ones:
     r              3 2   1          every token sees its whole document, as the model was trained
 
-It decodes models that other systems train. `shift` tells whether these read the token at j from the logits at j - 1;
-our checkpoints store that.
+It decodes models that other systems train. Checkpoints tell whether these read the token
+at j from the logits at j - 1.
 
 From the paper and the authors' code: tanh, window, c = 1, k = 512, the number of commits of a step (masks over steps,
 one more in the first steps). The paper's common factor on all confidences of a step does not change their order and is
@@ -44,8 +44,6 @@ class ConvSettings(masked.MaskedSettings):
     conv_window: int = setting(
         512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )
-    conv_scale: float = setting(1.0, "c: how fast confidence saturates with known tokens nearby", above=0, at_most=1e4)
-    shift: str = setting(*masked.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     def selection_rule(self) -> masked.SelectionRule:
         """The most confident masks, as many a step, with more confidence near known tokens."""
@@ -64,7 +62,6 @@ class RowSettings(masked.RowSettings):
 
     steps: Int32[ArrayLike, "*B"]
     conv_window: Int32[ArrayLike, "*B"]
-    conv_scale: Float32[ArrayLike, "*B"]
 
 
 class NearKnown(masked.EvenSteps):
@@ -73,10 +70,10 @@ class NearKnown(masked.EvenSteps):
     def confidence(
         self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Float32[Array, "B N"]:
-        """The probability of the token times tanh(c * r)."""
+        """The probability of the token times tanh(r)."""
         own = s.layout.settings
         known = known_nearby(s.text != mask_id, w.position, own.conv_window // 2)
-        return proposal.probability * jnp.tanh(own.conv_scale[:, None] * known)
+        return proposal.probability * jnp.tanh(known.astype(jnp.float32))
 
 
 class Convolve(masked.MaskedDecoder):
@@ -100,14 +97,14 @@ def known_nearby(
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
     plain, s, commits = Plain(model, request, keeps_cache=False), request.settings, []
-    shift, n = masked.is_shifted(s.shift, model.config), len(plain.places)
+    shift, n = model.config.shifted, len(plain.places)
     text, steps = dict(plain.given), min(s.steps or n, n)
     for step in range(steps):
         tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
         p = plain.forward("denoise", tokens, [*range(len(tokens))], np.ones((len(tokens), len(tokens)), bool))
         best = {place: plain.best(p[place - shift], place) for place in plain.places if place not in text}
         near = {place: sum(abs(place - at) <= s.conv_window // 2 for at in text) for place in best}
-        scores = {at: float(p[at - shift][best[at]]) * math.tanh(s.conv_scale * near[at]) for at in best}
+        scores = {at: float(p[at - shift][best[at]]) * math.tanh(near[at]) for at in best}
         for place in plain.first(scores, n // steps + (step < n % steps)):
             text[place] = best[place]
             commits.append((best[place], place))

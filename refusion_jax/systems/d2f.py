@@ -15,10 +15,9 @@ of two:
                                     1 1 1 1 1 1
                                     1 1 1 1 1 1
 
-Decoding: a new block of masks is opened once a share `open_at` of the last one is committed. In each open block every
-forward commits the tokens with p > `threshold`, and at least the most probable one if a share `force_at` of the block
-before it is committed. Leading blocks without masks go to the cache, which is exact, as nothing that they attend to
-changes any more.
+Decoding: a new block of masks is opened once a tenth of the last one is committed. In each open block every forward
+commits the tokens with p > `threshold`, and at least the most probable one if 95 % of the block before it is committed.
+Leading blocks without masks go to the cache, which is exact, as nothing that they attend to changes any more.
 
 From the paper and the authors' code: mask, noise, 1 / p, pipeline, blocks of 16. Left out: the paper distils a
 bidirectional teacher into this model; here the labels are the tokens themselves, and training starts from scratch or
@@ -63,6 +62,7 @@ from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
 _BLOCK = 16  # as in the paper
+_OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
 
 KEYS = {
     "block_length": Setting(_BLOCK, "tokens of a block, also the default for decoding", at_least=1, at_most=2**20),
@@ -155,10 +155,6 @@ class PipelineSettings(shared.Settings):
         4, "Blocks that one forward feeds, at most", scope="compiled", at_least=2, at_most=2**16
     )
     threshold: float = setting(0.9, "Tokens more probable than this are committed at once", at_least=0, at_most=1)
-    open_at: float = setting(0.1, "A block is opened once this share of the one before it is committed", at_least=0,
-                             at_most=1)  # fmt: skip
-    force_at: float = setting(0.95, "A block commits a token in every forward once this share of the one before it is "
-                              "committed", at_least=0, at_most=1)  # fmt: skip
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -181,8 +177,6 @@ class RowSettings(shared.RowSettings):
     """The traced settings of each row."""
 
     threshold: Float32[ArrayLike, "*B"]
-    open_at: Float32[ArrayLike, "*B"]
-    force_at: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -266,7 +260,7 @@ class Pipeline(Decoder):
         sure = p > own.threshold[:, None, None]
         is_best = jnp.argmax(p, axis=2)[:, :, None] == jnp.arange(K)[None, None]
         share = 1 - jnp.pad(before[:, :-1], ((0, 0), (1, 0))) / K  # committed share of the block before each one
-        is_forced = (share >= own.force_at[:, None]) & ~jnp.any(sure, axis=2)
+        is_forced = (share >= _FORCE_AT) & ~jnp.any(sure, axis=2)
         after = masked.commit(
             s, w, proposal.token, (sure | (is_best & is_forced[:, :, None])).reshape(w.masked.shape), self.ids
         )
@@ -289,7 +283,7 @@ class Pipeline(Decoder):
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
         has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.layout.places.count)
-        is_due = has_room & (share >= s.layout.settings.open_at) & ~masked.has_ended(s.record, self.ids)
+        is_due = has_room & (share >= _OPEN_AT) & ~masked.has_ended(s.record, self.ids)
         return s.opened + is_due
 
 
@@ -305,7 +299,7 @@ def reference(model: Transformer, request: Request) -> dict:
 
     while not plain.is_complete(text):
         room = opened < len(blocks) and opened - cached < s.blocks_in_flight
-        if room and share(opened - 1) >= s.open_at and plain.ids.eos_id not in dict(commits):
+        if room and share(opened - 1) >= _OPEN_AT and plain.ids.eos_id not in dict(commits):
             opened += 1
         places = [*range(first + opened * K)]
         rank = np.array([max(0, 1 + (place - first) // K) for place in places])
@@ -317,7 +311,7 @@ def reference(model: Transformer, request: Request) -> dict:
             best = {place: plain.best(p[place], place) for place in masks}
             scores = {place: float(p[place][best[place]]) for place in masks}
             chosen = [place for place in masks if plain.above(scores[place], s.threshold)]
-            if not chosen and shares[block] >= s.force_at:
+            if not chosen and shares[block] >= _FORCE_AT:
                 chosen = plain.first(scores, 1)
             new |= {place: best[place] for place in chosen}
         while cached < opened and shares[cached + 1] == 1:

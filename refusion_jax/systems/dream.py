@@ -122,8 +122,6 @@ def schedule(masks: int, steps: int) -> tuple[int, ...]:
 class DreamSettings(masked.MaskedSettings):
     """How to decode a shifted masked diffusion model."""
 
-    shift: ClassVar[str] = "yes"
-
     steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**16)
     confidence: str = setting(
         "entropy",
@@ -179,6 +177,7 @@ class Denoise(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DreamSettings]] = DreamSettings
+    always_shifted: ClassVar[bool] = True
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode, settings and schedules of some requests."""

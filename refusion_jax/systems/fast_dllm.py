@@ -15,7 +15,7 @@ Every forward commits the most probable token of the block. By the rule `thresho
 p >= threshold; by `factor`, the n most probable ones, with the largest n for which the n-th has
 p >= 1 - factor / (n + 1).
 
-It decodes models that other systems train. Where these read the token at j from the logits at j - 1 (`shift`; our
+It decodes models that other systems train. Where these read the token at j from the logits at j - 1 (our
 checkpoints store that), the first forward of a block also commits the first token of the block, since the token before
 it is not fed again.
 
@@ -69,7 +69,6 @@ class FastSettings(masked.MaskedSettings):
     factor: float = setting(
         1.0, "With rule=factor: the n-th token is committed if p >= 1 - factor / (n + 1)", above=0, at_most=1e4
     )
-    shift: str = setting(*masked.SHIFT, scope="compiled", choices=("auto", "yes", "no"))
 
     def selection_rule(self) -> masked.SelectionRule:
         """All masks that are sure enough."""
@@ -226,7 +225,7 @@ class BlockCache(masked.MaskedDecoder):
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy. Kept keys and values are recomputed from the older text."""
     plain, s, commits = Plain(model, request), request.settings, []
-    shift, n = masked.is_shifted(s.shift, model.config), len(plain.places)
+    shift, n = model.config.shifted, len(plain.places)
     text, whole = dict(plain.given), [*range(request.length)]
 
     def tokens(places):

@@ -38,8 +38,6 @@ from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 _WIDTHS = 4  # number of compiled widths, at most
-# Default and help of the setting `shift`, which decoders have that serve models of several systems; see `is_shifted`.
-SHIFT = "auto", "Whether the token at j is read from the logits at j - 1: yes | no | auto (what a run's model says; no)"
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +137,6 @@ class MaskedSettings(shared.Settings):
 
     block_length: ClassVar[int] = 0  # 0: the whole answer
     merge: ClassVar[int] = 1
-    shift: ClassVar[str] = "no"
 
     def selection_rule(self) -> SelectionRule:
         """Which masks a forward commits."""
@@ -161,6 +158,7 @@ class MaskedDecoder(Decoder):
     settings: ClassVar[type[MaskedSettings]]
     row_settings: ClassVar[type[RowSettings]] = RowSettings
     cache_length: ClassVar[int] = 0
+    always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
 
     ids: TokenIds
     width: int  # C, tokens of the longest text
@@ -177,7 +175,7 @@ class MaskedDecoder(Decoder):
         Raises:
           UserError: where a request begins with a gap, and the model cannot write a first token.
         """
-        own, N, shifted = requests[0].settings, most_new_tokens(requests), is_shifted(requests[0].settings.shift, model)
+        own, N, shifted = requests[0].settings, most_new_tokens(requests), cls.always_shifted or model.shifted
         if shifted:
             check_first(requests)
         return cls(
@@ -335,11 +333,6 @@ def has_ended(record: Record, ids: TokenIds) -> Bool[Array, "B"]:
     """Whether an EOS was committed."""
     is_real = jnp.arange(record.tokens.shape[1])[None] < record.count[:, None]
     return jnp.any(is_real & (record.tokens == ids.eos_id), axis=1)
-
-
-def is_shifted(choice: str, model: ModelConfig) -> bool:
-    """Whether the token at j is read from the logits at j - 1; choice is "yes", "no", or "auto": as the model says."""
-    return model.shifted if choice == "auto" else choice == "yes"
 
 
 def check_first(requests: Sequence[Request]) -> None:
