@@ -8,7 +8,7 @@ Each line of --input is {"prompt": "text"} or {"prompt_ids": [ids]}, with an "id
 follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3}} changes settings for one line.
 
 Each line of --output has id, text, tokens (reading order, through the end of text; of a template the given ones too),
-commit_order (positions of all decoded tokens in the order of commitment, also those behind the end of text), forwards,
+commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text), forwards,
 rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
 are done; a single --prompt at a terminal gets its text alone.
 
@@ -18,7 +18,7 @@ decodes what is missing; then OUTPUT is written, whole and in the order of the p
 Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only where
 nobody else can write to it: the second call with the same sizes starts in seconds.
 
-Memory beside the weights: mostly the cache, which takes 2 x layers x key/value heads x head size x bytes of --dtype for
+Memory on top of weights: the cache, mostly. It takes 2 x layers x key/value heads x head size x bytes of --dtype for
 each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456 bytes a token, 4.5 GiB for 64 rows of
 512. What cannot fit is refused before anything is compiled. --decode.weights=int8 and --decode.cache=int8 take half of
 bfloat16's bytes for weights and cache, and round them (benchmarks/results/int8.md).

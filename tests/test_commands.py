@@ -117,7 +117,7 @@ BAD = {
     "unknown ids": ([*GENERATE, "--input={dir}/ids.jsonl"], "ids.jsonl:1: holds an id outside 0 to 511"),
     "prompt longer than the cache": (
         [*GENERATE, "--input={dir}/long_prompt.jsonl"],
-        "long_prompt.jsonl:1: has 201 tokens, and 8 new ones do not fit behind them in a cache of 64",
+        "long_prompt.jsonl:1: has 201 tokens, and 8 new ones do not fit after them in a cache of 64",
     ),
     "method of another model": ([*GENERATE, "--prompt=x", "--decode.method=ar"], "which decodes with refusion or seq"),
     "impossible decode setting": (

@@ -83,5 +83,5 @@ def test_it_trains_nothing_and_decodes_models_of_others():
 
 
 def test_templates_are_refused():
-    with pytest.raises(UserError, match="prompt 0: the decoder 'fast_dllm' only writes behind what is given"):
+    with pytest.raises(UserError, match="prompt 0: the decoder 'fast_dllm' only writes after what is given"):
         decode(sharp_model(), [Request([5], (2, [7]))], settings("fast_dllm"))

@@ -1,6 +1,6 @@
 """The static-shape key/value cache of a batch of rows.
 
-A forward writes the keys and values of its tokens right behind the committed ones. To commit some of them is to advance
+A forward writes the keys and values of its tokens right after the committed ones. To commit some of them is to advance
 a counter; to drop the others takes nothing, as the next forward overwrites them.
 
 Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary.
@@ -49,13 +49,13 @@ def bytes_per_token(model: ModelConfig, dtype: jnp.dtype) -> int:
 
 
 def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int = 1) -> Cache:
-    """Fills a new cache with the keys and values of the given tokens, one chunk of tokens a forward.
+    """Fills a new cache with the keys and values of the given tokens, one chunk of tokens per forward.
 
     Args:
       model: the transformer.
       given: [B, C] tokens, padded on the right; C is also the capacity of the cache. Keys and values in `given.known`
         are copied, not computed.
-      chunk_length: tokens a forward, at most C; a multiple of the block size.
+      chunk_length: tokens per forward, at most C; a multiple of the block size.
       block_size: attention is causal over blocks of this size, counted from the first token. The entries of a last,
         incomplete block are not valid.
     """
@@ -104,14 +104,14 @@ def extend(
       visible: which new tokens each new token attends to. All of them attend to every committed entry.
 
     Returns:
-      (logits, the cache with the new entries behind the committed ones).
+      (logits, the cache with the new entries after the committed ones).
     """
     logits, new = model.extend(tokens, positions, cache.entries, cache.length, visible)
     return logits, write(cache, new)
 
 
 def write(cache: Cache, new: KeyValues) -> Cache:
-    """Writes the keys and values of a forward, [L, B, T, K, H], behind the committed ones, in place."""
+    """Writes the keys and values of a forward, [L, B, T, K, H], after the committed ones, in place."""
     # This scatter states that rows are independent and indices in bounds. A vmapped dynamic_update_slice clamps its
     # indices instead, and XLA then copies the whole cache (seen on CPU).
     windows = jax.lax.ScatterDimensionNumbers(

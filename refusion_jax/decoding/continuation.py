@@ -64,14 +64,14 @@ class Continuer(Decoder):
     width: int  # tokens a row that one forward feeds
     new_tokens: int  # at most, in a row
     cache_length: int
-    chunk: int  # given tokens a forward of the prefill
+    chunk: int  # given tokens per forward of the prefill
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         """A decoder with the smallest sizes that serve all of these requests.
 
         Raises:
-          UserError: for templates, as the text behind a gap could not be seen.
+          UserError: for templates, as the text after a gap could not be seen.
         """
         check_no_templates(requests)
         width = cls.width_for(requests)
@@ -102,7 +102,7 @@ class Continuer(Decoder):
         Args:
           state: class of the state.
           layout: given tokens and places to decode.
-          keys: one a row.
+          keys: one per row.
           cache: filled with what is given.
           **own: further fields of the class.
         """
@@ -126,7 +126,7 @@ def cut_behind_eos(
     end: Int32[Array, "B"],
     eos_id: int,
 ) -> tuple[Bool[Array, "B T"], Int32[Array, "B"]]:
-    """Cuts new tokens behind the first EOS among them: (which tokens are still new, where each text ends).
+    """Cuts new tokens after the first EOS among them: (which tokens are still new, where each text ends).
 
     Args:
       is_new: tokens about to be written.

@@ -74,7 +74,7 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
         rows,
         f"{rows} rows of {decoder.cache_length:,} tokens, of "
         f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need "
-        f"{bytes_needed(model, mesh, rows, decoder) / _GIB:.1f} GiB a device beside the weights; "
+        f"{bytes_needed(model, mesh, rows, decoder) / _GIB:.1f} GiB a device besides the weights; "
         f"{free / _GIB:.1f} GiB are free: {fix}",
     )
 

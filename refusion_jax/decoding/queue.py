@@ -25,9 +25,9 @@ LOOK = 16  # forwards between two checks of whether the caller stops answers
 class Answer:
     """One answer. Positions count from the start of the prompt."""
 
-    tokens: list[int]  # in reading order, through the first EOS; with the given tokens of a template behind the prompt
+    tokens: list[int]  # in reading order, through the first EOS; with the given tokens of a template after the prompt
     commit_order: list[int]  # positions of all decoded tokens, in the order of commitment
-    commit_tokens: list[int]  # the tokens at these positions, including any behind the first EOS
+    commit_tokens: list[int]  # the tokens at these positions, including any after the first EOS
     forwards: int  # of the decoding loop; the prefill is not counted
     rounds: int  # plans that were followed; for decoders that do not plan, forwards
     finish_reason: str  # "eos", "length", or "stop" where the caller has stopped it
@@ -107,7 +107,7 @@ def read_answer(
 
 
 def reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) -> list[int]:
-    """The tokens behind the prompt, through the first EOS; with `to_gap` only those before the first gap."""
+    """The tokens after the prompt, through the first EOS; with `to_gap` only those before the first gap."""
     text = dict(zip(record.positions[: record.count].tolist(), record.tokens[: record.count].tolist(), strict=True))
     end = min((at for at, token in text.items() if token == eos_id), default=None)
     text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}

@@ -16,16 +16,16 @@ from refusion_jax.decoding.settings import RowSettings, Settings
 from refusion_jax.model.transformer import KeyValues, ModelConfig
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
-_CHUNK = 256  # given tokens a forward of the prefill, at most
+_CHUNK = 256  # given tokens per forward of the prefill, at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt and what is to be decoded behind it.
+    """A prompt and what is to be decoded after it.
 
     `template` lists given tokens and lengths of gaps in text order: `([5, 6], 40, [7], 24)` asks for 40 tokens between
-    5 6 and 7, and for 24 behind 7. Given tokens are committed first; the gaps are then decoded with all of them in
-    sight. EOS is only allowed in a gap behind the last given token. An empty template means one gap of max_new_tokens.
+    5 6 and 7, and for 24 after 7. Given tokens are committed first; the gaps are then decoded with all of them in
+    sight. EOS is only allowed in a gap after the last given token. An empty template means one gap of max_new_tokens.
     """
 
     prompt: Sequence[int]
@@ -159,7 +159,7 @@ def text_capacity(requests: Sequence[Request]) -> int:
 
 
 def prefill_chunk(requests: Sequence[Request]) -> int:
-    """Given tokens a forward of the prefill. A long shared prefix is at least one chunk, so that it can be copied."""
+    """Given tokens per forward of the prefill. A long shared prefix is at least one chunk, so that it can be copied."""
     given = max(len(request.given[0]) for request in requests)
     chunk, shared = min(_CHUNK, rounded_up(given)), shared_prefix(requests) // ROUNDING * ROUNDING
     return min(chunk, shared) if 2 * shared >= given else chunk
@@ -188,7 +188,7 @@ def check_no_templates(requests: Sequence[Request]) -> None:
     for request in requests:
         if request.template:
             raise UserError(
-                f"{request.name}: the decoder {request.settings.method!r} only writes behind what is given; it cannot "
+                f"{request.name}: the decoder {request.settings.method!r} only writes after what is given; it cannot "
                 f"fill templates"
             )
 
@@ -235,7 +235,7 @@ def _complete(request: Request, model: ModelConfig, room: int) -> Settings:
     try:
         return settings.fill_in(room - len(request.prompt))
     except SettingError as error:
-        raise UserError(f"{request.name}: {error} of what fits behind its {len(request.prompt)} tokens") from error
+        raise UserError(f"{request.name}: {error} of what fits after its {len(request.prompt)} tokens") from error
 
 
 def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:
@@ -260,5 +260,5 @@ def _check(request: Request, num_tokens: int, room: int) -> None:
         fix = "shorten the template" if gaps else "shorten it, lower max_new_tokens"
         raise UserError(
             f"{request.name}: has {len(given)} tokens, and {request.length - len(given)} new ones do not fit "
-            f"{'between' if gaps else 'behind'} them in a cache of {room}: {fix}, or raise cache_length"
+            f"{'between' if gaps else 'after'} them in a cache of {room}: {fix}, or raise cache_length"
         )

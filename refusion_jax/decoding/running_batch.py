@@ -256,7 +256,7 @@ def _run(compiled: Program, params, state: State, wanted, most) -> State:
 def _release(state: State, ended: jax.Array, copies_prefix: bool) -> State:
     """Clears the rows where `ended` [B] is true, but for their keys and values.
 
-    These keep their length: the forwards that follow write behind it, and the prefix that newcomers copy stays whole.
+    These keep their length: the forwards that follow write after it, and the prefix that newcomers copy stays whole.
     """
 
     def clear(axis, x):

@@ -2,12 +2,12 @@
 
 Decoding: the next `lookahead` places are masks, and one forward of the model drafts a token for each, independently of
 the others. The verifier, a model of the system `ar` with the same tokenizer (`--decode.verifier=RUN`), reads these
-drafts in one forward behind the text. Target and draft of a place are sampled with the same noise (none if greedy):
+drafts in one forward after the text. Target and draft of a place are sampled with the same noise (none if greedy):
 
     target = softmax(R l_D + (1 - R) l_AR)        R = `drafter_weight`, l_D of the model, l_AR of the verifier
 
 The longest prefix of drafts that equal their targets is committed, and at least the first draft. So the text is written
-from left to right, with several tokens a forward of the large model where both models agree. Example with two given
+from left to right, with several tokens per forward of the large model where both models agree. Example with two given
 tokens and three places:
 
     text       p q M M M        the model: a matrix of ones     the verifier, of which p is cached:
@@ -18,12 +18,12 @@ tokens and three places:
 It decodes models that other systems train. Checkpoints tell whether these read the token
 at j from the logits at j - 1.
 
-From the authors' code (github.com/danielmisrael/apd): target, prefix, first token, no mask behind the last place ahead.
+From the authors' code (github.com/danielmisrael/apd): target, prefix, first token, no mask after the last place ahead.
 From a description of the paper, which we have not read: the same noise, R = 0.6, 200 places. (Their code takes the most
 probable token of the target whatever the temperature; their demonstration has R = 0.7 and 100 places.) Left out: their
 window of the model's own keys and values, which is an approximation; here every forward of the model runs over the
 whole text, and only the verifier has a cache, which is exact. `forwards` counts those of the model, each of which comes
-with one of the verifier. Our choices: drafts behind the first EOS are not committed; mask and padding are never chosen.
+with one of the verifier. Our choices: drafts after the first EOS are not committed; mask and padding are never chosen.
 
 Axes: B rows, C text length, N tokens to decode, K places ahead, V vocabulary.
 """
@@ -115,7 +115,7 @@ class DraftAndCheck(Decoder):
         """The smallest sizes that serve all of these requests.
 
         Raises:
-          UserError: for templates, as a left-to-right model does not see the text behind a gap.
+          UserError: for templates, as a left-to-right model does not see the text after a gap.
         """
         check_no_templates(requests)
         s, N = requests[0].settings, most_new_tokens(requests)

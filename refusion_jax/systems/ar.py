@@ -1,7 +1,7 @@
 """The autoregressive baseline, on the same transformer and the same rows as all other systems.
 
 Trained by next-token prediction (causal attention, mean over the response tokens of the batch). Decoded left to right,
-one token a forward.
+one token per forward.
 
 Axes: B rows, T row length, N new tokens, V vocabulary.
 """

@@ -28,11 +28,11 @@ commits its keys and values, and its last token predicts the first token of the 
 Based on a description of the paper and of the authors' code, neither of which we have read: masks and complementary
 copies, shift and mean, order of decoding. The authors give each copy a clean text of its own; here both share one,
 which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole blocks. Here rows are
-packed: a noisy block belongs to the document of its first token; behind the end of that document it holds repeats of
+packed: a noisy block belongs to the document of its first token; after the end of that document it holds repeats of
 the EOS in place of the next document, whose labels in this block are lost. They are masked and predicted like others,
 because a decoder fills them before it knows where the text ends. Blocks are counted from the start of the row, so the
 documents of a row are shuffled: packed by length, their places would tell it.
-Their approximate cache inside a block, off by default, is left out. Places behind a revealed EOS are not decoded, but
+Their approximate cache inside a block, off by default, is left out. Places after a revealed EOS are not decoded, but
 fed as masks.
 
 Axes: B rows, T row length, C text length, K block size, V vocabulary.
@@ -105,7 +105,7 @@ class ComplementaryMasks:
         p, u = draw_levels(keys, rows, self.eps)
         p, owner, start = (jnp.take_along_axis(x, first, axis=1) for x in (p, rows.segment_ids, positions))
         is_own = rows.segment_ids == owner
-        source = jax.lax.cummax(jnp.where(is_own, index, 0), axis=1)  # behind the owner's end: its last token
+        source = jax.lax.cummax(jnp.where(is_own, index, 0), axis=1)  # after the owner's end: its last token
         tokens, is_response = (jnp.take_along_axis(x, source, axis=1) for x in (rows.tokens, rows.is_response))
         masked = [is_response & side for side in (u < p, u >= p)]
         # Masked token n is labelled at n - 1, if that belongs to the same document.
@@ -210,7 +210,7 @@ class BlockByBlock(Continuer):
         """One forward over each row's block: reveals tokens, or commits it and reveals the first token of the next."""
         B, K = len(s.end), self.width
         offset = jnp.arange(K)[None]
-        at = s.cache.length[:, None] + offset  # [B, K]; each predicts the token behind it
+        at = s.cache.length[:, None] + offset  # [B, K]; each predicts the token after it
         index = row_index(s.text)
         is_new = index >= s.places.position[:, :1]  # a prompt may hold mask tokens as well
         is_mask = (s.text == self.ids.mask_id) & is_new & (index < s.end[:, None])
@@ -222,8 +222,8 @@ class BlockByBlock(Continuer):
         is_done = ~jnp.any(open_here, axis=1)
         part = offset // s.settings.sub_block[:, None]
         here = jnp.min(jnp.where(open_here, part, K), axis=1, keepdims=True)
-        behind = next_in_row(open_here & (part == here))  # shifted: one place earlier
-        readable = jnp.where(is_done[:, None], offset == K - 1, behind)
+        after = next_in_row(open_here & (part == here))  # shifted: one place earlier
+        readable = jnp.where(is_done[:, None], offset == K - 1, after)
         keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, K)), (s.keys, s.settings))
         chosen = sample(choosable, readable, keys, at + 1, own)
         confidence = jnp.where(readable, probability(real, chosen), -1.0)

@@ -13,14 +13,14 @@ ones: C_i = 1[i is masked] (1 + 1[i - 1 is masked]), S_n = C_n + (1 - p) S_{n-1}
                                                             1 1 1 1 1 .
                                                             1 1 1 1 1 1
 
-Decoding, in blocks of K masks behind the text, with at most T passes a block: each pass reveals the tokens with
+Decoding, in blocks of K masks after the text, with at most T passes a block: each pass reveals the tokens with
 p > `threshold`, and the last pass all that are left. One more pass over the finished block commits its keys and values.
 The first token of a block is predicted at the last token of the text before it, the others at the place before theirs.
 
 From the paper: noise, weights, blocks and passes. Our choices: whether C_n itself counts in w_n, in which the paper's
 formulas differ, is set by `own_mask`; the sum is divided by the response tokens, as the paper does not define the
 normalization; a pass that would reveal nothing is taken as the last, since later ones would see the same text; places
-behind a revealed EOS are not decoded.
+after a revealed EOS are not decoded.
 
 Axes: B rows, T row length, C cache entries, N new tokens, K block length, V vocabulary.
 """
@@ -114,7 +114,7 @@ class SoftTail:
             document + per_document_sum(jnp.ones_like(index), rows.segment_ids) - index
         )  # tokens from here to the end
         in_tail = rows.is_response & (left <= window)
-        # The first N tokens of a document's tail by rank; its other tokens are sorted behind the tail.
+        # The first N tokens of a document's tail by rank; its other tokens are sorted after the tail.
         *_, order = jax.lax.sort((2 * document + ~in_tail, rank, index), dimension=1, num_keys=2, is_stable=True)
         place = jnp.argsort(order, axis=1) - document
         return in_tail & (place < count), count / jnp.maximum(length, 1)

@@ -40,18 +40,18 @@ from refusion_jax.systems.interface import System
 class ConvSettings(masked.MaskedSettings):
     """How to decode a masked diffusion model with a preference for masks near known tokens."""
 
-    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
+    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
     conv_window: int = setting(
         512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )
 
     def selection_rule(self) -> masked.SelectionRule:
-        """The most confident masks, as many a step, with more confidence near known tokens."""
+        """The most confident masks, as many per step, with more confidence near known tokens."""
         return NearKnown()
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        points = ((1, 8), (1, 4), (1, 2), (2, 4), (4, 4), (8, 4))  # tokens a forward, windows in an answer
+        points = ((1, 8), (1, 4), (1, 2), (2, 4), (4, 4), (8, 4))  # tokens per forward, windows in an answer
         return [{"steps": max(1, new_tokens // n), "conv_window": max(1, new_tokens // parts)} for n, parts in points]
 
 

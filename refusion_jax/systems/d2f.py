@@ -206,7 +206,7 @@ class Pipeline(Decoder):
         """The smallest sizes that serve all of these requests.
 
         Raises:
-          UserError: for templates, as a block-causal model does not see the text behind a gap.
+          UserError: for templates, as a block-causal model does not see the text after a gap.
         """
         check_no_templates(requests)
         own, N = requests[0].settings, most_new_tokens(requests)
@@ -272,7 +272,7 @@ class Pipeline(Decoder):
         )
 
     def _left(self, s: State, cached: Int32[Array, "B"]) -> Int32[Array, "B W"]:
-        """Number of masks in each block behind the cached ones, whether open or not."""
+        """Number of masks in each block after the cached ones, whether open or not."""
         K, F = self.block_length, self.width
         w = masked.window(s, self.ids, F, cached * K, jnp.full_like(cached, F))
         return jnp.sum(w.masked.reshape(len(cached), F // K, K), axis=2)

@@ -3,7 +3,7 @@
 Decoding, block by block: the first forward of a block runs over the whole text, and its keys and values are kept. The
 following ones feed only a part of the text, which attends to the kept keys and values of the rest. These become stale
 as the text changes, so that this is an approximation (exact for a model of one layer). `prefix` keeps what is before
-the block, `dual` also what is behind it. In the first of two blocks of 2 behind 2 given tokens (row: token fed; column:
+the block, `dual` also what is after it. In the first of two blocks of 2 after 2 given tokens (row: token fed; column:
 text; k: kept, 1: new):
 
     dual      k k 1 1 k k      prefix    k k 1 1 1 1

@@ -83,7 +83,7 @@ class MaskedDiffusion:
 class DiffusionSettings(masked.MaskedSettings):
     """How to decode a masked diffusion model."""
 
-    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**24)
+    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**24)
     block_length: int = setting(
         0, "Tokens of a block; blocks are decoded one after the other; 0: the whole answer", at_least=0, at_most=2**24
     )
@@ -99,7 +99,7 @@ class DiffusionSettings(masked.MaskedSettings):
             self.refuse("steps", f"must be a multiple of the {blocks} blocks of block_length={self.block_length}")
 
     def selection_rule(self) -> masked.SelectionRule:
-        """The most confident masks, as many a step."""
+        """The most confident masks, as many per step."""
         return masked.EvenSteps()
 
     @classmethod
@@ -129,9 +129,9 @@ def reference(model: Transformer, request: Request) -> dict:
     text, n = dict(plain.given), len(plain.places)
     length = s.block_length or n
     for start in range(0, n, length):
-        block, behind = plain.places[start : start + length], plain.places[start + length :]
-        groups = [behind[i : i + s.merge] for i in range(0, len(behind), s.merge)]
-        left_out = set(behind) - {group[(len(group) - 1) // 2] for group in groups}
+        block, after = plain.places[start : start + length], plain.places[start + length :]
+        groups = [after[i : i + s.merge] for i in range(0, len(after), s.merge)]
+        left_out = set(after) - {group[(len(group) - 1) // 2] for group in groups}
         fed = [place for place in range(request.length) if place not in left_out]
         steps = min(s.steps // -(-n // length) or len(block), len(block))
         for step in range(steps):

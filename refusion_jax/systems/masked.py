@@ -64,7 +64,7 @@ class MaskedText:
 
         Args:
           layout: given tokens and places to decode.
-          keys: one a row.
+          keys: one per row.
           ids: of the special tokens.
           at_once: the largest K; the record needs room for that many extra entries.
           **own: further fields of the subclass.
@@ -239,7 +239,7 @@ class MaskedDecoder(Decoder):
 class EvenSteps:
     """A block of n masks takes a number of steps, each of which commits the n / steps most confident ones.
 
-    The settings of the rows have `steps`, for the whole answer; 0: one a mask.
+    The settings of the rows have `steps`, for the whole answer; 0: one per mask.
     """
 
     def confidence(self, s: InBlocks, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
@@ -395,17 +395,17 @@ def denoise(model: Transformer, s: MaskedText, position: Int32[Array, "B K"], sh
     return model.logits(in_smallest(live_lengths(s), widths(C, N), forward))
 
 
-def fed_places(s: MaskedText, behind: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
+def fed_places(s: MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
     """Which places of the text are fed; none in finished rows.
 
     Args:
       s: holds the texts.
-      behind: number of the first place to decode behind the block.
-      merge: size of the groups of masks behind the block.
+      after: number of the first place to decode after the block.
+      merge: size of the groups of masks after the block.
     """
     places, text = s.layout.places, jnp.arange(s.text.shape[1])[None]
-    number = jnp.arange(places.position.shape[1])[None] - behind[:, None]  # [B, N], counted from behind the block
-    left = places.count[:, None] - behind[:, None]
+    number = jnp.arange(places.position.shape[1])[None] - after[:, None]  # [B, N], counted from after the block
+    left = places.count[:, None] - after[:, None]
     group = number - number % merge
     middle = (jnp.minimum(merge, left - group) - 1) // 2
     is_left_out = (number >= 0) & (number < left) & (number - group != middle)

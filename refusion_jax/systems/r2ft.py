@@ -17,7 +17,7 @@ shifted), from the same input. It is fed twice, because each input token has one
 From the authors' code (github.com/ybseo-ac/Conv, r2ft_tools.py): the loss, its denominator and its weights; we have not
 read the paper. They mask one run of tokens between two places of the text, or all but such a run, and repeat a phrase
 that is visible next to the masks, up to 14 tokens of it. Our choices: tokens are masked one by one, as the base model
-is trained; the phrase consists of the first masked tokens; no padding behind answers, as the base model already knows
+is trained; the phrase consists of the first masked tokens; no padding after answers, as the base model already knows
 where they end; the mean over documents, not their sum; documents without masked tokens count with 0.
 
 Axes: B rows, T row length.

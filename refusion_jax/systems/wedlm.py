@@ -18,15 +18,15 @@ blocks of two, with a and d masked:
               d      . . . . 1 1 1 1
     labels    . a . d b c d .
 
-Decoding, in a window of W places behind the committed text. Each forward feeds [filled places; masks], each in text
-order. Filled places right behind the committed ones have attended to the same tokens as in a causal forward, so their
+Decoding, in a window of W places after the committed text. Each forward feeds [filled places; masks], each in text
+order. Filled places right after the committed ones have attended to the same tokens as in a causal forward, so their
 keys and values are committed without a further forward, and as many masks are added at the end of the window. A forward
-fills all masks with entropy + `distance_penalty` * (places behind the first mask) < `entropy_threshold`, or else the
+fills all masks with entropy + `distance_penalty` * (places after the first mask) < `entropy_threshold`, or else the
 one with the smallest value.
 
 From the paper and the authors' code: layout, both losses, order, window and rule. Our choices: gamma is at least `eps`;
 the normalization, which the paper does not define; blocks are counted from the start of the row, so that the first one
-of a document may be short; places behind a filled EOS are neither decoded nor fed.
+of a document may be short; places after a filled EOS are neither decoded nor fed.
 
 Axes: B rows, T row length, C cache entries, N new tokens, W window, F = 2 W fed tokens, V vocabulary.
 """
@@ -76,7 +76,7 @@ class ReorderedBlocks:
         return CausalStreams(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens, with one probability per block, and moves them behind the block's observed tokens."""
+        """Masks response tokens, with one probability per block, and moves them after the block's observed tokens."""
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         start = index - jnp.minimum(positions, index % self.block_size)  # where the document's part of the block begins
 
@@ -120,7 +120,7 @@ class WindowSettings(shared.Settings):
         0.4, "Masks with less entropy (in nats) than this are filled together", at_least=0, at_most=1e4
     )
     distance_penalty: float = setting(
-        0.02, "Added to the entropy of a mask for every place behind the first one", at_least=0, at_most=1e4
+        0.02, "Added to the entropy of a mask for every place after the first one", at_least=0, at_most=1e4
     )
 
     @classmethod
@@ -173,7 +173,7 @@ class SlidingWindow(Continuer):
         return self.start(State, layout, keys, cache, text=text, start=start, end=layout.places.count)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, which commits filled places right behind each row's committed tokens, and fills masks."""
+        """One forward, which commits filled places right after each row's committed tokens, and fills masks."""
         B, W, F = len(s.start), self.window, self.width
         offset = jnp.arange(F)[None]
         at = s.start[:, None] + offset  # [B, F] of text

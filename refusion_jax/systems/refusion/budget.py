@@ -175,7 +175,7 @@ def choose(
     tile, tiles = tile[0, index], tiles[0, index]
     have = -(-needed // tile)
     more = -(-(needed + asked) // tile) - have  # [S, B/S] tiles
-    last = jnp.max(more) + 1  # what does not pay comes behind what does
+    last = jnp.max(more) + 1  # what does not pay comes after what does
     spare = tiles - jnp.sum(have, axis=1, keepdims=True)
     granted = jnp.clip(spare - before(more, more + jnp.where(pays, 0, last)), 0, more)
     return index, jnp.minimum((have + granted) * tile - needed, asked).reshape(-1)

@@ -59,7 +59,7 @@ class Sequential(Decoder):
     slot_size: int  # K
     slots: int  # at most, in a row
     cache_length: int
-    chunk: int  # given tokens a forward of the prefill
+    chunk: int  # given tokens per forward of the prefill
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
@@ -101,8 +101,8 @@ class Sequential(Decoder):
         )
         from_mask = s.offset == 0
         last_is_new = s.record.count > 0  # otherwise it was given and is already in the cache
-        behind = jnp.maximum(s.record.count - 1, 0)[:, None]
-        last_position = jnp.take_along_axis(s.record.positions, behind, axis=1)[:, 0]
+        newest = jnp.maximum(s.record.count - 1, 0)[:, None]
+        last_position = jnp.take_along_axis(s.record.positions, newest, axis=1)[:, 0]
         place = start + s.offset
 
         tokens = jnp.stack([s.last, jnp.full_like(s.last, self.ids.mask_id)], axis=1)

@@ -132,7 +132,7 @@ class SlotSettings(_Slots):
 
 @dataclasses.dataclass(frozen=True)
 class SequentialSettings(_Slots):
-    """How to decode such a model one token a forward."""
+    """How to decode such a model one token per forward."""
 
     serial_blocks: ClassVar[int] = 1
     order: ClassVar[str] = LEFT_TO_RIGHT
