@@ -10,7 +10,8 @@ from conftest import PROMPTS, settings, sharp_model, tiny_config, tiny_model
 
 from refusion_jax import UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache, RowSettings, Surest
+from refusion_jax.decoding.settings import TracedSettings
+from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache, Surest
 from refusion_jax.systems.masked import Window
 from refusion_jax.systems.registry import decoders_for
 
@@ -59,7 +60,7 @@ def test_a_rule_commits_what_is_sure_enough_and_always_the_best():
     w = Window(position=jnp.arange(4)[None], may_end=masked, is_in=masked, masked=masked)
 
     def committed(rule, **changes):
-        own = RowSettings.of([settings("fast_dllm", **changes)])
+        own = TracedSettings.of([settings("fast_dllm", **changes)])
         return np.flatnonzero(Surest(rule).chosen(p, w, jax.tree.map(jnp.asarray, own))[0]).tolist()
 
     assert committed("factor", factor=1.0) == [1, 3]

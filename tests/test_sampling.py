@@ -10,12 +10,12 @@ from conftest import MASK, PAD, PROMPTS, causal, settings, sharp_model
 
 from refusion_jax import DecodeSettings, decode
 from refusion_jax.decoding.sampling import probability, sample
-from refusion_jax.decoding.settings import RowSettings
+from refusion_jax.decoding.settings import TracedSettings
 
 
 def row_settings(rows, **changes):
     """[rows, 1] of the same settings."""
-    return jax.tree.map(lambda x: x[:, None], RowSettings.of([DecodeSettings(**changes)] * rows))
+    return jax.tree.map(lambda x: x[:, None], TracedSettings.of([DecodeSettings(**changes)] * rows))
 
 
 @pytest.mark.parametrize("method", ["refusion", "sequential", "ar"])

@@ -26,7 +26,7 @@ from refusion_jax.decoding.requests import (
     text_capacity,
 )
 from refusion_jax.decoding.sampling import Record
-from refusion_jax.decoding.settings import RowSettings, Settings, TokenIds
+from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 
@@ -39,7 +39,7 @@ class Continuation:
     record: Record
     places: Places
     keys: Key[Array, "B"]
-    settings: RowSettings
+    settings: TracedSettings
     active: Bool[Array, "B"]
     forwards: Int32[Array, "B"]
 
@@ -58,7 +58,6 @@ class Continuer(Decoder):
 
     settings: ClassVar[type[Settings]] = Settings
     copies_prefix: ClassVar[bool] = True
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     ids: TokenIds
     width: int  # tokens a row that one forward feeds
@@ -94,7 +93,7 @@ class Continuer(Decoder):
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens, self.row_settings)
+        return Layout.of(requests, self.cache_length, self.new_tokens)
 
     def start(self, state: type[_State], layout: Layout, keys: Key[Array, "B"], cache: Cache, **own: Any) -> _State:
         """The initial state of some rows.

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int32
 
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import scope
-from refusion_jax.decoding.settings import RowSettings, Settings
+from refusion_jax.decoding.settings import Settings, TracedSettings
 from refusion_jax.model.transformer import KeyValues, ModelConfig
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
@@ -131,15 +131,13 @@ class Layout:
 
     given: Given
     places: Places
-    settings: RowSettings
+    settings: TracedSettings
 
     @classmethod
-    def of(
-        cls, requests: Sequence[Request], capacity: int, new_tokens: int, settings: type[RowSettings] = RowSettings
-    ) -> "Layout":
+    def of(cls, requests: Sequence[Request], capacity: int, new_tokens: int) -> "Layout":
         """Some requests, as numpy arrays with C = capacity and N = new_tokens."""
         given, places = Given.of(requests, capacity), Places.of(requests, new_tokens)
-        return cls(given, places, settings.of([request.settings for request in requests]))
+        return cls(given, places, TracedSettings.of([request.settings for request in requests]))
 
 
 def most_new_tokens(requests: Sequence[Request]) -> int:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
 
-from refusion_jax.decoding.settings import RowSettings, TokenIds
+from refusion_jax.decoding.settings import TokenIds, TracedSettings
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,7 @@ def sample(
     draw: Bool[Array, "B T"],
     keys: Key[Array, "B T"],
     positions: Int32[Array, "B T"],
-    settings: RowSettings,
+    settings: TracedSettings,
 ) -> Int32[Array, "B T"]:
     """The most probable token at every place, or where `draw` holds a sample of softmax(logits / temperature).
 
@@ -86,9 +86,7 @@ def sample(
 
     def drawn(logits):
         draws = draw & (settings.temperature > 0)
-        scaled = drawn_from(
-            logits, dataclasses.replace(settings, temperature=jnp.where(draws, settings.temperature, 1))
-        )
+        scaled = drawn_from(logits, settings.replace(temperature=jnp.where(draws, settings.temperature, 1)))
         gumbel = jax.vmap(jax.vmap(lambda key, at: jax.random.gumbel(jax.random.fold_in(key, at), logits.shape[2:])))
         return jnp.where(draws[:, :, None], scaled + gumbel(keys, positions), logits)
 
@@ -109,7 +107,7 @@ def best(logits: Float32[Array, "*B V"]) -> Int32[Array, "*B"]:
     )
 
 
-def drawn_from(logits: Float32[Array, "B T V"], settings: RowSettings) -> Float32[Array, "B T V"]:
+def drawn_from(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """Logits of the distribution that is sampled: logits / temperature, -inf outside top_k and the nucleus.
 
     Args:

@@ -1,7 +1,7 @@
 """Decode settings that all decoders have, and those of them that are traced arrays with a value for each row.
 
-A decoder declares its own settings in a subclass of `Settings`, and those that it reads inside `jit` in a subclass of
-`RowSettings`. Axis: B rows.
+A decoder declares its own settings in a subclass of `Settings`. Those that are numbers and may differ between requests
+are in its state as `TracedSettings`. Axis: B rows.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
-from jaxtyping import ArrayLike, Float32, Int32
+from jaxtyping import ArrayLike
 
 from refusion_jax.cli.errors import SettingError
-from refusion_jax.cli.settings import declared, setting
+from refusion_jax.cli.settings import declared, scope, setting
 from refusion_jax.model.transformer import ModelConfig
 
 _MOST_NEW_TOKENS = 128  # unless asked for
@@ -120,38 +120,45 @@ class Settings:
         del model
         return self
 
+    def traced(self) -> dict[str, float | int | bool]:
+        """What decoders read inside `jit`: the numbers that may differ between requests, without the seed."""
+        own = declared(type(self))
+        names = [n for n in scope(type(self), "row") if not isinstance(own[n].default, str) and n != "seed"]
+        return {name: type(own[name].default)(getattr(self, name)) for name in sorted(names)}
+
     def fill_in(self, room: int) -> Self:
         """With the default of max_new_tokens filled in: what fits into `room`, at least one `multiple`, at most 128."""
         fitting = max(min(room, _MOST_NEW_TOKENS) // self.multiple, 1) * self.multiple
         return self if self.max_new_tokens else dataclasses.replace(self, max_new_tokens=fitting)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings:
-    """Settings of each row as traced arrays, so that changing them does not recompile."""
+@jax.tree_util.register_pytree_with_keys_class
+class TracedSettings:
+    """`Settings.traced` of each row, as attributes [B], so that changing them does not recompile."""
 
-    temperature: Float32[ArrayLike, "*B"]
-    top_k: Int32[ArrayLike, "*B"]
-    top_p: Float32[ArrayLike, "*B"]
+    def __init__(self, **values: ArrayLike):
+        self.__dict__.update(values)
 
     @classmethod
     def of(cls, rows: Sequence[Settings]) -> Self:
-        """These settings of each row as numpy arrays; a setting with choices as the index of its choice.
-
-        A field that is not a setting is read from a property of the settings, of type int.
-        """
+        """Those of some rows, as numpy arrays: float32, int32 or bool."""
         dtypes = {float: np.float32, int: np.int32, bool: np.bool_}
-        kinds = {field.name: field.type for field in dataclasses.fields(rows[0])}
-        choices = {name: own.choices for name, own in declared(type(rows[0])).items() if own.choices}
+        values = [row.traced() for row in rows]
+        return cls(**{name: np.array([v[name] for v in values], dtypes[type(values[0][name])]) for name in values[0]})
 
-        def of(name):
-            values = [getattr(row, name) for row in rows]
-            if name in choices:
-                return np.array([choices[name].index(value) for value in values], np.int32)
-            return np.array(values, dtypes[kinds.get(name, int)])
+    def replace(self, **changed: ArrayLike) -> Self:
+        """The same with other or further values."""
+        return type(self)(**vars(self) | changed)
 
-        return cls(*(of(field.name) for field in dataclasses.fields(cls)))
+    def tree_flatten_with_keys(self):
+        """As jax asks for it."""
+        names = sorted(vars(self))
+        return [(jax.tree_util.GetAttrKey(name), vars(self)[name]) for name in names], tuple(names)
+
+    @classmethod
+    def tree_unflatten(cls, names, values):
+        """As jax asks for it."""
+        return cls(**dict(zip(names, values, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

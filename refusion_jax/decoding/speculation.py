@@ -3,19 +3,17 @@
 Axes: B rows, N verified places, M = N - 1 drafts, V vocabulary.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
 
 from refusion_jax.decoding.sampling import best, drawn_from
-from refusion_jax.decoding.settings import RowSettings
+from refusion_jax.decoding.settings import TracedSettings
 
 DRAFT, _CHECK, _REPAIR = range(3)  # purposes of a random draw at a place, each with its own noise
 
 
-def distribution(logits: Float32[Array, "B T V"], settings: RowSettings) -> Float32[Array, "B T V"]:
+def distribution(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
     """The distribution that tokens are sampled from; at temperature 0, one-hot at the most probable token.
 
     Args:
@@ -27,7 +25,7 @@ def distribution(logits: Float32[Array, "B T V"], settings: RowSettings) -> Floa
     is_warm = settings.temperature > 0
 
     def warm(logits):
-        own = dataclasses.replace(settings, temperature=jnp.where(is_warm, settings.temperature, 1.0))
+        own = settings.replace(temperature=jnp.where(is_warm, settings.temperature, 1.0))
         return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, own), axis=-1), greedy)
 
     return jax.lax.cond(jnp.any(is_warm), warm, lambda _: greedy, logits)

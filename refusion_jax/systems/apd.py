@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float32, Key
+from jaxtyping import Array, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
@@ -73,14 +73,6 @@ class CheckedSettings(shared.Settings):
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []  # it cannot be measured without a second model
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    drafter_weight: Float32[ArrayLike, "*B"]
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +122,7 @@ class DraftAndCheck(Decoder):
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.width, self.new_tokens, RowSettings)
+        return Layout.of(requests, self.width, self.new_tokens)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state, after a prefill of the verifier."""

@@ -45,7 +45,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels, shuffle_documents
@@ -157,15 +157,6 @@ class BlockSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    sub_block: Int32[ArrayLike, "*B"]
-    threshold: Float32[ArrayLike, "*B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class State(Continuation):
     """The state of the decoding loop."""
 
@@ -178,7 +169,6 @@ class BlockByBlock(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import (
@@ -157,15 +157,6 @@ class PassSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    passes: Int32[ArrayLike, "*B"]
-    threshold: Float32[ArrayLike, "*B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class State(Continuation):
     """The state of the decoding loop."""
 
@@ -180,7 +171,6 @@ class CausalBlocks(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[PassSettings]] = PassSettings
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

@@ -23,10 +23,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.plain import Plain
@@ -55,15 +54,6 @@ class ConvSettings(masked.MaskedSettings):
         return [{"steps": max(1, new_tokens // n), "conv_window": max(1, new_tokens // parts)} for n, parts in points]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings(masked.RowSettings):
-    """The traced settings of each row."""
-
-    steps: Int32[ArrayLike, "*B"]
-    conv_window: Int32[ArrayLike, "*B"]
-
-
 class NearKnown(masked.EvenSteps):
     """Prefers masks near known tokens."""
 
@@ -80,7 +70,6 @@ class Convolve(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
 
 def known_nearby(

@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, pad_answers
@@ -173,14 +173,6 @@ class PipelineSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    threshold: Float32[ArrayLike, "*B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class State(masked.MaskedText):
     """The state of the decoding loop."""
 
@@ -227,7 +219,7 @@ class Pipeline(Decoder):
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens, RowSettings)
+        return Layout.of(requests, self.cache_length, self.new_tokens)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
@@ -139,14 +139,6 @@ class DreamSettings(masked.MaskedSettings):
         return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ScheduledRows(masked.RowSettings):
-    """The traced settings of each row, and its schedule."""
-
-    counts: Int32[ArrayLike, "*B N"]  # number of commits of each forward
-
-
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
     """Commits the surest masks, as many as each row's schedule says."""
@@ -157,7 +149,7 @@ class Scheduled:
         self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Bool[Array, "B N"]:
         del mask_id
-        counts = s.layout.settings.counts
+        counts = s.layout.settings.counts  # [B, N], of each forward
         at = jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None]
         return masked.ranks(self._confidence(proposal), w) < jnp.take_along_axis(counts, at, axis=1)
 
@@ -185,7 +177,7 @@ class Denoise(masked.MaskedDecoder):
         for row, request in enumerate(requests):
             own = _counts(request)
             counts[row, : len(own)] = own
-        return dataclasses.replace(layout, settings=ScheduledRows(**vars(layout.settings), counts=counts))
+        return dataclasses.replace(layout, settings=layout.settings.replace(counts=counts))
 
 
 def _counts(request: Request) -> tuple[int, ...]:

@@ -34,12 +34,13 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.plain import Plain
 from refusion_jax.decoding.requests import Layout, Request, check_no_templates
+from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
@@ -82,15 +83,6 @@ class FastSettings(masked.MaskedSettings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(masked.RowSettings):
-    """The traced settings of each row."""
-
-    threshold: Float32[ArrayLike, "*B"]
-    factor: Float32[ArrayLike, "*B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class State(masked.InBlocks):
     """The state of the decoding loop."""
 
@@ -109,7 +101,7 @@ class Surest:
         del mask_id
         return self.chosen(proposal.probability, w, s.layout.settings)
 
-    def chosen(self, p: Float32[Array, "B K"], w: masked.Window, own: RowSettings) -> Bool[Array, "B K"]:
+    def chosen(self, p: Float32[Array, "B K"], w: masked.Window, own: TracedSettings) -> Bool[Array, "B K"]:
         """Of tokens with these probabilities."""
         rank = masked.ranks(p, w)
         needed = own.threshold[:, None] if self.rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
@@ -121,7 +113,6 @@ class BlockCache(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[FastSettings]] = FastSettings
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     reuse: str = "none"
 

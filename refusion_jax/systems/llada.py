@@ -24,10 +24,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Int32, Key
+from jaxtyping import Array, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
@@ -108,19 +107,10 @@ class DiffusionSettings(masked.MaskedSettings):
         return whole + [{"block_length": 8, "steps": -(-new_tokens // 8) * forwards} for forwards in (8, 4, 2)]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings(masked.RowSettings):
-    """The traced settings of each row."""
-
-    steps: Int32[ArrayLike, "*B"]
-
-
 class Denoise(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
 
 def reference(model: Transformer, request: Request) -> dict:

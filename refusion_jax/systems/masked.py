@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.cli.errors import UserError
@@ -34,7 +34,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
-from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 _WIDTHS = 4  # number of compiled widths, at most
@@ -142,13 +142,9 @@ class MaskedSettings(shared.Settings):
         """Which masks a forward commits."""
         raise NotImplementedError
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    block_length: Int32[ArrayLike, "*B"]
+    def traced(self) -> dict[str, float | int | bool]:
+        """With `block_length`, also where the user cannot choose it."""
+        return super().traced() | {"block_length": self.block_length}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +152,6 @@ class MaskedDecoder(Decoder):
     """A masked decoder with its compiled sizes."""
 
     settings: ClassVar[type[MaskedSettings]]
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
     cache_length: ClassVar[int] = 0
     always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
 
@@ -190,7 +185,7 @@ class MaskedDecoder(Decoder):
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.width, self.new_tokens, self.row_settings)
+        return Layout.of(requests, self.width, self.new_tokens)
 
     def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> InBlocks:
         """The initial state; there is no prefill."""
@@ -274,7 +269,7 @@ def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: Toke
         lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
         (
             jax.vmap(jax.random.fold_in)(s.keys, s.forwards),
-            shared.RowSettings(own.temperature, own.top_k, own.top_p),
+            TracedSettings(temperature=own.temperature, top_k=own.top_k, top_p=own.top_p),
         ),
     )
     return Proposal(sample(choosable, w.masked, keys, w.position, settings), real, choosable)

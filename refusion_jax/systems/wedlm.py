@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels
@@ -132,15 +132,6 @@ class WindowSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    entropy_threshold: Float32[ArrayLike, "*B"]
-    distance_penalty: Float32[ArrayLike, "*B"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class State(Continuation):
     """The state of the decoding loop."""
 
@@ -154,7 +145,6 @@ class SlidingWindow(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[WindowSettings]] = WindowSettings
-    row_settings: ClassVar[type[RowSettings]] = RowSettings
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

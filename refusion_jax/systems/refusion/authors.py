@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading
 from refusion_jax.systems.refusion.loop import (
@@ -36,7 +37,6 @@ from refusion_jax.systems.refusion.loop import (
     run_length,
     select,
 )
-from refusion_jax.systems.refusion.settings import RowSettings
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +119,7 @@ class ThresholdInfill(SlotDecoder):
         seen = jnp.where(query == 0, of_draft, (query == 1) | of_guess)
         return super().visible(work, feed) & seen
 
-    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: RowSettings) -> ThresholdWork:
+    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> ThresholdWork:
         """Verifies the drafts of the chosen slots."""
         none = jnp.zeros(chosen.shape, jnp.int32)
         phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
@@ -127,7 +127,7 @@ class ThresholdInfill(SlotDecoder):
         return ThresholdWork(phase, chosen, plan.token, none, failure)
 
     def judge(
-        self, work: ThresholdWork, here: Block, guess: list[Part], readings: list[Reading], settings: RowSettings
+        self, work: ThresholdWork, here: Block, guess: list[Part], readings: list[Reading], settings: TracedSettings
     ) -> tuple[ThresholdWork, Bool[Array, "B M K"]]:
         """Commits what is accepted; where that is nothing, drafts the rest again, or takes the guess if it fits."""
         phase, drafts, eos_id = work.phase, work.drafts, self.ids.eos_id
@@ -183,7 +183,7 @@ def check(
 
 
 def likely_failure(
-    chance: Float32[Array, "B M K"], runs: Int32[Array, "B M"], size: Int32[Array, "B M"], settings: RowSettings
+    chance: Float32[Array, "B M K"], runs: Int32[Array, "B M"], size: Int32[Array, "B M"], settings: TracedSettings
 ) -> Int32[Array, "B M"]:
     """Where drafts will most likely be rejected: the first token below the threshold, or else the least probable one.
 

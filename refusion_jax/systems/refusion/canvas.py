@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
-from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.requests import Given, Request
+from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.settings import LEFT_TO_RIGHT, RANDOM
 
 BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
@@ -50,15 +50,13 @@ class SlotLayout:
 
     given: Given
     canvas: Canvas
-    settings: shared.RowSettings
+    settings: TracedSettings
 
     @classmethod
-    def of(
-        cls, requests: Sequence[Request], capacity: int, slots: int, settings: type[shared.RowSettings]
-    ) -> "SlotLayout":
+    def of(cls, requests: Sequence[Request], capacity: int, slots: int) -> "SlotLayout":
         """Some requests, as numpy arrays with room for `capacity` given tokens and for `slots` slots a row."""
-        of_rows = settings.of([request.settings for request in requests])
-        return cls(Given.of(requests, capacity), Canvas.of(requests, slots), of_rows)
+        settings = TracedSettings.of([request.settings for request in requests])
+        return cls(Given.of(requests, capacity), Canvas.of(requests, slots), settings)
 
 
 @jax.tree_util.register_dataclass

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Part, Reading
 from refusion_jax.systems.refusion.loop import (
@@ -33,7 +34,6 @@ from refusion_jax.systems.refusion.loop import (
     run_length,
     select,
 )
-from refusion_jax.systems.refusion.settings import RowSettings
 
 
 @jax.tree_util.register_dataclass
@@ -64,13 +64,13 @@ class ExactInfill(SlotDecoder):
         """The tokens whose probability is wanted, given the drafts before them."""
         return work.planned
 
-    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: RowSettings) -> ExactWork:
+    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> ExactWork:
         """The work of rows whose plan has chosen these slots of a block."""
         phase = jnp.full(chosen.shape[:1], VERIFY, jnp.int32)
         return ExactWork(phase, chosen, plan.token, jnp.zeros(chosen.shape, jnp.int32), plan.token, plan.chance)
 
     def judge(
-        self, work: ExactWork, here: Block, guess: list[Part], readings: list[Reading], settings: RowSettings
+        self, work: ExactWork, here: Block, guess: list[Part], readings: list[Reading], settings: TracedSettings
     ) -> tuple[ExactWork, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
@@ -97,7 +97,7 @@ class ExactInfill(SlotDecoder):
         return select(is_verify, repaired, work), committed
 
 
-def blend(work: ExactWork, read: Reading, settings: RowSettings) -> Int32[Array, "B M K"]:
+def blend(work: ExactWork, read: Reading, settings: TracedSettings) -> Int32[Array, "B M K"]:
     """The token to have at each place, either the predicted next token or the plan's draft.
 
     There are two conditional distributions of the same token: given the tokens before it, and the plan's, given mask

@@ -27,12 +27,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
 
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
-from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.model.ragged import Ragged, take
 from refusion_jax.model.transformer import KeyValues, Transformer
 from refusion_jax.systems.refusion.budget import Sizes
 from refusion_jax.systems.refusion.canvas import Block
-from refusion_jax.systems.refusion.settings import RowSettings
 
 
 class Part(NamedTuple):
@@ -152,7 +151,7 @@ class Draws:
 
     keys: Key[Array, "*B"]  # of the new samples
     planned: Key[Array, "*B"]  # that the drafts were sampled with
-    settings: RowSettings
+    settings: TracedSettings
 
 
 def read(

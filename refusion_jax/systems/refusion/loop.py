@@ -22,12 +22,12 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
-from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.refusion.budget import Sizes
 from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, SlotLayout, slots_a_block, slots_of
 from refusion_jax.systems.refusion.feed import Draws, Feed, Part, Reading, pack, read, run
-from refusion_jax.systems.refusion.settings import RowSettings, SlotSettings
+from refusion_jax.systems.refusion.settings import SlotSettings
 
 DONE, PLAN, VERIFY, PROPOSE, CHECK = range(5)
 
@@ -52,7 +52,7 @@ class State:
     record: Record
     canvas: Canvas
     keys: Key[Array, "B"]
-    settings: RowSettings
+    settings: TracedSettings
     work: Work
     block: Int32[Array, "B"]  # the serial block being decoded
     remaining: Bool[Array, "B M"]  # slots of the block that are still masked
@@ -126,7 +126,7 @@ class SlotDecoder(Decoder):
 
     def lay_out(self, requests: Sequence[Request]) -> SlotLayout:
         """Given tokens, slots and settings of some requests."""
-        return SlotLayout.of(requests, self.cache_length, self.slots, RowSettings)
+        return SlotLayout.of(requests, self.cache_length, self.slots)
 
     def init(self, model: Transformer, layout: SlotLayout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are prefilled, and the first forward plans."""
@@ -263,12 +263,12 @@ class SlotDecoder(Decoder):
         del work
         return jnp.broadcast_to((index[:, None] >= index[None])[None], (B, W, W))
 
-    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: RowSettings) -> Work:
+    def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> Work:
         """The work of rows whose plan has chosen these slots of a block."""
         raise NotImplementedError
 
     def judge(
-        self, work: Work, here: Block, guess: list[Part], readings: list[Reading], settings: RowSettings
+        self, work: Work, here: Block, guess: list[Part], readings: list[Reading], settings: TracedSettings
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
@@ -283,7 +283,7 @@ class SlotDecoder(Decoder):
 
 
 def choose_slots(
-    candidates: Bool[Array, "B M"], block: Block, confidence: Float32[Array, "B M"], settings: RowSettings
+    candidates: Bool[Array, "B M"], block: Block, confidence: Float32[Array, "B M"], settings: TracedSettings
 ) -> Bool[Array, "B M"]:
     """The slots that a plan chooses: all confident candidates, or else the best; or as many by rank."""
     confident = candidates & (confidence > settings.slot_threshold[:, None])

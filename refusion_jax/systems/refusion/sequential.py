@@ -19,7 +19,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, sample
-from refusion_jax.decoding.settings import RowSettings, TokenIds
+from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.refusion.canvas import Canvas, SlotLayout, slots_of
 from refusion_jax.systems.refusion.settings import SequentialSettings
@@ -34,7 +34,7 @@ class State:
     record: Record
     canvas: Canvas
     keys: Key[Array, "B"]
-    settings: RowSettings
+    settings: TracedSettings
     last: Int32[Array, "B"]  # the last token, which is not in the cache yet unless it was given
     slot: Int32[Array, "B"]  # slot of the next token
     offset: Int32[Array, "B"]  # place of the next token in its slot
@@ -74,7 +74,7 @@ class Sequential(Decoder):
 
     def lay_out(self, requests: Sequence[Request]) -> SlotLayout:
         """Given tokens, slots and settings of some requests."""
-        return SlotLayout.of(requests, self.cache_length, self.slots, RowSettings)
+        return SlotLayout.of(requests, self.cache_length, self.slots)
 
     def init(self, model: Transformer, layout: SlotLayout, keys: Key[Array, "B"]) -> State:
         """The initial state, after the prefill."""

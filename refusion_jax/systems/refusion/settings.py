@@ -5,11 +5,8 @@ Axis: B rows.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
-
-import jax
-from jaxtyping import ArrayLike, Float32, Int32
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import settings as shared
@@ -120,6 +117,10 @@ class SlotSettings(_Slots):
         del model
         return self.resolved
 
+    def traced(self) -> dict[str, float | int | bool]:
+        """With `budget`."""
+        return super().traced() | {"budget": self.budget}
+
     @property
     def budget(self) -> int:
         """`speculate` as a number; -1 for "auto"."""
@@ -140,19 +141,3 @@ class SequentialSettings(_Slots):
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"slot_size": min(trained["sizes"])}]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings(shared.RowSettings):
-    """The traced settings of each row."""
-
-    slot_threshold: Float32[ArrayLike, "*B"]
-    token_threshold: Float32[ArrayLike, "*B"]
-    infill_blend: Float32[ArrayLike, "*B"]
-    budget: Int32[ArrayLike, "*B"]  # -1: as many tokens as are free on the device
-
-    @classmethod
-    def of(cls, rows: Sequence[SlotSettings]) -> Self:
-        """These settings of each row, as numpy arrays."""
-        return super().of([row.resolved for row in rows])
