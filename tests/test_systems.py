@@ -31,7 +31,7 @@ from refusion_jax.training.train_step import init_state, make_train_step, state_
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their last token.
-PADDED = ["block_diffusion", *(name for name in TRAINABLE if PADDING in registry.systems()[name].keys.values())]
+PADDED = ["block_diffusion", *(name for name in TRAINABLE if PADDING in registry.systems()[name].config_keys.values())]
 T = 24
 
 SHIFTED = {"shifted": True}  # the model says so
@@ -240,7 +240,7 @@ def ways_of(name: str) -> list:
     A decoder without variants here is tried at the settings that it is measured at: a new system needs no edit.
     """
     system = registry.system_of(name)
-    trained = {key: own.default for key, own in system.keys.items()}
+    trained = {key: own.default for key, own in system.config_keys.items()}
     points = registry.find_decoder(name).settings.operating_points(16, trained)
     cases = [{}, *VARIANTS.get(name, points[1:])]
     return [pytest.param(name, case, marks=[pytest.mark.slow] if i > 1 else []) for i, case in enumerate(cases)]

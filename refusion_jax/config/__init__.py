@@ -46,7 +46,7 @@ def names() -> list[str]:
 def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective:
     """The objective that a config names, with its own keys."""
     system = find_system(config.objective)
-    own = {name: getattr(config[system.section], name) for name in system.keys}
+    own = {name: getattr(config[system.section], name) for name in system.config_keys}
     return system.objective(mask_id=mask_id, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
 
 

@@ -196,7 +196,7 @@ def keys() -> dict[str, Setting]:
     objective = Setting(default_system().name, f"the system that is trained: {' | '.join(trainable())}")
     sections = {"mesh": _MESH, "model": _MODEL, "lora": _LORA, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
     sections |= {"guard": _GUARD}
-    sections |= {system.section: system.keys for system in systems().values() if system.section}
+    sections |= {system.section: system.config_keys for system in systems().values() if system.section}
     return (
         {"objective": objective}
         | _TRAINING

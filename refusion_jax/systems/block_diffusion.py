@@ -63,7 +63,7 @@ from refusion_jax.systems.interface import System
 
 _BLOCK = 32  # as in the paper
 
-KEYS = {
+CONFIG_KEYS = {
     "block_size": Setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096),
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
 }
@@ -269,6 +269,6 @@ SYSTEM = System(
     decoders={"block_diffusion": BlockByBlock},
     references={"block_diffusion": reference},
     section="block_diffusion",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     block_key="block_size",
 )

@@ -55,7 +55,7 @@ from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
 
-KEYS = {
+CONFIG_KEYS = {
     "tail": Setting(
         1.5, "masks lie among the last `tail` times their number of tokens (lambda)", at_least=1, at_most=1e6
     ),
@@ -250,5 +250,5 @@ SYSTEM = System(
     decoders={"card": CausalBlocks},
     references={"card": reference},
     section="card",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
 )

@@ -64,7 +64,7 @@ from refusion_jax.systems.interface import System
 _BLOCK = 16  # as in the paper
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
 
-KEYS = {
+CONFIG_KEYS = {
     "block_length": Setting(_BLOCK, "tokens of a block, also the default for decoding", at_least=1, at_most=2**20),
     "padding": PADDING,
     "least": Setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1),
@@ -319,7 +319,7 @@ SYSTEM = System(
     decoders={"d2f": Pipeline},
     references={"d2f": reference},
     section="d2f",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     block_key="block_length",
     check=check,
 )

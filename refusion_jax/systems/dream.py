@@ -46,7 +46,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 
-KEYS = {
+CONFIG_KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
     "padding": PADDING,
     "shuffle": SHUFFLE,
@@ -215,6 +215,6 @@ SYSTEM = System(
     decoders={"dream": Denoise},
     references={"dream": reference},
     section="dream",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     shifted=True,
 )

@@ -59,7 +59,7 @@ from refusion_jax.systems.interface import System
 
 _BLOCK = 3
 
-KEYS = {
+CONFIG_KEYS = {
     "block_size": Setting(_BLOCK, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64),
     "clean_weight": Setting(
         0.2, "weight of the next-token term, relative to that of the masks", at_least=0, at_most=1e6
@@ -239,6 +239,6 @@ SYSTEM = System(
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
     section="idlm",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     block_key="block_size",
 )

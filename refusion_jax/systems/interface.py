@@ -59,7 +59,7 @@ class System:
     """A training objective and its decoders, under one name.
 
     `objective` is called with mask_id and the system's own config keys as keyword arguments. It is None for systems
-    that only decode models of others. `keys` are the config keys under `section`.
+    that only decode models of others. `config_keys` are those under `section`.
     """
 
     name: str
@@ -69,7 +69,7 @@ class System:
         str, Callable[[Transformer, Request], dict]
     ]  # each decoder in plain Python, see decoding/plain.py
     section: str = ""  # of the config, with the keys
-    keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
+    config_keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
     check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together
     decodes: tuple[str, ...] = ()  # names of other systems whose models its decoders serve
     scoring: Scoring | None = None  # None: the likelihood of texts is not known

@@ -40,7 +40,7 @@ from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
 
-KEYS = {
+CONFIG_KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
     "padding": PADDING,
     "shuffle": SHUFFLE,
@@ -164,7 +164,7 @@ SYSTEM = System(
     decoders={"llada": Denoise},
     references={"llada": reference},
     section="llada",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     decodes=("r2ft",),
     scoring=SCORING,
 )

@@ -39,8 +39,8 @@ from refusion_jax.cli.settings import Setting
 from refusion_jax.systems import llada
 from refusion_jax.systems.interface import System
 
-KEYS = {
-    "eps": llada.KEYS["eps"],
+CONFIG_KEYS = {
+    "eps": llada.CONFIG_KEYS["eps"],
     "beta_chosen": Setting(1.0, "weight of the chosen text's log-probability in the preference", above=0, at_most=1e3),
     "beta_rejected": Setting(
         1.0, "weight of the rejected text's log-probability in the preference", above=0, at_most=1e3
@@ -150,6 +150,6 @@ SYSTEM = System(
     decoders={},
     references={},
     section="r2ft",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     scoring=llada.SCORING,
 )

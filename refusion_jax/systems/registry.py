@@ -98,7 +98,7 @@ def _check(system: System, others: Iterable[System]) -> None:
 def _missing(system: System) -> Iterator[tuple[str, str]]:
     """(part of a system, what the protocol asks of it and it does not have)."""
     if system.objective:
-        defaults = {name: key.default for name, key in system.keys.items()}
+        defaults = {name: key.default for name, key in system.config_keys.items()}
         objective = system.objective(mask_id=0, **defaults)
         for member in ("coefficients", "pattern", "corrupt", "input_length"):
             if not hasattr(objective, member):
@@ -187,6 +187,6 @@ def loss_terms() -> list[str]:
     terms = {}
     for system in systems().values():
         if system.objective:
-            defaults = {name: key.default for name, key in system.keys.items()}
+            defaults = {name: key.default for name, key in system.config_keys.items()}
             terms |= dict.fromkeys(system.objective(mask_id=0, **defaults).coefficients)
     return list(terms)

@@ -54,7 +54,7 @@ from refusion_jax.decoding.sampling import mask_logits, put, sample
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
 
-KEYS = {
+CONFIG_KEYS = {
     "block_size": Setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=4096),
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
 }
@@ -243,5 +243,5 @@ SYSTEM = System(
     decoders={"wedlm": SlidingWindow},
     references={"wedlm": reference},
     section="wedlm",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
 )

@@ -3,7 +3,7 @@
 import functools
 
 from refusion_jax.systems.dense.drafting import Drafting
-from refusion_jax.systems.dense.objective import KEYS, DenseSlots, check
+from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots, check
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
 from refusion_jax.systems.dense.scoring import scoring_forward
@@ -16,7 +16,7 @@ SYSTEM = System(
     decoders={"dense": Drafting, "dense_plan": PlanAlone},
     references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     section="dense",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     check=check,
     scoring=Scoring(scoring_forward),
 )

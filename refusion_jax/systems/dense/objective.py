@@ -43,7 +43,7 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import Setting
 
-KEYS = {
+CONFIG_KEYS = {
     "sizes": Setting((4, 8), "slot sizes, drawn uniformly per document"),
     "text_order": Setting(
         0.5, "probability that the slots of a document stand in the order of the text, not in a random one",

@@ -10,7 +10,7 @@ from refusion_jax.systems.refusion.ablations import ABLATIONS, CLAIMS
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.loop import SlotDecoder
-from refusion_jax.systems.refusion.objective import KEYS, SlotDiffusion, check
+from refusion_jax.systems.refusion.objective import CONFIG_KEYS, SlotDiffusion, check
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.scoring import slot_scoring
 from refusion_jax.systems.refusion.sequential import Sequential
@@ -34,7 +34,7 @@ SYSTEM = System(
     decoders={"refusion": PlanAndInfill, "sequential": Sequential},
     references={"refusion": plan_and_infill, "sequential": one_by_one},
     section="slots",
-    keys=KEYS,
+    config_keys=CONFIG_KEYS,
     check=check,
     scoring=Scoring(slot_scoring),
     claims=CLAIMS,

@@ -17,7 +17,7 @@ from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import Setting
 from refusion_jax.systems.refusion import slots
 
-KEYS = {
+CONFIG_KEYS = {
     "sizes": Setting((4, 8, 16, 32), "slot sizes, drawn uniformly per document"),
     "eps": Setting(1e-3, "least probability of masking a slot", above=0, below=1),
     "mdm_weight": Setting(
