@@ -129,17 +129,17 @@ def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_hav
     assert len(asked) < sum(answer.forwards for answer in ended.values()) / 8  # no look at every forward
 
 
-def test_a_stop_string_is_settled_once_no_longer_one_could_begin_before_it():
+def test_a_stop_string_is_certain_once_no_longer_one_could_begin_before_it():
     stops = Stops(("B", "ABCDE"))
     assert stops.cut("xxABC") == ("xxA", True)
-    assert not stops.is_settled("xxAB")
-    assert stops.is_settled("xxABCXY")
+    assert not stops.is_certain("xxAB")
+    assert stops.is_certain("xxABCXY")
     assert stops.cut("xxABCDE") == ("xx", True)
     for whole in ("xxABCDEyB", "ABABABCDE", "yBABCDE", "none of them", "A" * 9):
         for end in range(len(whole) + 1):
-            if stops.is_settled(whole[:end]):
+            if stops.is_certain(whole[:end]):
                 assert stops.cut(whole[:end]) == stops.cut(whole)
-    assert not Stops().is_settled("anything")
+    assert not Stops().is_certain("anything")
     with pytest.raises(ValueError, match="is empty"):
         Stops(("B", ""))
 

@@ -13,7 +13,7 @@ from flax import nnx
 from refusion_jax import Request, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import running_batch
-from refusion_jax.decoding.requests import Given, Known, prefill_chunk, prepare, shared_prefix
+from refusion_jax.decoding.requests import Given, SharedPrefix, prefill_chunk, prepare, shared_prefix
 from refusion_jax.model.transformer import KeyValues
 from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for, stream
@@ -41,7 +41,7 @@ def test_whole_chunks_are_copied_and_the_rest_is_what_it_would_have_been_to_the_
     given = given_of(model, [[*HEADER, *prompt] for prompt in PROMPTS[:3]])
     plain = prefilled(model, given)
     row = jax.tree.map(lambda x: x[:, 2:3], plain)
-    shared = prefilled(model, dataclasses.replace(given, known=Known(row, jnp.int32(64))))
+    shared = prefilled(model, dataclasses.replace(given, shared=SharedPrefix(row, jnp.int32(64))))
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(shared), strict=True):
         for i, length in enumerate(given.length):
             np.testing.assert_array_equal(a[:, i, :, :length], b[:, i, :, :length])
@@ -51,7 +51,7 @@ def test_what_is_known_is_not_computed_again():
     model = tiny_model()
     given = given_of(model, [[*HEADER, *prompt] for prompt in PROMPTS[:3]])
     ones = jax.tree.map(lambda x: jnp.ones_like(x[:, :1]), prefilled(model, given))
-    entries = prefilled(model, dataclasses.replace(given, known=Known(ones, jnp.int32(64))))
+    entries = prefilled(model, dataclasses.replace(given, shared=SharedPrefix(ones, jnp.int32(64))))
     assert np.all(entries.keys[:, :, :, :64] == 1)
     assert not np.any(entries.keys[:, 0, :, 64 : int(given.length[0])] == 1)
 

@@ -74,7 +74,7 @@ class Request:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Known:
+class SharedPrefix:
     """Keys and values of the leading given tokens that all rows share, from a row that was prefilled before."""
 
     entries: KeyValues  # C entries of one row
@@ -89,7 +89,7 @@ class Given:
     tokens: Int32[ArrayLike, "R C"]
     positions: Int32[ArrayLike, "R C"]
     length: Int32[ArrayLike, "R"]
-    known: Known | None = None
+    shared: SharedPrefix | None = None
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Given":

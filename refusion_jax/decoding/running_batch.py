@@ -21,7 +21,7 @@ from jaxtyping import ArrayLike, Bool, Int32, UInt32
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import admissions, check_memory
-from refusion_jax.decoding.requests import Given, Known, Request
+from refusion_jax.decoding.requests import Given, Request, SharedPrefix
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
@@ -44,7 +44,7 @@ class Newcomers:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class StaticArguments:
     """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small forward."""
 
     graphdef: nnx.GraphDef
@@ -52,9 +52,9 @@ class Program:
 
 
 @functools.cache
-def program(graphdef: nnx.GraphDef, decoder: Decoder) -> Program:
-    """The only `Program` of equal arguments, so that equal ones share their compiled code."""
-    return Program(graphdef, decoder)
+def static_arguments(graphdef: nnx.GraphDef, decoder: Decoder) -> StaticArguments:
+    """The only `StaticArguments` of equal arguments, so that equal ones share their compiled code."""
+    return StaticArguments(graphdef, decoder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RunningBatch:
         """
         graphdef, params = nnx.split(model)
         self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
-        self._compiled, self._mesh = program(graphdef, decoder), mesh_of(model)
+        self._compiled, self._mesh = static_arguments(graphdef, decoder), mesh_of(model)
         self._decoder = decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
@@ -200,13 +200,13 @@ def newcomers(
 
 def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
     """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
-    compiled = program(graphdef, decoder)
+    compiled = static_arguments(graphdef, decoder)
     state = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), newcomers)
     return _run(compiled, params, state, rows, UNTIL_DONE).record
 
 
 @functools.partial(jax.jit, static_argnames=("compiled", "rows"))
-def _empty(compiled: Program, params, layout, rows: int) -> State:
+def _empty(compiled: StaticArguments, params, layout, rows: int) -> State:
     """A batch of finished rows; only the shapes of the layout matter."""
     layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
     keys = jax.random.split(jax.random.key(0), rows)
@@ -215,16 +215,18 @@ def _empty(compiled: Program, params, layout, rows: int) -> State:
 
 
 @functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
-def _admit(compiled: Program, params, state: State, new: Newcomers) -> State:
+def _admit(compiled: StaticArguments, params, state: State, new: Newcomers) -> State:
     """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
     layout = new.layout
     if compiled.decoder.copies_prefix:
         row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
-        layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, known=Known(row, new.shared)))
+        layout = dataclasses.replace(
+            layout, given=dataclasses.replace(layout.given, shared=SharedPrefix(row, new.shared))
+        )
     started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
     started = jax.tree.map(  # for states that keep their layout
-        lambda x: dataclasses.replace(x, known=None) if isinstance(x, Given) else x,
+        lambda x: dataclasses.replace(x, shared=None) if isinstance(x, Given) else x,
         started,
         is_leaf=lambda x: isinstance(x, Given),
     )
@@ -236,7 +238,7 @@ def _admit(compiled: Program, params, state: State, new: Newcomers) -> State:
 
 
 @functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
-def _run(compiled: Program, params, state: State, wanted, most) -> State:
+def _run(compiled: StaticArguments, params, state: State, wanted, most) -> State:
     """Decodes until `wanted` rows are finished, for at most `most` forwards."""
     model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
 

@@ -22,7 +22,7 @@ class Stops:
         begin = self._begin(text)
         return (text, False) if begin is None else (text[:begin], True)
 
-    def is_settled(self, text: str) -> bool:
+    def is_certain(self, text: str) -> bool:
         """Whether the text holds a stop string, and no continuation of it would be cut earlier.
 
         It might be where a longer stop string can begin before the one that was found, and is not complete yet.

@@ -159,7 +159,7 @@ class EvaluatedModel(TemplateLM):
 
         def is_over(at: int, tokens: list[int]) -> bool:
             until = some[at].until
-            return bool(until.texts) and until.is_settled(self._tokenizer.decode(tokens[: some[at].limit]))
+            return bool(until.texts) and until.is_certain(self._tokenizer.decode(tokens[: some[at].limit]))
 
         looking = is_over if any(a.until.texts for a in some) else None
         for at, answer, seconds in _shown(generate(self.model, wanted, looking), len(wanted), "decoding"):

@@ -44,7 +44,7 @@ class Writer:
         tokens = answer.tokens[: self._limit]
         text, is_cut = self._stops.cut(whole := self._tokenizer.decode(tokens))
         is_last, reason = is_finished or len(tokens) == self._limit, None
-        if is_cut and (is_last or self._stops.is_settled(whole)):
+        if is_cut and (is_last or self._stops.is_certain(whole)):
             tokens, reason = tokens_of(text, tokens, self._tokenizer), "stop"
         elif is_last:
             is_whole = is_finished and answer.finish_reason == "eos" and len(tokens) == len(answer.tokens)

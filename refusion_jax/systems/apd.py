@@ -41,7 +41,7 @@ from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import (
     Layout,
     Request,
@@ -169,7 +169,11 @@ class DraftAndCheck(Decoder):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, check, s = Plain(model, request, keeps_cache=False), Plain(model.verifier, request), request.settings
+    plain, check, s = (
+        ReferenceDecoder(model, request, keeps_cache=False),
+        ReferenceDecoder(model.verifier, request),
+        request.settings,
+    )
     shift, commits = model.config.shifted, []
     text, places = list(plain.given.values()), list(plain.places)
     while places:

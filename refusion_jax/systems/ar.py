@@ -21,7 +21,7 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
@@ -97,7 +97,7 @@ class LeftToRight(Continuer):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, commits = Plain(model, request), []
+    plain, commits = ReferenceDecoder(model, request), []
     tokens, places = list(plain.given.values()), list(plain.given)
     for place in plain.places:
         p = plain.forward("next", tokens, places, np.tril(np.ones((len(tokens), len(tokens)), bool)))

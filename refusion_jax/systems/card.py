@@ -49,7 +49,7 @@ from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
 from refusion_jax.model.transformer import Transformer
@@ -221,7 +221,7 @@ class CausalBlocks(Continuer):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, commits = Plain(model, request), request.settings, []
+    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
     text, start, end = dict(plain.given), len(plain.given), request.length
     while start < end:
         for left in reversed(range(s.passes)):

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.cli.settings import setting
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
@@ -85,7 +85,7 @@ def known_nearby(
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, s, commits = Plain(model, request, keeps_cache=False), request.settings, []
+    plain, s, commits = ReferenceDecoder(model, request, keeps_cache=False), request.settings, []
     shift, n = model.config.shifted, len(plain.places)
     text, steps = dict(plain.given), min(s.steps or n, n)
     for step in range(steps):

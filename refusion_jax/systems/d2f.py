@@ -48,7 +48,7 @@ from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import (
     Layout,
     Request,
@@ -281,7 +281,7 @@ class Pipeline(Decoder):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, commits = Plain(model, request), request.settings, []
+    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
     text, K, first = dict(plain.given), s.block_length, plain.places[0]
     blocks = [plain.places[i : i + K] for i in range(0, len(plain.places), K)]
     opened = cached = 0

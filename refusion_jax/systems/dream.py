@@ -40,7 +40,7 @@ from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers
 from refusion_jax.batch.rows import Rows, next_in_row, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
@@ -188,7 +188,7 @@ def _counts(request: Request) -> tuple[int, ...]:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, commits = Plain(model, request, keeps_cache=False), []
+    plain, commits = ReferenceDecoder(model, request, keeps_cache=False), []
     text = dict(plain.given)
 
     def surety(p, place):

@@ -38,7 +38,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.cache import Cache, stored
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, check_no_templates
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
@@ -215,7 +215,7 @@ class BlockCache(masked.MaskedDecoder):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy. Kept keys and values are recomputed from the older text."""
-    plain, s, commits = Plain(model, request), request.settings, []
+    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
     shift, n = model.config.shifted, len(plain.places)
     text, whole = dict(plain.given), [*range(request.length)]
 

@@ -51,7 +51,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding import speculation
 from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -215,7 +215,7 @@ class DraftAndCheck(Continuer):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, commits, drafts = Plain(model, request), [], []
+    plain, commits, drafts = ReferenceDecoder(model, request), [], []
     text, (start, end) = list(plain.given.values()), (len(plain.given), request.length)
     masks = [plain.ids.mask_id] * (request.settings.stride - 1)
     while len(text) < end and plain.ids.eos_id not in text[start:]:

@@ -67,7 +67,7 @@ class System:
     decoders: Mapping[str, type[Decoder]]  # by name; the first is the default
     references: Mapping[
         str, Callable[[Transformer, Request], dict]
-    ]  # each decoder in plain Python, see decoding/plain.py
+    ]  # each decoder in plain Python, see decoding/reference.py
     section: str = ""  # of the config, with the keys
     config_keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
     check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together

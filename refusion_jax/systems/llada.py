@@ -33,7 +33,7 @@ from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
@@ -115,7 +115,7 @@ class Denoise(masked.MaskedDecoder):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, s, commits = Plain(model, request, keeps_cache=False), request.settings, []
+    plain, s, commits = ReferenceDecoder(model, request, keeps_cache=False), request.settings, []
     text, n = dict(plain.given), len(plain.places)
     length = s.block_length or n
     for start in range(0, n, length):

@@ -48,7 +48,7 @@ from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
 from refusion_jax.decoding.sampling import mask_logits, put, sample
 from refusion_jax.model.transformer import Transformer
@@ -210,7 +210,7 @@ def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, commits = Plain(model, request), request.settings, []
+    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
     text, end = dict(plain.given), request.length
     while any(place not in text for place in range(end)):
         first = next(place for place in range(end) if place not in text)

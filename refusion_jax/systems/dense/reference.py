@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
 
@@ -13,7 +13,7 @@ def one_by_one(model: Transformer, request: Request) -> dict:
     A token is predicted by the one before it in the text if that was committed last, otherwise by a mask. Both see all
     that was committed.
     """
-    plain, commits = Plain(model, request), []
+    plain, commits = ReferenceDecoder(model, request), []
     tokens, places = list(plain.given.values()), list(plain.given)
     for place in plain.places:
         mask = [] if places[-1] == place - 1 else [(plain.ids.mask_id, place)]

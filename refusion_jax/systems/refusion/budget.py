@@ -29,7 +29,7 @@ _TILES_A_ROW = 4  # on average, at most, as each tile reads the keys of its row 
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ForwardShape:
     """The shape of a compiled forward: its places for tokens come in tiles, each for tokens of one row."""
 
     width: int  # places of a row, at most
@@ -47,7 +47,7 @@ class Sizes:
     """Compiled sizes that depend on the batch and the device."""
 
     shards: int  # of rows
-    shapes: tuple[Shape, ...]  # of a forward
+    shapes: tuple[ForwardShape, ...]  # of a forward
     free: int  # tokens that a forward of a shard can feed in the time that reading the weights takes
     portion: int  # places whose logits are computed at once
 
@@ -87,7 +87,7 @@ class Sizes:
         return choose(needed, requested, budget, affordable, self.shapes, self.shards)
 
 
-def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[Shape, ...]:
+def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[ForwardShape, ...]:
     """The compiled shapes of a forward, smallest first; for a single row each is one tile.
 
     Rows are seldom wide at the same time, so most forwards need only part of the places that all rows could fill.
@@ -103,15 +103,15 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     sizes = [-(-most * 2**i // 3**i) for i in range(_SHAPES)]
     if rows == 1:
         sizes = {-(-size // slot_size) * slot_size for size in sizes}
-        return tuple(Shape(size, size, 1) for size in sorted(sizes))
+        return tuple(ForwardShape(size, size, 1) for size in sorted(sizes))
     shapes, least = [], min(max(slot_size, _TILE // 2), _TILE)
     for size in sizes:
         tile = max(size // (rows * _TILES_A_ROW * least), 1) * least
-        shapes.append(Shape(width, tile, -(-size // tile)))
+        shapes.append(ForwardShape(width, tile, -(-size // tile)))
     # The largest shape must hold all needed tokens, or, with a budget for everything, all tokens that rows can feed. A
     # tile holds tokens of one row only, so this takes more places than tokens.
     tile, each = shapes[0].tile, width if budget >= rows * width else needed
-    shapes[0] = Shape(width, tile, max(shapes[0].tiles, rows * -(-each // tile)))
+    shapes[0] = ForwardShape(width, tile, max(shapes[0].tiles, rows * -(-each // tile)))
     return tuple(sorted(set(shapes), key=lambda shape: shape.places))
 
 
@@ -141,7 +141,7 @@ def choose(
     requested: Int32[Array, "B O"],
     budget: Int32[Array, "B"],
     affordable: Int32[Array, "B O"],
-    shapes: tuple[Shape, ...],
+    shapes: tuple[ForwardShape, ...],
     shards: int,
 ) -> tuple[Int32[Array, ""], Int32[Array, "B"]]:
     """Chooses the shape to run, and the number of speculative tokens of each row.

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from refusion_jax.decoding.plain import Plain
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.canvas import ranks
@@ -22,7 +22,7 @@ class Text:
     """The committed tokens, and which of them each one attended to."""
 
     def __init__(self, model: Transformer, request: Request):
-        self.plain, self.tokens, self.places, self.seen = Plain(model, request), [], [], []
+        self.plain, self.tokens, self.places, self.seen = ReferenceDecoder(model, request), [], [], []
         K = request.settings.slot_size
         self.slots = [
             range(i, min(i + K, at + length)) for at, length, _ in request.gaps for i in range(at, at + length, K)

@@ -24,7 +24,7 @@ from refusion_jax.model.transformer import Transformer
 _LENGTH = 32  # the least length that a forward is padded to; doubled as often as needed: few compilations
 
 
-class Plain:
+class ReferenceDecoder:
     """One request and the model that decodes it.
 
     `keeps_cache` tells whether the decoder has a cache, to which the setting `cache` applies. `phases` lists the names
