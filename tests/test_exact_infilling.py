@@ -10,6 +10,7 @@ from conftest import BOS, EOS, MASK, PAD, PROMPTS, causal, forward, settings, sh
 
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.evaluation.generation import generate
 
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "1200"))
 LENGTH = 64  # every plain forward is padded to this: one compilation
@@ -151,3 +152,17 @@ def test_infilling_is_exact_unless_the_authors_threshold_is_named():
     assert answers(infill="threshold") == answers(token_threshold=0.9)
     with pytest.raises(UserError, match="^token_threshold=-0.5: must be at least 0, or -1 for 0.9"):
         answers(token_threshold=-0.5)
+
+
+def test_a_batch_is_infilled_in_one_way_and_an_evaluation_decodes_both():
+    """Tasks may set token_threshold, and so choose the authors' infilling for their own samples."""
+    model, own = sharp_models()[1], {"max_new_tokens": 16, "slot_size": 4}
+    both = [
+        Request(PROMPTS[i], settings=DecodeSettings("refusion", **own, **more), noise=0)
+        for i, more in enumerate(({}, {"token_threshold": 0.4}, {}))
+    ]
+    answers = {i: answer.tokens for i, answer, _ in generate(model, both, None)}
+    for i, request in enumerate(both):
+        assert answers[i] == decode(model, [request], request.settings).tokens[0]
+    with pytest.raises(UserError, match="^prompt 1: infill must be the same for all prompts of a call"):
+        decode(model, both, both[0].settings)

@@ -53,7 +53,7 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
 
     Args:
       model: the transformer.
-      given: [B, C] tokens, padded on the right; C is also the capacity of the cache. Keys and values in `given.known`
+      given: [B, C] tokens, padded on the right; C is also the capacity of the cache. Keys and values in `given.shared`
         are copied, not computed.
       chunk_length: tokens per forward, at most C; a multiple of the block size.
       block_size: attention is causal over blocks of this size, counted from the first token. The entries of a last,
@@ -72,9 +72,9 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
         return cache
 
     first, cache = 0, Cache.empty(model, B, C)
-    if given.known:
-        copied = jax.tree.map(lambda x, all: jnp.broadcast_to(x, all.shape), given.known.entries, cache.entries)
-        first, cache = given.known.length // T, Cache(split(copied), cache.length)
+    if given.shared:
+        copied = jax.tree.map(lambda x, all: jnp.broadcast_to(x, all.shape), given.shared.entries, cache.entries)
+        first, cache = given.shared.length // T, Cache(split(copied), cache.length)
     chunks = (jnp.max(given.length) + T - 1) // T
     cache = jax.lax.fori_loop(first, chunks, chunk, cache)
     return Cache(cache.entries, given.length)

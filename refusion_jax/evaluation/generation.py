@@ -47,7 +47,7 @@ def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tupl
     """Groups requests by compiled program: (their indices, the requests from `prepare`) for each."""
     of_sizes = collections.defaultdict(list)
     for number, request in enumerate(requests):
-        settings = request.settings
+        settings = request.settings.for_model(model)
         compiled_in = sorted((name, getattr(settings, name)) for name in scope(type(settings), "compiled"))
         of_sizes[tuple(compiled_in)].append(number)
     for numbers in of_sizes.values():
