@@ -94,7 +94,7 @@ def extend(
     positions: Int32[Array, "B T"],
     visible: Bool[Array, "B T T"],
 ) -> tuple[Float32[Array, "B T V"], Cache]:
-    """One forward of T new tokens a row on top of the committed ones. Their entries are written but not committed.
+    """One forward of T new tokens of each row on top of the committed ones. Their entries are written, not committed.
 
     Args:
       model: the transformer.

@@ -60,7 +60,7 @@ class Continuer(Decoder):
     copies_prefix: ClassVar[bool] = True
 
     ids: TokenIds
-    width: int  # tokens a row that one forward feeds
+    width: int  # tokens of a row that one forward feeds
     new_tokens: int  # at most, in a row
     cache_length: int
     chunk: int  # given tokens per forward of the prefill
@@ -84,7 +84,7 @@ class Continuer(Decoder):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """Tokens a row that one forward has to feed to serve these requests."""
+        """Tokens of a row that one forward has to feed to serve these requests."""
         raise NotImplementedError
 
     def scored(self, model: Transformer, rows: int) -> int:
@@ -118,7 +118,7 @@ class Continuer(Decoder):
         )
 
 
-def cut_behind_eos(
+def cut_after_eos(
     is_new: Bool[Array, "B T"],
     tokens: Int32[Array, "B T"],
     at: Int32[Array, "B T"],

@@ -1,6 +1,6 @@
 """Requests: prompts and templates with gaps, checked and laid out as arrays.
 
-Everything here runs on the host, once a request. Axes: R requests, N places a row, C cache entries.
+Everything here runs on the host, once per request. Axes: R requests, N places of a row, C cache entries.
 """
 
 import dataclasses

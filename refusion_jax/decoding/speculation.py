@@ -50,7 +50,7 @@ def verify(
       q: that each draft was drawn from.
       drafts: tokens.
       drafted: how many of them count.
-      keys: one a row.
+      keys: one per row.
       places: of p.
       is_warm: rows with a temperature.
     """

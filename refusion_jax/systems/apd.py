@@ -162,8 +162,8 @@ class DraftAndCheck(Decoder):
         prefix = jnp.maximum(jnp.sum(jnp.cumprod(agrees, axis=1), axis=1), 1)[:, None]
         offset = jnp.arange(K)[None]
         is_eos = w.masked & (drafts == self.ids.eos_id)
-        behind_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0
-        after = masked.commit(s, w, drafts, (offset < prefix) & ~behind_eos, self.ids)
+        after_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0
+        after = masked.commit(s, w, drafts, (offset < prefix) & ~after_eos, self.ids)
         return dataclasses.replace(after, cache=kv.commit(cache, after.record.count - done))
 
 

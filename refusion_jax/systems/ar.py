@@ -75,7 +75,7 @@ class LeftToRight(Continuer):
         return self.start(State, layout, keys, cache, last=last)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, one token a row."""
+        """One forward, one token per row."""
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
         place, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.may_end))  # [B, 1]
         visible = jnp.ones((len(s.last), 1, 1), bool)

@@ -54,7 +54,7 @@ from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
+from refusion_jax.decoding.continuation import Continuation, Continuer, cut_after_eos
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
@@ -219,7 +219,7 @@ class BlockByBlock(Continuer):
         confidence = jnp.where(readable, probability(real, chosen), -1.0)
         is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
         reveals = readable & ((confidence > own.threshold) | is_best) & s.active[:, None]
-        reveals, end = cut_behind_eos(reveals, chosen, at + 1, s.end, self.ids.eos_id)
+        reveals, end = cut_after_eos(reveals, chosen, at + 1, s.end, self.ids.eos_id)
 
         text = put(s.text, jnp.where(reveals, at + 1, s.text.shape[1]), chosen)
         is_left = (text == self.ids.mask_id) & is_new & (index < end[:, None])

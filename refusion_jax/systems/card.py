@@ -48,7 +48,7 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
+from refusion_jax.decoding.continuation import Continuation, Continuer, cut_after_eos
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
@@ -201,7 +201,7 @@ class CausalBlocks(Continuer):
         reveals = is_mask & (probability(real, chosen) > own.threshold)
         is_last = (s.passed + 1 >= s.settings.passes) | ~jnp.any(reveals, axis=1)
         reveals = jnp.where(is_last[:, None], is_mask, reveals) & s.active[:, None]
-        reveals, end = cut_behind_eos(reveals, chosen, at, s.end, self.ids.eos_id)
+        reveals, end = cut_after_eos(reveals, chosen, at, s.end, self.ids.eos_id)
 
         text = put(s.text, jnp.where(reveals, at + 1, s.text.shape[1]), chosen)
         commits = jnp.where(s.active & ~is_open, K, 0)

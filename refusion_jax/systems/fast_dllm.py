@@ -86,7 +86,7 @@ class FastSettings(masked.MaskedSettings):
 class State(masked.InBlocks):
     """The state of the decoding loop."""
 
-    entries: KeyValues  # C entries a row; a leading part is valid
+    entries: KeyValues  # C entries of each row; a leading part is valid
 
 
 @dataclasses.dataclass(frozen=True)

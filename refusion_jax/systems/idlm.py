@@ -21,11 +21,11 @@ Decoding with stride N: each forward feeds [pending token, N - 1 drafts, N - 1 m
 p at the pending token and the drafts, and q of the masks that made the drafts: from the left, a draft is accepted with
 probability min(1, p / q); the first rejected one is drawn again from max(0, p - q), and the next forward starts with
 this token and masks, without drafts. If all drafts are accepted, the last one gives one more token, and the masks
-behind it N - 1 new drafts. So the text is distributed by p; decoded greedily, it is that of `ar` with the same weights,
+after it N - 1 new drafts. So the text is distributed by p; decoded greedily, it is that of `ar` with the same weights,
 token by token.
 
 From the authors' code (github.com/thuEcstasy/I-DLM, 3342a17): layout, shift, both means and their weights, stride, the
-rule of acceptance, the cold start behind a rejection; we have not read the paper. They leave prompts unmasked in x_t;
+rule of acceptance, the cold start after a rejection; we have not read the paper. They leave prompts unmasked in x_t;
 here masks stand for prompts, too, and the last of them predicts the first token of the answer. Our other choices: top_k
 and top_p apply to both p and q, so that the text stays distributed by p; blocks are counted from the start of the row,
 not of the document, so that the first one of a document may be short; the weight of the clean half is constant, whereas
@@ -140,7 +140,7 @@ class State(Continuation):
     """The state of the decoding loop."""
 
     pending: Int32[Array, "B"]  # the last token, not in the cache yet
-    drafts: Int32[Array, "B M"]  # M = N - 1 tokens behind it
+    drafts: Int32[Array, "B M"]  # M = N - 1 tokens after it
     q: Float32[Array, "B M V"]  # the distribution that each draft was sampled from
     drafted: Int32[Array, "B"]  # how many there are: N - 1, or none after a rejection
 
@@ -172,7 +172,7 @@ class DraftAndCheck(Continuer):
         """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
         B, N, W = len(s.pending), self.stride, self.width
         offset = jnp.arange(W)[None]
-        first = s.places.position[:, 0] + s.record.count  # [B], the place behind the pending token
+        first = s.places.position[:, 0] + s.record.count  # [B], the place after the pending token
         is_draft = (offset > 0) & (offset <= s.drafted[:, None])
         fed = jnp.where(is_draft, jnp.pad(s.drafts, ((0, 0), (1, N - 1))), self.ids.mask_id).at[:, 0].set(s.pending)
         places = first[:, None] + offset  # [B, W], predicted by the tokens before them
@@ -183,7 +183,7 @@ class DraftAndCheck(Continuer):
         is_warm = s.settings.temperature > 0  # [B]
         likely = speculation.distribution(choosable, s.settings)
 
-        # p[i] verifies draft i; the p behind the last draft gives one more token if all are accepted.
+        # p[i] verifies draft i; the p after the last draft gives one more token if all are accepted.
         verdict = (likely[:, :N], s.q, s.drafts, s.drafted, s.keys, places[:, :N], is_warm)
         accepted, token = speculation.verify(*verdict)
 
@@ -195,7 +195,7 @@ class DraftAndCheck(Continuer):
         kept = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, kept)
         record = s.record.append(tokens, places[:, :N], kept)
 
-        # If nothing was rejected, the masks behind the drafts stand where the next drafts belong.
+        # If nothing was rejected, the masks after the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
         drafts = speculation.draw(q, is_warm, s.keys, jnp.take_along_axis(places, from_mask, axis=1))

@@ -36,7 +36,7 @@ class Objective(Protocol):
 
         Args:
           rows: packed rows of the global batch, so that normalizers cover all of it.
-          keys: one a row; a row's noise depends on nothing else.
+          keys: one per row; a row's noise depends on nothing else.
         """
         ...
 

@@ -47,7 +47,7 @@ from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuation, Continuer, cut_behind_eos
+from refusion_jax.decoding.continuation import Continuation, Continuer, cut_after_eos
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
 from refusion_jax.decoding.sampling import mask_logits, put, sample
@@ -185,7 +185,7 @@ class SlidingWindow(Continuer):
         score = jnp.where(is_mask, entropy(real) + own.distance_penalty * (at - first), jnp.inf)
         is_best = offset == jnp.argmin(score, axis=1)[:, None]
         fills = is_mask & ((score < own.entropy_threshold) | is_best) & s.active[:, None]
-        fills, end = cut_behind_eos(fills, chosen, at, s.end, self.ids.eos_id)
+        fills, end = cut_after_eos(fills, chosen, at, s.end, self.ids.eos_id)
 
         text = put(s.text, jnp.where(fills, at, s.text.shape[1]), chosen)
         commits = jnp.where(s.active, prefix, 0)

@@ -1,4 +1,4 @@
-"""Lossless drafting: the text that the model writes one token at a time, several tokens a forward.
+"""Lossless drafting: the text that the model writes one token at a time, several tokens per forward.
 
 The text is written left to right, each token predicted by the one before it. (The first token of a gap that what was
 given does not lead up to is predicted by a mask, which sees all that was committed.) Slots of masks guess ahead. Each

@@ -117,7 +117,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], text_o
     """Draws slot size, order and phase of each document, and which slots are copied.
 
     Args:
-      keys: one a row; a row's noise depends on nothing else.
+      keys: one per row; a row's noise depends on nothing else.
       rows: the packed rows.
       sizes: slot sizes to draw from.
       text_order: probability that a document's slots stay in the order of the text.

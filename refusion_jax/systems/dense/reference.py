@@ -8,7 +8,7 @@ from refusion_jax.model.transformer import Transformer
 
 
 def one_by_one(model: Transformer, request: Request) -> dict:
-    """The text of lossless drafting, one token a forward: what is given, then the gaps, left to right.
+    """The text of lossless drafting, one token per forward: what is given, then the gaps, left to right.
 
     A token is predicted by the one before it in the text if that was committed last, otherwise by a mask. Both see all
     that was committed.

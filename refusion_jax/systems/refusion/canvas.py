@@ -54,7 +54,7 @@ class SlotLayout:
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int, slots: int) -> "SlotLayout":
-        """Some requests, as numpy arrays with room for `capacity` given tokens and for `slots` slots a row."""
+        """Some requests, as numpy arrays with room for `capacity` given tokens and for `slots` slots of each row."""
         settings = TracedSettings.of([request.settings for request in requests])
         return cls(Given.of(requests, capacity), Canvas.of(requests, slots), settings)
 

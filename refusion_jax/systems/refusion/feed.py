@@ -73,7 +73,7 @@ def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -
     """Packs parts into a feed.
 
     Args:
-      parts: with at most W tokens a row together; the first one is the drafts.
+      parts: with at most W tokens of each row together; the first one is the drafts.
       candidates: at each draft, the token whose probability is wanted there; it is read at the token before.
       width: W.
     """

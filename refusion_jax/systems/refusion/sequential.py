@@ -94,7 +94,7 @@ class Sequential(Decoder):
         )
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, one token a row."""
+        """One forward, one token per row."""
         start, size, may_end = (
             jnp.take_along_axis(x, s.slot[:, None], axis=1)[:, 0]
             for x in (s.canvas.start, s.canvas.size, s.canvas.may_end)

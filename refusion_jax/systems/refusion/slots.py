@@ -64,7 +64,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], eps: f
     slots come in a uniformly random order (ReFusion, section 3.2).
 
     Args:
-      keys: one a row; a row's noise depends on nothing else.
+      keys: one per row; a row's noise depends on nothing else.
       rows: the packed rows.
       sizes: slot sizes to draw from.
       eps: the least mask probability.
