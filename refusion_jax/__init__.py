@@ -1,7 +1,8 @@
 """refusion_jax: pretrain, adapt, evaluate and decode slot-diffusion language models (ReFusion) in JAX."""
 
 import importlib
-import sys
+
+__version__ = "0.1.0"
 
 # Imported when first used: a process that only prepares data needs neither JAX nor the 200 MB that it takes.
 _HOME = {
@@ -26,20 +27,3 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _explain(_: type, error: BaseException, __: object) -> None:
-    """Ends a command that cannot be imported as `command.guard` ends one that runs: JAX reads the environment then."""
-    from refusion_jax.cli import command
-    from refusion_jax.cli.errors import UserError, first_line
-
-    def main() -> None:
-        if isinstance(error, ValueError):  # nothing but the environment has values then
-            raise UserError(f"a variable of the environment: {first_line(error)}") from error
-        raise error
-
-    command.guard(main)
-
-
-if sys.argv[:1] == ["-m"]:  # as it is while `python -m refusion_jax.COMMAND` looks for the command
-    sys.excepthook = _explain

@@ -3,11 +3,14 @@
 import errno
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import run, start
+from conftest import ROOT, run
 
+import refusion_jax
 from refusion_jax import UserError
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import Failure, SettingError
@@ -56,12 +59,14 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(capsys
     file.unlink()
 
 
-@pytest.mark.parametrize("path", ["", "x" * 256, "a/" * 2048, "\udcff" * 300])
-def test_what_can_be_no_path_is_refused_by_its_flag(path):
+@pytest.mark.parametrize(
+    ("path", "said"), [("", "is empty"), ("x://y", "names no store"), ("az://y", "cannot be reached")]
+)
+def test_what_can_be_no_path_is_refused_by_its_flag(path, said):
     values = command.flags.FlagValues()
     command.flags.DEFINE_string("workdir", None, "", flag_values=values)
     values(["program", f"--workdir={path}"])
-    with pytest.raises(UserError, match="--workdir=.*: is (empty|too long for a path)"):
+    with pytest.raises(UserError, match=f"--workdir=.*{said}"):
         flag_values.check_values(values)
 
 
@@ -70,40 +75,18 @@ def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     with pytest.raises(UserError, match="--output=.*/file is a file"):
         flag_values.check_output("output", tmp_path / "file" / "below")
     flag_values.check_output("output", Path(os.devnull))
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, said in (
         (tmp_path / "none" / "..", "is a directory"),
-        (tmp_path / "loop" / "below", "is a link that leads in a circle, or lies below one"),
         (Path("gs://bucket/file"), "must be a local path"),
     ):
         with pytest.raises(UserError, match=said):
             flag_values.check_output("output", path)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("JAX_ENABLE_X64", "maybe", "a variable of the environment: invalid truth value 'maybe' for .*JAX_ENABLE_X64"),
-        ("JAX_ENABLE_X64", "1", "JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it"),
-    ],
-)
-def test_an_environment_that_jax_refuses_is_one_line(name, value, said, monkeypatch):
-    """JAX reads it while a command is imported, before anything of ours runs."""
-    monkeypatch.setenv(name, value)
-    process = start("convert")
-    _, err = process.communicate()
-    assert process.returncode == 2
-    assert re.fullmatch(f"error: {said}.*\n", err)
-
-
-def test_a_directory_that_is_gone_is_said_to_be(tmp_path, monkeypatch, capsys):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(SystemExit) as end:
-        command.guard(lambda: flag_values.check_output("output", Path("x")))
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "error: the directory that this was started in is not there any more\n"
+def test_an_environment_for_64_bits_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    _, err = run("convert", code=2)
+    assert err == "error: JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it\n"
 
 
 def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):
@@ -115,3 +98,17 @@ def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):
                 out, err = run(name, f"--flagfile={tmp_path}/{file}", code=2)
                 assert out == ""
                 assert re.fullmatch(f"error: .*{said}.*\n", err), err
+
+
+def test_the_console_command_runs_commands_by_their_names():
+    def refusion(*arguments: str) -> tuple[int, str, str]:
+        line = [sys.executable, "-c", "from refusion_jax.cli.main import main; main()", *arguments]
+        ended = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        return ended.returncode, ended.stdout, ended.stderr
+
+    assert refusion("--version") == (0, f"{refusion_jax.__version__}\n", "")
+    code, out, err = refusion("none")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: refusion 'none': unknown; known: bench, convert, ")
+    assert refusion("goodput") == (2, "", "error: --workdir=DIR is needed; --help explains\n")
+    assert "  --workdir\n" in refusion("goodput", "--help")[1]

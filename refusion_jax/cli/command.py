@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import re
-import select
 import shlex
 import sys
 import tempfile
@@ -119,12 +118,10 @@ def guard(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _end(Failure("interrupted"), 130)
     except Exception as error:  # noqa: BLE001  whatever nobody has thought of
-        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        if isinstance(error, BrokenPipeError):
             _end(None, 141)
         if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
             _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
-        if isinstance(error, FileNotFoundError) and _is_nowhere():
-            _end(UserError("the directory that this was started in is not there any more"), 2, error)
         if isinstance(error, OSError) and error.errno in _OF_A_DISK:
             _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
         if isinstance(error, RuntimeError) and _BAD_BACKEND.match(str(error)):
@@ -136,22 +133,6 @@ def guard(main: Callable[[], None]) -> None:
 _OF_A_PATH = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP}
 _OF_A_PATH |= {errno.ENXIO}  # a socket, or a terminal that is not there
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-def _is_nowhere() -> bool:
-    """Whether the directory that this was started in has been deleted, so that no name in it means a place."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
-
-
-def _reader_is_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
 
 
 def _end(error: Exception | None, code: int, cause: Exception | None = None) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from refusion_jax.cli.errors import SettingError, is_unicode
+from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.paths import names_no_store
 
 
@@ -51,7 +51,7 @@ class Setting:
             return f"must be of type {kind.__name__}"
         if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
             return "must be finite"
-        if kind is str and not is_unicode(value):
+        if kind is str and value != value.encode(errors="replace").decode():
             return "must be text in UTF-8"
         if kind is str and (why := names_no_store(value)):
             return why

@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from refusion_jax.cli.errors import SettingError, UserError, without_stderr
+from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.planning import hlo
@@ -75,8 +75,7 @@ def tpu_devices(topology: str, slices: int) -> list[jax.Device]:
     if topology.startswith("v4:"):
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device, as on a TPU VM
     try:
-        with without_stderr():  # libtpu warns on stderr that there is no TPU
-            return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
+        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = re.sub(r"\s+", " ", str(error).removeprefix("INVALID_ARGUMENT: "))[:200]
         raise UserError(f"--topology={topology}: {reason}; one that works is {find_chip(topology).example}") from error
@@ -109,6 +108,8 @@ def prepare_environment() -> None:
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     known = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_cpu_")]
     os.environ["XLA_FLAGS"] = " ".join(known)
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # any: libtpu only warns where there is none
     for name in ("TPU_STDERR_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TF_CPP_MIN_LOG_LEVEL"):
         os.environ.setdefault(name, "3")
 
