@@ -18,6 +18,7 @@ a row (--config.guard.skips) take the run back to its last checkpoint, and past 
 
 import contextlib
 import sys
+from collections.abc import Sequence
 
 import jax
 import ml_collections
@@ -30,7 +31,7 @@ from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
-from refusion_jax.config import check, check_mesh, explained, names
+from refusion_jax.config import CHANGEABLE, check, check_mesh, explained, names
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
@@ -49,11 +50,16 @@ from refusion_jax.training.session import Run, Session
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
+_ALLOW = flags.DEFINE_list(
+    "allow_change", [], f"Config keys that may differ from those the run was started with: {', '.join(CHANGEABLE)}"
+)
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
 _LOST = flags.DEFINE_integer("lost_seconds", 60, "After how long a silence another process counts as lost", 5, 3600)
 
 
-def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bool = False) -> bool:
+def train(
+    config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bool = False, allowed: Sequence[str] = ()
+) -> bool:
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
     Returns:
@@ -66,7 +72,7 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
     preemption = Preemption()
     check(config)
     adopt_shape(config, workdir)
-    check_same_run(workdir, config)
+    changed = check_same_run(workdir, config, allowed)
     check_free(workdir)
     steps = saved_steps(workdir)
     check_same("the config, or the checkpoints in --workdir,", config.to_json(), str(steps))
@@ -98,7 +104,8 @@ def train(config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bo
         with needs("evaluate"):
             from refusion_jax.training.task_scores import TaskScores
         tasks = TaskScores(config, tokenizer, program)
-    run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption)
+    run = Run(config, workdir, mesh, tokenizer, rows, shape, program, held_out, tasks, preemption, changed)
+    run.may_change_data = any(key.split(".")[0] == "data" for key in allowed)
 
     # 4. The weights to start from, if not random ones.
     if source:
@@ -125,6 +132,8 @@ def session(run: Run, start_over: bool) -> str:
         return "complete"
     size, trained = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (opened.state.weights, opened.state.params))
     what = f"{size:,} parameters" + (f", {trained:,} of them trained," if trained < size else "")
+    for change in run.changed:
+        say(f"changed: {change}")
     say(f"{what} on {sharding.describe(run.mesh)}; step {opened.first_step} of {config.steps}")
     with opened as s:
         # 1. What is done after steps. Metrics are fetched after the next step is dispatched: no device ever waits.
@@ -215,8 +224,10 @@ def say(line: str) -> None:
 def main() -> None:
     if _CONFIG.value is None or _WORKDIR.value is None:
         raise UserError("--config=configs/NAME.py and --workdir=DIR are needed; --help explains")
+    if other := [key for key in _ALLOW.value if key.split(".")[0] not in CHANGEABLE]:
+        raise UserError(f"--allow_change={other[0]}: cannot change in a run; what can: {', '.join(CHANGEABLE)}")
     with together(_PEERS.value, _LOST.value):
-        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value)
+        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value, _ALLOW.value)
     if not is_done:
         sys.exit(EXIT_CODE)
 

@@ -9,6 +9,7 @@ import pytest
 from conftest import SHARED, TINY_RUN, run, start
 
 from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.training import events
 from refusion_jax.training.metrics import read_metrics
 
 KEYS = set(
@@ -102,6 +103,26 @@ def test_data_that_changed_under_a_run_is_refused(trained_run, tmp_path):
     _, err = run("train", *flags, "--config.steps=20", code=2)
     assert "no longer holds the rows this run was trained on" in err
     assert (workdir / "config.json").read_text() == config
+
+
+def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
+    workdir = tmp_path / "copy"
+    shutil.copytree(trained_run, workdir)
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"})
+        + "\n"
+        + "\n".join(json.dumps({"query": f"Sort {i} 1 2.", "response": f"1 2 {i}"}) for i in range(3, 300))
+    )
+    changes = ["--config.steps=64", "--config.learning_rate=1e-5", f"--config.data.path={tmp_path}/a.jsonl"]
+    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, code=2)
+    assert "(differs in data.path, learning_rate): give the flags" in err
+    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=seed", code=2)
+    assert "--allow_change=seed: cannot change in a run; what can: learning_rate, " in err
+    out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=learning_rate,data")
+    assert "changed: learning_rate: 0.002 -> 1e-05" in out
+    assert read_metrics(workdir)[-1]["learning_rate"] < 1.1e-5 < read_metrics(workdir)[58]["learning_rate"]
+    found = [e["what"] for e in events.read_events((workdir / events.FILE).read_text()) if e["event"] == "changed"]
+    assert [what.split(":")[0] for what in found] == ["data.path", "learning_rate"]
 
 
 def test_a_window_of_steps_is_profiled(tmp_path):

@@ -1,6 +1,7 @@
 """The config in a run's directory: written when the run starts, compared when it is started again."""
 
 import json
+from collections.abc import Sequence
 
 import jax
 import ml_collections
@@ -10,7 +11,7 @@ from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.flag_values import check_output
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.config import RESUMABLE, default_config, differing_keys
+from refusion_jax.config import RESUMABLE, default_config, differing_keys, flatten
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
@@ -22,8 +23,16 @@ _FILES += ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_t
 _DIRECTORIES = ("checkpoints", "tensorboard", "compilation_cache")
 
 
-def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> None:
+def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allowed: Sequence[str] = ()) -> list[str]:
     """Refuses a directory that holds another run, or what a run could not write to.
+
+    Args:
+      workdir: of the run.
+      config: of the run.
+      allowed: keys, or sections, whose values may differ from those that the run was started with.
+
+    Returns:
+      What has changed of what is allowed: "KEY: OLD -> NEW" each.
 
     Raises:
       UserError: naming the keys that differ, or what is in the way.
@@ -39,14 +48,17 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict) -> No
             if path.exists() and not path.is_dir():
                 raise UserError(f"--workdir={workdir}: {path.name} in it is no directory")
     if not (workdir / "config.json").exists():
-        return
+        return []
     there, here = (json.loads(c.to_json()) for c in (read_config(workdir), config))
-    other = [key for key in differing_keys(there, here) if key.split(".")[0] not in RESUMABLE]
-    if other:
+    different = [key for key in differing_keys(there, here) if key.split(".")[0] not in RESUMABLE]
+    changed = [key for key in different if key in allowed or key.split(".")[0] in allowed]
+    if other := [key for key in different if key not in changed]:
         raise UserError(
             f"--workdir={workdir} holds a run with another config (differs in {', '.join(other)}): "
-            f"give the flags it was started with, or another --workdir"
+            f"give the flags it was started with, another --workdir, or --allow_change"
         )
+    there, here = flatten(there), flatten(here)
+    return [f"{key}: {there[key]} -> {here[key]}" for key in changed]
 
 
 def claim(workdir: epath.Path, config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Tokenizer) -> None:

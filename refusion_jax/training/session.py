@@ -50,6 +50,8 @@ class Run:
     held_out: Callable | None  # from make_held_out
     tasks: Callable | None  # a TaskScores
     preemption: Preemption
+    changed: list[str]  # of the config since the session before, see `check_same_run`
+    may_change_data: bool = False
     initial_weights: dict | None = None  # the weights to start from, if not random ones, until they are used
     check_lock: Callable[[], None] = lambda: None  # UserError where somebody else has taken the directory over
     compiled_step: Callable | None = None
@@ -78,7 +80,11 @@ class Session:
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
         restored = self.checkpoints.restore(run.program.target, start_over)
         self._restore_seconds = time.monotonic() - self._began
-        if restored and any(restored[1].get(key) != value for key, value in self._data.items()):
+        if (
+            restored
+            and not run.may_change_data
+            and any(restored[1].get(key) != value for key, value in self._data.items())
+        ):
             raise UserError(
                 f"--config.data.path={config.data.path} no longer holds the rows this run was trained on; "
                 f"bring the data back, or start a new --workdir"
@@ -108,6 +114,8 @@ class Session:
             self.events.write("start", ago=age, step=self.first_step)
             if failure := run.failure:
                 self.events.write("rolled_back", from_step=failure.step, to_step=self.first_step, why=str(failure))
+            for change in run.changed:
+                self.events.write("changed", what=change)
             for step, why in self.checkpoints.skipped.items():
                 self.events.write("passed_over", step=step, why=why)
             self.events.write("restore", seconds=self._restore_seconds)
