@@ -68,32 +68,31 @@ def is_step(path: epath.Path) -> bool:
     return path.name.isascii() and path.name.isdecimal() and path.parent.name == "checkpoints"
 
 
-def is_complete(workdir: epath.Path, steps: int, verify: bool = True) -> bool:
+def is_complete(workdir: epath.Path, steps: int) -> bool:
     """Whether the last step of a run is there, whole and with checksums that match."""
     there = saved_steps(workdir)
     if not there or there[-1] < steps:
         return False
     directory = workdir / "checkpoints" / str(there[-1])
     try:
-        check_whole(directory, ITEMS, verify)
+        check_whole(directory, ITEMS)
     except Exception:  # noqa: BLE001  restoring it will report the reason
         return False
-    return checksums.exist(directory) or not verify
+    return checksums.exist(directory)
 
 
-def check_whole(directory: epath.Path, items: tuple[str, ...], verify: bool) -> None:
+def check_whole(directory: epath.Path, items: tuple[str, ...]) -> None:
     """Refuses a checkpoint in which something is missing or has changed. Several hosts share the reading.
 
     Args:
       directory: of one step.
       items: those that are needed.
-      verify: whether to compare checksums.
 
     Raises:
       ValueError: naming the file.
     """
     parts = [""] if items == ITEMS else [f"{item}/" for item in items]
-    for damage in (checksums.find_damage(directory, part) for part in parts if verify):
+    for damage in (checksums.find_damage(directory, part) for part in parts):
         if damage:
             raise ValueError(damage)
     if missing := _missing(directory, items):

@@ -61,17 +61,16 @@ State = TypeVar("State", bound=Saveable)
 class Checkpoints:
     """Saves and restores the checkpoints of one run. Use it in a `with` block, whose end waits for the last save."""
 
-    def __init__(self, workdir: epath.Path, keep: int, verify: bool = True, failures: int = 3):
+    def __init__(self, workdir: epath.Path, keep: int, failures: int = 3):
         """Removes what an interrupted save has left.
 
         Args:
           workdir: the run's directory.
           keep: how many to keep.
-          verify: whether to write checksums and compare them.
           failures: so many failed saves in a row stop the run.
         """
         self._directory = epath.Path(absolute(workdir)) / "checkpoints"
-        self._keep, self._verify, self._failures = keep, verify, failures
+        self._keep, self._failures = keep, failures
         self._failed = 0
         self._under_way: int | None = None  # the step that is being saved
         self.skipped: dict[int, str] = {}  # newer steps that could not be read, and why
@@ -122,7 +121,7 @@ class Checkpoints:
             self._has_failed(step, obstacle or OSError("another process cannot write"))
             return
         self._under_way = step
-        self._checkpointer = self._checkpointer or make_checkpointer(state, self._verify)
+        self._checkpointer = self._checkpointer or make_checkpointer(state)
         with self._failing(step):
             self._checkpointer.save(
                 self._directory / str(step),
@@ -151,8 +150,7 @@ class Checkpoints:
     def _tidy_up(self, step: int) -> None:
         """Lists late metadata of Orbax, and removes old checkpoints. The new one is whole even where this fails."""
         try:
-            if self._verify:
-                checksums.write_unlisted(self._directory / str(step), "late.")
+            checksums.write_unlisted(self._directory / str(step), "late.")
             self._retain(step)
         except Exception as error:  # noqa: BLE001  each store has errors of its own
             logging.warning("checkpoint %d is saved, but not what follows a save: %s", step, first_line(error))
@@ -222,7 +220,7 @@ class Checkpoints:
         for step in reversed(steps):
             restored, why, directory = None, None, self._directory / str(step)
             try:
-                check_whole(directory, ITEMS, self._verify)
+                check_whole(directory, ITEMS)
             except Exception as error:  # noqa: BLE001  a torn checkpoint can fail in any way; an older one may be whole
                 why = first_line(error)
             if all_agree(why is None):  # restoring is a collective of all hosts
@@ -244,7 +242,7 @@ class Checkpoints:
 
     def _read(self, directory: epath.Path, step: int, target: State) -> tuple[State, dict[str, Any]]:
         """State and data of one checkpoint. Any exception where it is damaged or of another run."""
-        self._checkpointer = self._checkpointer or make_checkpointer(target, self._verify)
+        self._checkpointer = self._checkpointer or make_checkpointer(target)
         found = self._checkpointer.restore(
             directory,
             args=Items(

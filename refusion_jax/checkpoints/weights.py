@@ -32,7 +32,7 @@ def restore_params(path: epath.Path, target: Any) -> Any:
     silence_orbax_tracebacks()
     for directory in steps:
         try:
-            check_whole(directory, ("params",), verify=True)
+            check_whole(directory, ("params",))
             if misfit := _find_misfit(ocp.StandardCheckpointHandler().metadata(directory / "params"), target):
                 break
             with ocp.StandardCheckpointer() as checkpointer:

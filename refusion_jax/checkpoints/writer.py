@@ -16,7 +16,7 @@ _AT_ONCE = ocp.options.AsyncOptions(create_directories_asynchronously=False)
 _IN_FLIGHT = 0.05  # of a host's part of the state: so much of each item may be on its way to storage
 
 
-def make_checkpointer(state: Any, verify: bool = True) -> ocp.AsyncCheckpointer:
+def make_checkpointer(state: Any) -> ocp.AsyncCheckpointer:
     """A checkpointer for `Items`, saving in the background.
 
     A save holds the copy that was taken off the devices, and what is being written where that has another
@@ -26,19 +26,18 @@ def make_checkpointer(state: Any, verify: bool = True) -> ocp.AsyncCheckpointer:
 
     Args:
       state: what is saved or restored: arrays, or their shapes and shardings.
-      verify: whether to write checksums.
     """
     arrays = jax.tree.leaves(state)
     own = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / jax.process_count()
     largest = max(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
-    handler = _WithChecksums(verify, max(_IN_FLIGHT * own, 1.01 * largest + 1))
+    handler = _WithChecksums(max(_IN_FLIGHT * own, 1.01 * largest + 1))
     return ocp.AsyncCheckpointer(handler, async_options=_AT_ONCE)
 
 
 class _WithChecksums(ocp.CompositeCheckpointHandler):
     """Each host lists the checksums of the files that it has written."""
 
-    def __init__(self, verify: bool, in_flight: float):
+    def __init__(self, in_flight: float):
         limit = in_flight / 1e9
         arrays = (ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, use_compression=False) for _ in range(2))
         super().__init__(
@@ -47,18 +46,16 @@ class _WithChecksums(ocp.CompositeCheckpointHandler):
             optimizer=next(arrays),
             data=ocp.JsonCheckpointHandler(),
         )
-        self._verify = verify
 
     async def async_save(self, directory: epath.Path, args: ocp.args.Composite) -> list:
         """Begins to save; hosts other than the first list their files once these are written."""
         futures = await super().async_save(directory, args)
-        return [*futures, _OwnChecksums(directory)] if self._verify and jax.process_index() else futures
+        return [*futures, _OwnChecksums(directory)] if jax.process_index() else futures
 
     def finalize(self, directory: epath.Path) -> None:
         """Called on the first host when all have written: lists the files that no other host has listed."""
         super().finalize(directory)
-        if self._verify:
-            checksums.write_unlisted(directory, but=_LATE)
+        checksums.write_unlisted(directory, but=_LATE)
 
 
 @ocp.args.register_with_handler(_WithChecksums, for_save=True, for_restore=True)

@@ -175,7 +175,6 @@ _EVAL = {
 _CHECKPOINT = {
     "every": _count(1000, "steps between checkpoints; the last step is always saved", _MOST_STEPS),
     "keep": _count(3, "newest checkpoints kept", 10**6),
-    "verify": Setting(True, "write checksums of all files, and compare them before a checkpoint is used"),
     "failures": _count(3, "consecutive failed saves (a full disk) after which the run stops", 10**6),
 }
 

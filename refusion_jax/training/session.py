@@ -71,10 +71,10 @@ class Session:
         Raises:
           UserError: where the run cannot go on.
         """
-        self._run, config, c = run, run.config, run.config.checkpoint
+        self._run, config = run, run.config
         self._began = time.monotonic()
         self._stack = contextlib.ExitStack()
-        self.checkpoints = Checkpoints(run.workdir, c.keep, c.verify, c.failures)
+        self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep, config.checkpoint.failures)
         self.skipped = SkippedBatches(run.workdir)
         check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
         self._data = {"rows": len(run.rows), "fingerprint": run.rows.fingerprint()}
