@@ -87,11 +87,12 @@ def test_a_stream_is_the_answer_in_pieces_as_its_beginning_becomes_certain(clien
     expected = decoded(library, TEXTS, temperature=1.5, max_new_tokens=24)
     several = 0
     for prompt, (text, tokens, order) in zip(TEXTS, expected, strict=True):
-        how = {"max_tokens": 24, "temperature": 1.5, "stream_options": {"include_usage": True}}
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        how = {"max_tokens": 24, "temperature": 1.5, "stream_options": usage}
         *events, last = client.completions.create(
             model="tiny", prompt=prompt, stream=True, seed=0, extra_body={"commits": True}, **how
         )
-        assert last.usage.completion_tokens == len(tokens)
+        assert last.usage.completion_tokens == events[-1].usage.completion_tokens == len(tokens)
         choices = [event.choices[0] for event in events]
         assert "".join(choice.text for choice in choices) == text
         assert [position for choice in choices for position, _ in choice.commits] == order
@@ -171,6 +172,12 @@ def test_text_behind_the_answer_is_seen_as_in_a_template(client, library):
 
 
 def test_settings_of_decoding_are_for_one_request(client, library):
+    drawn = {"temperature": 3.0, "seed": 1, "max_tokens": 16, "model": "tiny", "prompt": TEXTS[0]}
+    few, greedy = (
+        client.completions.create(**how).choices[0].text
+        for how in (drawn | {"extra_body": {"top_k": 1}}, drawn | {"temperature": 0.0})
+    )
+    assert few == greedy
     how = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 16}
     plain = client.completions.create(**how)
     careful = client.completions.create(**how, extra_body={"decode": {"slot_threshold": 1.0}})
@@ -341,7 +348,15 @@ def test_what_cannot_be_done_is_refused_with_the_field_at_fault(address, body, s
 
 def test_what_asks_for_nothing_is_let_through_and_routes_that_are_not_there_are_refused(address):
     neutral = {"presence_penalty": 0.0, "best_of": 1, "logit_bias": {}, "suffix": None, "user": "me", "tools": []}
+    neutral |= {"ignore_eos": True, "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "request_id": "1"}
+    neutral |= {"skip_special_tokens": True, "priority": 0, "top_k": -1}
     assert post(address, "/v1/completions", json={"prompt": "a", "max_tokens": 4, **neutral}).status_code == 200
+    asked = [{"role": "developer", "content": "Sort.", "name": "me"}, {"role": "user", "content": "3 1"}]
+    asked.append({"role": "tool", "content": "1 3", "tool_call_id": "7"})
+    answer = post(address, "/v1/chat/completions", json={"messages": asked, "max_tokens": 4})
+    assert answer.status_code == 200, answer.text
+    assert httpx.get(f"{address}/v1/models/tiny").json()["id"] == "tiny"
+    assert httpx.get(f"{address}/v1/models/gpt").json()["error"]["code"] == 404
     assert post(address, "/v1/embeddings", json={}).status_code == 404
     assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "tiny"
 
@@ -495,6 +510,17 @@ def test_short_answers_do_not_wait_for_a_long_one(engine):
     assert answers["long"].tokens == decode(model, [long], own).tokens[0]
 
 
+def test_a_row_is_kept_for_callers_that_have_none(engine):
+    """Many long answers of one caller leave a row to a short one of another."""
+    engine, *_ = engine
+    told = Told()
+    engine.submit([told.job(("long", i), request_of(engine, [BOS, 5 + i], 96)) for i in range(6)])
+    wait_until(lambda: engine.load["decoding"])
+    engine.submit([told.job("short", request_of(engine, [BOS, 9], 4))])
+    assert told.wait(1) == ["short"]
+    assert len(told.wait(6)) == 7
+
+
 def test_callers_take_turns(engine):
     engine, *_ = engine
     told = Told()
@@ -540,7 +566,8 @@ def test_those_who_have_gone_keep_nobody_out(engine):
         release.wait()
         return False
 
-    engine.submit([told.job(i, request, hold, is_watched=True) for i in range(2)])
+    for i in range(2):
+        engine.submit([told.job(i, request, hold, is_watched=True)])
     try:
         assert busy.acquire(timeout=60)
         gone = [Told().job(i, request) for i in range(MOST_WAITING)]

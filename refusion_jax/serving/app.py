@@ -1,4 +1,4 @@
-"""The routes of the server: OpenAI's completions and chats, and what clients ask beside them."""
+"""The routes of the server: OpenAI's completions and chats, and what clients that evaluate ask."""
 
 import time
 from typing import Annotated, Any
@@ -14,15 +14,16 @@ from refusion_jax.serving.errors import handle_errors
 from refusion_jax.serving.protocol import Chat, Completion, Detokenize, Tokenize
 from refusion_jax.serving.reply import Reply
 from refusion_jax.serving.service import Service
-from refusion_jax.serving.writer import Piece
+from refusion_jax.serving.writer import Delta
 
 
 def make_app(service: Service) -> FastAPI:
     """The server as an ASGI application; the engine is started and ended by the caller."""
     app = FastAPI(title="refusion_jax", docs_url="/docs", redoc_url=None)
     handle_errors(app, service.engine.settings.cache_length)
-    began = int(time.time())
-    one_at_a_time = anyio.CapacityLimiter(1)  # scoring needs memory beside the batch, for one response
+    described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
+    described["max_model_len"] = service.engine.settings.cache_length
+    one_at_a_time = anyio.CapacityLimiter(1)  # scoring needs memory besides the batch, for one response
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -30,9 +31,12 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        own = {"id": service.name, "object": "model", "created": began, "owned_by": "refusion_jax"}
-        own["max_model_len"] = service.engine.settings.cache_length
-        return {"object": "list", "data": [own]}
+        return {"object": "list", "data": [described]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(name, service)
+        return described
 
     @app.post("/v1/completions", **_documented(Completion))
     async def completions(body: Annotated[Completion, _parsed(Completion)], request: Request):
@@ -43,13 +47,13 @@ def make_app(service: Service) -> FastAPI:
         if body.stream:
             return await reply.stream(lambda text: {"text": text, "logprobs": None})
 
-        async def fields(answers: list[Piece]) -> list[dict[str, Any]]:
+        async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
             echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
             scores: list[dict[str, Any] | None] = [None] * len(choices)
             if body.logprobs is not None:
-                how = [piece.tokens for piece in answers], body.echo, bool(body.logprobs)
+                how = [delta.tokens for delta in answers], body.echo, bool(body.logprobs)
                 scores = await anyio.to_thread.run_sync(service.scores, choices, *how, limiter=one_at_a_time)
-            texts = [echo + piece.text for echo, piece in zip(echoed, answers, strict=True)]
+            texts = [echo + delta.text for echo, delta in zip(echoed, answers, strict=True)]
             return [{"text": text, "logprobs": own} for text, own in zip(texts, scores, strict=True)]
 
         return await reply.whole(request, fields)
@@ -63,8 +67,8 @@ def make_app(service: Service) -> FastAPI:
             reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
             return await reply.stream(lambda text: {"delta": {"content": text} if text else {}}, begins_with_role=True)
 
-        async def fields(answers: list[Piece]) -> list[dict[str, Any]]:
-            messages = [{"role": "assistant", "content": piece.text} for piece in answers]
+        async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
+            messages = [{"role": "assistant", "content": delta.text} for delta in answers]
             return [{"message": message, "logprobs": None} for message in messages]
 
         return await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields)

@@ -1,7 +1,8 @@
 """Decodes requests as they come: one thread owns the batch on the device and reports to whoever has asked.
 
 A row is free again as soon as its answer is complete: no answer waits for another one in the batch. Free rows go to the
-callers in turn, so that one with many requests does not hold up the others. An answer depends on its own request alone.
+callers in turn, and the last one is kept for callers that have none, so that one with many long requests does not hold
+up the others. An answer depends on its own request alone.
 """
 
 import collections
@@ -19,7 +20,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for
 
 LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
-MOST_WAITING = 4096  # jobs behind those in the batch
+MOST_WAITING = 4096  # jobs besides those in the batch
 
 
 class BusyError(RuntimeError):
@@ -35,6 +36,7 @@ class Job:
     fail: Callable[[Exception], None]
     is_watched: bool  # whether to report also while the answer is written
     is_over: bool = False  # answered, or not wanted any more
+    caller: object = None  # the same for all jobs that were submitted together
 
 
 class Engine:
@@ -103,15 +105,15 @@ class Engine:
             )
         return request
 
-    def check_prompt(self, tokens: Sequence[int], name: str, behind: int) -> None:
-        """Refuses a prompt that the model cannot read with so many tokens behind it.
+    def check_prompt(self, tokens: Sequence[int], name: str, more: int) -> None:
+        """Refuses a prompt that the model cannot read with so many tokens after it.
 
         Raises:
           UserError: naming it.
         """
         check_tokens(name, tokens, self._config.num_tokens)
-        if len(tokens) + behind > (most := self.settings.cache_length):
-            raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - behind} before {behind} more")
+        if len(tokens) + more > (most := self.settings.cache_length):
+            raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - more} before {more} more")
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues the jobs of one caller, all or none.
@@ -128,7 +130,10 @@ class Engine:
             if jobs and waiting + len(jobs) > MOST_WAITING:
                 raise BusyError(f"{waiting} answers are waiting for a row, of at most {MOST_WAITING}")
             if jobs:
-                self._waiting.append(collections.deque(jobs))
+                own = collections.deque(jobs)
+                for job in jobs:
+                    job.caller = own
+                self._waiting.append(own)
             self._changed.notify()
 
     def start(self, failed: Callable[[], None]) -> None:
@@ -207,14 +212,25 @@ class Engine:
             if self._is_closed:
                 return None
             some = []
-            while self._waiting and len(some) < free:
-                jobs = self._waiting.popleft()
-                job = jobs.popleft()
-                if jobs:
-                    self._waiting.append(jobs)
-                if not job.is_over:
-                    some.append(job)
+            while len(some) < free and (job := self._next(is_last=len(some) == free - 1, chosen=some)):
+                some.append(job)
             return some
+
+    def _next(self, is_last: bool, chosen: list[Job]) -> Job | None:
+        """The next job in turn, if there is one; the last free row is for callers that have none."""
+        having = [*self._rows.values(), *chosen] if is_last and self._batch.rows > 1 else []
+        served = {id(job.caller) for job in having}
+        for _ in range(len(self._waiting)):
+            jobs = self._waiting[0]
+            self._waiting.rotate(-1)
+            while jobs and jobs[0].is_over:
+                jobs.popleft()
+            job = jobs.popleft() if jobs and id(jobs[0].caller) not in served else None
+            if not jobs:
+                self._waiting.pop()  # it stands at the end now
+            if job:
+                return job
+        return None
 
     def _report(self, job: Job, outcome: Any, is_finished: bool) -> None:
         if job.is_over:

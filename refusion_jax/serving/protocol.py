@@ -1,12 +1,15 @@
 """What clients may ask, as in OpenAI's API, with the settings of decoding as further fields.
 
-A field that is not listed here is refused, so that nobody believes in a setting without effect. Only values that ask
-for nothing (`"presence_penalty": 0`) are let through.
+A field that would change the answer elsewhere is refused, so that nobody believes in a setting without effect; values
+that ask for nothing (`"presence_penalty": 0`) are let through. Fields that never change an answer are ignored.
 """
 
+import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from refusion_jax.cli.command import say
 
 _MOST_CHOICES = 1024  # answers in a response
 _MOST_PARTS = 1024  # messages of a conversation, and parts of a message
@@ -19,10 +22,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
-    "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
+# What tools send along: labels, bookkeeping of other servers, and `ignore_eos` of load generators.
+_IGNORED = frozenset(
+    "cache_salt ignore_eos metadata name priority prompt_cache_key request_id safety_identifier service_tier "
+    "skip_special_tokens spaces_between_special_tokens store tool_call_id user".split()
+)
 
 
 class _Strict(BaseModel):
@@ -36,7 +43,9 @@ class _Strict(BaseModel):
         if not isinstance(body, dict):
             raise ValueError("must be an object")
         for name, value in body.items():
-            if name not in cls.model_fields and value is not None and not _asks_for_nothing(name, value):
+            if name in _IGNORED:
+                _log_once(name)
+            elif name not in cls.model_fields and value is not None and not _asks_for_nothing(name, value):
                 raise ValueError(f"{name[:200]}: is not supported here")
         return {name: value for name, value in body.items() if value is not None and name in cls.model_fields}
 
@@ -45,6 +54,7 @@ class StreamOptions(_Strict):
     """What a stream holds besides the answers."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="Every event tells the usage so far")
 
 
 class _Body(_Strict):
@@ -66,7 +76,7 @@ class _Body(_Strict):
     stop: list[str] | None = Field(None, description="Texts before which an answer ends, or one of them")
     stream: bool = Field(False, description="Send the answer in pieces, as server-sent events")
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Sample from so many tokens; 0 or -1: from all")
     decode: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the decoder for this request, such as slot_threshold"
     )
@@ -90,7 +100,7 @@ class Completion(_Body):
 
     prompt: Any = Field(description="A text, token ids, or a list of either")
     suffix: str | None = Field(
-        None, description="Text behind the answer, which then has exactly max_tokens tokens; not with every decoder"
+        None, description="Text after the answer, which then has exactly max_tokens tokens; not with every decoder"
     )
     add_special_tokens: bool = Field(
         True, description="Begin each prompt with the token that began every text in training, unless it does already"
@@ -130,9 +140,9 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """A turn of a conversation."""
+    """A turn of a conversation; a developer's is that of the system, by its new name."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=_MOST_PARTS)]
 
     @property
@@ -178,6 +188,11 @@ class Detokenize(_Strict):
 
     tokens: list[int] = Field(fail_fast=True)
     model: str | None = None
+
+
+@functools.cache
+def _log_once(name: str) -> None:
+    say(f"requests give {name!r}, which is ignored")
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

@@ -17,9 +17,9 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.serving.engine import BusyError, Job
 from refusion_jax.serving.errors import error_body
-from refusion_jax.serving.protocol import Chat, Completion
+from refusion_jax.serving.protocol import Chat, Completion, StreamOptions
 from refusion_jax.serving.service import Choice, Service
-from refusion_jax.serving.writer import Piece
+from refusion_jax.serving.writer import Delta
 
 _BETWEEN_LOOKS = 0.2  # seconds between two checks of whether a client is still there
 
@@ -36,35 +36,35 @@ class Reply:
             "model": service.name,
             "seed": body.seed,
         }
-        self._pieces: asyncio.Queue[tuple[int, Piece | Exception, Answer | None]] = asyncio.Queue()
+        self._deltas: asyncio.Queue[tuple[int, Delta | Exception, Answer | None]] = asyncio.Queue()
         self._jobs: list[Job] = []
         self._tokens = [0] * len(choices)  # of each answer so far
 
     def _submit(self, is_watched: bool) -> None:
-        """Has the engine decode; pieces then arrive in the queue."""
+        """Has the engine decode; deltas then arrive in the queue."""
         loop = asyncio.get_running_loop()
 
-        def put(item: tuple[int, Piece | Exception, Answer | None]) -> None:
+        def put(item: tuple[int, Delta | Exception, Answer | None]) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(self._pieces.put_nowait, item)
+                loop.call_soon_threadsafe(self._deltas.put_nowait, item)
 
         for number, one in enumerate(self._choices):
             if one.request is None:
-                self._pieces.put_nowait((number, Piece("", [], "length", []), None))
+                self._deltas.put_nowait((number, Delta("", [], "length", []), None))
             else:
                 self._jobs.append(_job(number, one, self._service, put, is_watched or bool(one.stops.texts)))
         self._service.engine.submit(self._jobs)
 
-    async def _arriving(self) -> AsyncIterator[tuple[int, Piece, Answer | None]]:
-        """(number of the choice, piece, answer so far) until all choices are complete."""
+    async def _arriving(self) -> AsyncIterator[tuple[int, Delta, Answer | None]]:
+        """(number of the choice, delta, answer so far) until all choices are complete."""
         missing = len(self._choices)
         while missing:
-            number, piece, answer = await self._pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            self._tokens[number] = len(piece.tokens)
-            missing -= piece.finish_reason is not None
-            yield number, piece, answer
+            number, delta, answer = await self._deltas.get()
+            if isinstance(delta, Exception):
+                raise delta
+            self._tokens[number] = len(delta.tokens)
+            missing -= delta.finish_reason is not None
+            yield number, delta, answer
 
     def _forget(self) -> None:
         """Frees the rows of what is not finished."""
@@ -72,7 +72,7 @@ class Reply:
             job.is_over = True
 
     async def whole(
-        self, request: Request, fields: Callable[[list[Piece]], Awaitable[list[dict[str, Any]]]]
+        self, request: Request, fields: Callable[[list[Delta]], Awaitable[list[dict[str, Any]]]]
     ) -> dict[str, Any]:
         """All choices in one response; a client that goes away frees its rows.
 
@@ -80,13 +80,13 @@ class Reply:
           request: whose client is waiting.
           fields: the whole answers -> the fields of each choice that hold them.
         """
-        said: list[list[Piece]] = [[] for _ in self._choices]
+        said: list[list[Delta]] = [[] for _ in self._choices]
         ends: list[dict[str, Any]] = [{} for _ in self._choices]
 
         async def collect() -> None:
-            async for number, piece, answer in self._arriving():
-                said[number].append(piece)
-                ends[number] = self._end(piece, answer, [c for p in said[number] for c in p.commits])
+            async for number, delta, answer in self._arriving():
+                said[number].append(delta)
+                ends[number] = self._end(delta, answer, [c for p in said[number] for c in p.commits])
 
         self._submit(is_watched=False)
         collecting = asyncio.ensure_future(collect())
@@ -98,7 +98,7 @@ class Reply:
         finally:
             collecting.cancel()
             self._forget()
-        answers = [dataclasses.replace(own[-1], text="".join(piece.text for piece in own)) for own in said]
+        answers = [dataclasses.replace(own[-1], text="".join(delta.text for delta in own)) for own in said]
         both = zip(await fields(answers), ends, strict=True)
         choices = [{"index": number, **own, **end} for number, (own, end) in enumerate(both)]
         return {**self._head, "choices": choices, "usage": self._usage()}
@@ -116,11 +116,13 @@ class Reply:
         return StreamingResponse(self._events(fields, begins_with_role), media_type="text/event-stream")
 
     async def _events(self, fields: Callable[[str], dict[str, Any]], begins_with_role: bool) -> AsyncIterator[str]:
-        usage = self._body.stream_options and self._body.stream_options.include_usage
-        none = {"usage": None} if usage else {}
+        options = self._body.stream_options or StreamOptions()
 
-        def event(choices: Sequence[dict[str, Any]], more: dict[str, Any] = none) -> str:
-            return f"data: {json.dumps({**self._head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
+        def event(choices: Sequence[dict[str, Any]]) -> str:
+            said = {**self._head, "choices": choices}
+            if options.include_usage or options.continuous_usage_stats:
+                said["usage"] = self._usage() if options.continuous_usage_stats or not choices else None
+            return f"data: {json.dumps(said, ensure_ascii=False)}\n\n"
 
         try:
             for number, one in enumerate(self._choices):
@@ -129,23 +131,23 @@ class Reply:
                     start = fields(*self._service.echoes([one]))
                 if start:
                     yield event([{"index": number, **start, "finish_reason": None}])
-            async for number, piece, answer in self._arriving():
-                if piece.text or piece.finish_reason or (self._body.commits and piece.commits):
-                    yield event([{"index": number, **fields(piece.text), **self._end(piece, answer, piece.commits)}])
-            if usage:
-                yield event([], {"usage": self._usage()})
+            async for number, delta, answer in self._arriving():
+                if delta.text or delta.finish_reason or (self._body.commits and delta.commits):
+                    yield event([{"index": number, **fields(delta.text), **self._end(delta, answer, delta.commits)}])
+            if options.include_usage:
+                yield event([])
             yield "data: [DONE]\n\n"
         except (UserError, BusyError, RuntimeError) as error:  # the status has been sent already
             yield f"data: {json.dumps(error_body(500, str(error)))}\n\n"
         finally:
             self._forget()
 
-    def _end(self, piece: Piece, answer: Answer | None, commits: list[tuple[int, int]]) -> dict[str, Any]:
+    def _end(self, delta: Delta, answer: Answer | None, commits: list[tuple[int, int]]) -> dict[str, Any]:
         """Why an answer has ended, if it has, and what it took."""
-        fields: dict[str, Any] = {"finish_reason": piece.finish_reason}
+        fields: dict[str, Any] = {"finish_reason": delta.finish_reason}
         if self._body.commits:
             fields["commits"] = commits
-        if piece.finish_reason and answer:
+        if delta.finish_reason and answer:
             fields |= {"forwards": answer.forwards, "rounds": answer.rounds}
         return fields
 
@@ -159,13 +161,13 @@ class Reply:
 
 
 def _job(number: int, one: Choice, service: Service, put: Callable, is_watched: bool) -> Job:
-    """The job of one answer, whose pieces are put into a queue."""
+    """The job of one answer, whose deltas are put into a queue."""
     writer = service.writer(one)
 
     def report(answer: Answer, is_finished: bool) -> bool:
-        piece = writer.read(answer, is_finished)
-        put((number, piece, answer))
-        return piece.finish_reason is None
+        delta = writer.read(answer, is_finished)
+        put((number, delta, answer))
+        return delta.finish_reason is None
 
     return Job(one.request, report, lambda error: put((number, error, None)), is_watched or _ends_early(one))
 

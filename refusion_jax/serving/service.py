@@ -70,8 +70,8 @@ class Service:
             text = prompt if isinstance(prompt, str) else None
             self._check_length(len(text or ""), name)
             given = prompt if text is None else self.encode(text, name)
-            behind = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
-            ids = self._begun(given, behind) if body.add_special_tokens else given
+            after = sum(map(len, suffix)) + (1 if body.max_tokens is None else body.max_tokens)
+            ids = self._begun(given, after) if body.add_special_tokens else given
             own = noises[tuple(ids)]  # of a prompt that comes twice others the second time
             noises[tuple(ids)] = range(own.stop, own.stop + body.n)
             choices += self._answers(body, ids, len(ids) - len(given), text, name, suffix, own)
@@ -82,17 +82,17 @@ class Service:
         given = self._seed if body.seed is None else body.seed
         return secrets.randbelow(2**32) if given is None else given
 
-    def _begun(self, ids: list[int], behind: int = 0) -> list[int]:
+    def _begun(self, ids: list[int], after: int = 0) -> list[int]:
         """The tokens with the one that began every text in training before them, where there is one.
 
         A text that fills the context has no room for it, as in training: there, too, long texts go on in another row.
 
         Args:
           ids: of a text; one that has begun stays as it is.
-          behind: tokens that are to follow.
+          after: tokens that are to follow.
         """
         begin = self.tokenizer.bos_id
-        has_room = len(ids) + behind < self._settings.cache_length
+        has_room = len(ids) + after < self._settings.cache_length
         return [begin, *ids] if begin >= 0 and ids[:1] != [begin] and has_room else ids
 
     def chat(self, body: Chat) -> list[Choice]:
@@ -101,7 +101,8 @@ class Service:
         Raises:
           UserError: where a field cannot be served.
         """
-        turns = [{"role": message.role, "content": message.text} for message in body.messages]
+        roles = {"developer": "system"}
+        turns = [{"role": roles.get(one.role, one.role), "content": one.text} for one in body.messages]
         for number, turn in enumerate(turns):
             check_characters(turn["content"], f"messages[{number}]")
         self._check_length(sum(len(turn["content"]) for turn in turns), "messages")
@@ -145,7 +146,8 @@ class Service:
                 known = ", ".join(sorted(changeable))
                 raise UserError(f"decode: {name!r} is no setting that a request may have; these are {known}")
         fields = {own: getattr(body, field) for own, field in _OWN_FIELDS.items() if own != "max_new_tokens"}
-        own = body.decode | {name: value for name, value in fields.items() if value is not None}
+        top_k = {} if body.top_k is None else {"top_k": max(body.top_k, 0)}
+        own = top_k | body.decode | {name: value for name, value in fields.items() if value is not None}
         plain = dataclasses.replace(self._settings, **own | {"max_new_tokens": 0})
         most = self._settings.new_tokens
         limit = max(min(most, self._settings.cache_length - given), 1) if body.max_tokens is None else body.max_tokens
@@ -155,7 +157,7 @@ class Service:
         return dataclasses.replace(plain, max_new_tokens=whole), limit
 
     def writer(self, choice: Choice) -> Writer:
-        """What cuts its answer into pieces of text."""
+        """What cuts its answer into deltas: text that has become certain."""
         return Writer(self.tokenizer, choice.stops, choice.limit)
 
     def encode(self, text: str, name: str) -> list[int]:

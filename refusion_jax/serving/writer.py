@@ -11,17 +11,17 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # in which the bytes of a character e
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """What has been added to an answer."""
+class Delta:
+    """What has been added to an answer, as in the events of OpenAI's streams."""
 
-    text: str  # in reading order, behind the pieces before it
+    text: str  # in reading order, after the deltas before it
     commits: list[tuple[int, int]]  # (position, counted from the prompt's first, token) in the order of commitment
-    finish_reason: str | None  # "stop" | "length" with the last piece
+    finish_reason: str | None  # "stop" | "length" with the last delta
     tokens: list[int]  # of the whole answer so far
 
 
 class Writer:
-    """Cuts what a decoder has committed into pieces of text."""
+    """Cuts what a decoder has committed into deltas: text that has become certain."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops, limit: int):
         """Begins an answer.
@@ -34,8 +34,8 @@ class Writer:
         self._tokenizer, self._stops, self._limit = tokenizer, stops, limit
         self._sent, self._commits = "", 0
 
-    def read(self, answer: Answer, is_finished: bool) -> Piece:
-        """The next piece of an answer, which has grown.
+    def read(self, answer: Answer, is_finished: bool) -> Delta:
+        """The next delta of an answer, which has grown.
 
         Args:
           answer: so far; unless it is finished, with the tokens before its first gap.
@@ -55,4 +55,4 @@ class Writer:
         self._sent += new
         commits = list(zip(answer.commit_order, answer.commit_tokens, strict=True))[self._commits :]
         self._commits += len(commits)
-        return Piece(new, commits, reason, tokens)
+        return Delta(new, commits, reason, tokens)
