@@ -4,7 +4,7 @@
 # does it all. The commands, each with a NAME of your choice for the TPU:
 #   create    asks for the TPU (a queued resource) and waits until it is there
 #   setup     copies this project to all workers and installs it
-#   run       creates and sets up what is missing, starts `train` with the flags behind -- on all workers, and watches it:
+#   run       creates and sets up what is missing, starts `train` with the flags after -- on all workers, and watches it:
 #             a preempted TPU is created again and the run resumed, until it is complete
 #   resume    goes on watching the last `run` of NAME, and starts it again if it is not running
 #   logs      what `train` prints (--worker=0)
@@ -47,7 +47,7 @@ read_options() { # of the command line, or remembered ones; what follows -- are 
         flags=("$@")
         return
         ;;
-      *) fail "$1: no such option; flags of train stand behind --" ;;
+      *) fail "$1: no such option; flags of train come after --" ;;
     esac
     shift
   done
@@ -71,9 +71,9 @@ if [[ $command == create || $command == run ]]; then
   runtime=${runtime:-$default}
 fi
 if [[ $command == run ]]; then
-  [[ " ${flags[*]} " == *" --config="* ]] || fail "the flags of train stand behind --, and --config=configs/NAME.py is one of them"
+  [[ " ${flags[*]} " == *" --config="* ]] || fail "the flags of train come after --, and --config=configs/NAME.py is one of them"
   [[ " ${flags[*]} " =~ " --workdir="(gs:/)?/ ]] ||
-    fail "--workdir=gs://BUCKET/DIR (or the absolute path of a mounted one) is needed behind --: all workers share it, and it outlives them"
+    fail "--workdir=gs://BUCKET/DIR (or the absolute path of a mounted one) is needed after --: all workers share it, and it outlives them"
 fi
 if [[ $command == resume ]]; then ((${#flags[@]} > 0)) || fail "no run of $name is remembered; start one with: run"; fi
 

@@ -1,7 +1,6 @@
 """Calls of our commands with something wrong with them, at random but the same each time."""
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -254,7 +253,7 @@ class Calls:
         content = path.read_bytes()
         if self.rng.random() < 0.1:  # it is no file any more
             path.unlink()
-            make = [os.mkfifo, Path.mkdir, *(lambda p, to=to: p.symlink_to(to) for to in ("/dev/zero", path, "/none"))]
+            make = [Path.mkdir, *(lambda p, to=to: p.symlink_to(to) for to in (path, "/none"))]
             self.rng.choice(make)(path)
             return
         if path.suffix == ".json" and self.rng.random() < 0.7:

@@ -48,7 +48,7 @@ def until(process: subprocess.Popen, happened, seconds: float = 400) -> None:
 
 
 def ended(process: subprocess.Popen) -> tuple[str, str]:
-    """What a run has printed, once it has ended; where it hangs, nothing of it is left beside other tests."""
+    """What a run has printed, once it has ended; where it hangs, nothing of it is left to disturb other tests."""
     try:
         return process.communicate(timeout=400)
     finally:

@@ -169,7 +169,7 @@ def test_what_was_asked_for_is_remembered(gcloud):
         (["run", "tpu", PLACE], "--accelerator=TYPE is needed, such as --accelerator=v5p-64"),
         (["run", "tpu", PLACE, "--accelerator=h100-8"], "known are v4-N, v5litepod-N, v5p-N, v6e-N"),
         (["run", "tpu", *ASKED, "--slices=0"], "--slices=0: must be a number of at least 1"),
-        (["run", "tpu", *ASKED, "--steps=1"], "--steps=1: no such option; flags of train stand behind --"),
+        (["run", "tpu", *ASKED, "--steps=1"], "--steps=1: no such option; flags of train come after --"),
         (["run", "tpu", *ASKED], "--config=configs/NAME.py is one of them"),
         (["run", "tpu", *ASKED, "--", "--config=c.py", "--workdir=runs/x"], "--workdir=gs://BUCKET/DIR"),
         (["resume", "tpu", PLACE], "no run of tpu is remembered"),

@@ -12,7 +12,7 @@ def test_a_process_that_hangs_shows_its_stacks_and_leaves_to_be_started_again():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 75
     assert "in stuck" in done.stderr
-    assert "nothing has happened for 0.005 minutes behind step 7" in done.stderr
+    assert "nothing has happened for 0.005 minutes after step 7" in done.stderr
 
 
 def test_what_gives_no_sign_of_life_may_take_longer():

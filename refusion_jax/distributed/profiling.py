@@ -22,7 +22,7 @@ class Profile:
             self._is_tracing = True
 
     def after(self, step: int, outputs: Any) -> None:
-        """Writes the trace behind the last step, once its outputs are there."""
+        """Writes the trace after the last step, once its outputs are there."""
         if self._is_tracing and step == self._last:
             jax.block_until_ready(outputs)
             self.stop()

@@ -22,7 +22,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def alive(self, step: int) -> None:
-        """The sign of life, behind a step."""
+        """The sign of life, after a step."""
         self._heard, self._step = time.monotonic(), step
 
     @contextlib.contextmanager
@@ -43,7 +43,7 @@ class Watchdog:
             if time.monotonic() - self._heard > self._seconds:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
                 print(
-                    f"nothing has happened for {self._seconds / 60:g} minutes behind step {self._step} (above: what "
+                    f"nothing has happened for {self._seconds / 60:g} minutes after step {self._step} (above: what "
                     f"all threads were at): leaving with exit code {EXIT_CODE}; start the same command again",
                     file=sys.stderr,
                     flush=True,

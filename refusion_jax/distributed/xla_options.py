@@ -13,8 +13,8 @@ all but TPU7x   By default a product with a gathered weight becomes a loop over 
                 parts from chip to chip. With weights split along the axis that the product sums over, every turn of the
                 loop reads and writes the whole result: 3.1 TB of HBM traffic a step on v5p:2x4x4, against 0.6 TB
                 without the loop; the 1.7B model on v5e:4x4 takes 30 % less time without. Off.
-v4              Gathers begin early and end late, beside the arithmetic.
-v5p, v6e        So that the weights arrive beside the arithmetic, the SparseCores gather them. Where a mesh axis lies
+v4              Gathers begin early and end late, during the arithmetic.
+v5p, v6e        So that the weights arrive during the arithmetic, the SparseCores gather them. Where a mesh axis lies
                 along all three axes of the torus (v5p) the compiler does not do that; asked to, it needs twice the
                 time, for 2 to 4 % of the step.
 v5p, v6e        The SparseCores scatter the gradients, too, instead of an all-reduce of all of them on every chip, which
