@@ -22,7 +22,7 @@ from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.scoring import Scoring
 
-__all__ = ["Claim", "Decoder", "Objective", "Scoring", "System", "train_flops_per_row"]
+__all__ = ["Claim", "Decoder", "Experiments", "Objective", "Scoring", "System", "train_flops_per_row"]
 
 
 class Objective(Protocol):
@@ -55,6 +55,17 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experiments:
+    """What `bench headline` measures of a system besides the operating points of its decoders."""
+
+    claims: tuple[Claim, ...] = ()
+    # By title: more settings to compare; called with the arguments of `Settings.operating_points`.
+    ablations: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class System:
     """A training objective and its decoders, under one name.
 
@@ -75,10 +86,7 @@ class System:
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     block_key: str = ""  # its config key for the number of tokens that are denoised together
     shifted: bool = False  # whether its models read a masked token from the logits at the token before it
-    claims: tuple[Claim, ...] = ()
-    ablations: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
-        default_factory=dict
-    )  # by title: more settings to compare; called with the arguments of `Settings.operating_points`
+    experiments: Experiments = Experiments()
     decodes_plain: bool = False  # whether it decodes language models that nobody has adapted; true for one system
     is_default: bool = False  # whether it is trained by default; true for one system
 

@@ -218,7 +218,7 @@ def ablations(system: str, budget: Budget, config: ml_collections.ConfigDict) ->
     own, trained = systems()[system], _trained(system, config)
     found = {
         title: [Point(next(iter(own.decoders)), changes) for changes in ablation(budget.new_tokens, trained)]
-        for title, ablation in own.ablations.items()
+        for title, ablation in own.experiments.ablations.items()
     }
     return {"over training": operating_points(system, budget, config)[:1]} | found
 

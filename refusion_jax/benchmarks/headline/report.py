@@ -137,7 +137,7 @@ def _conclusions(found: list[Curve], timings: Timings, results: Results) -> str:
             f"* {curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as accurate and "
             f"as fast are {', '.join(better[curve.name])}."
             for curve in found
-            if better[curve.name] and systems()[curve.system].claims and curve.is_default
+            if better[curve.name] and systems()[curve.system].experiments.claims and curve.is_default
         ]
     agreeing = [record["same_text"] for record in results.points]
     lines.append(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.interface import Scoring, System
-from refusion_jax.systems.refusion.ablations import ABLATIONS, CLAIMS
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
+from refusion_jax.systems.refusion.experiments import EXPERIMENTS
 from refusion_jax.systems.refusion.loop import SlotDecoder
 from refusion_jax.systems.refusion.objective import CONFIG_KEYS, SlotDiffusion, check
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
@@ -37,7 +37,6 @@ SYSTEM = System(
     config_keys=CONFIG_KEYS,
     check=check,
     scoring=Scoring(slot_scoring),
-    claims=CLAIMS,
-    ablations=ABLATIONS,
+    experiments=EXPERIMENTS,
     is_default=True,
 )

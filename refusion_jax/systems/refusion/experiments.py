@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from refusion_jax.systems.interface import Claim
+from refusion_jax.systems.interface import Claim, Experiments
 from refusion_jax.systems.refusion.settings import BEST_INFILL, ORDERS
 
 # arXiv 2512.13586, abstract: 34 % better and 18 times as fast as earlier masked diffusion models, and 2.33 times as
@@ -34,7 +34,6 @@ def infilling(new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any
     ]
 
 
-ABLATIONS = {
-    "slot size, serial blocks and order": slots_blocks_and_order,
-    "infilling": infilling,
-}
+EXPERIMENTS = Experiments(
+    CLAIMS, {"slot size, serial blocks and order": slots_blocks_and_order, "infilling": infilling}
+)
