@@ -74,7 +74,7 @@ def write_file(path: epath.PathLike, content: bytes | str) -> None:
 def replacing(path: epath.PathLike) -> Iterator[Path]:
     """A new local file to write, which takes the place of `path` when it is whole and on the disk, or is deleted.
 
-    It is in the directory of `path`, and its name begins with ".tmp-"; what is for an object store is copied there instead.
+    It is in the directory of `path`, and its name begins with ".tmp-"; what is for an object store is copied there.
     """
     if is_remote(path):
         with tempfile.TemporaryDirectory() as directory:
