@@ -30,13 +30,12 @@ class PlanSettings(SlotSettings):
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        points = [(max(trained["sizes"]), blocks, LEFT_TO_RIGHT) for blocks in (1, 2)]
-        points += [(min(trained["sizes"]), 1, CONFIDENCE)]
-        return [
-            {"slot_size": size, "serial_blocks": blocks, "order": order, "slot_threshold": 0.6}
-            for size, blocks, order in points
-            if not new_tokens % (size * blocks)
+        largest = {"slot_size": max(trained["sizes"]), "slot_threshold": 0.6, "order": LEFT_TO_RIGHT}
+        points = [
+            largest | {"serial_blocks": blocks, "infill_blend": b} for blocks, b in ((1, 0.5), (1, 0.0), (2, 0.0))
         ]
+        points.append({"slot_size": min(trained["sizes"]), "slot_threshold": 0.6, "order": CONFIDENCE})
+        return [p for p in points if not new_tokens % (p["slot_size"] * p.get("serial_blocks", 1))]
 
     def check(self) -> None:
         super().check()
