@@ -90,7 +90,7 @@ def finish(run: Subject) -> None:
         if 2 in codes:  # it would end so again
             said = [line for line in run.heard().splitlines() if line.startswith("error: ")]
             raise UserError(said[-1].removeprefix("error: ") if said else "train ended with exit code 2")
-    raise UnexpectedError(f"the run is never complete:\n{run.heard()[-2000:]}")
+    run.check(False, "the run is never complete")
 
 
 def strike(run: Subject, kind: str, chance: random.Random, steps: int, every: int) -> dict[str, Any]:
@@ -110,8 +110,7 @@ def strike(run: Subject, kind: str, chance: random.Random, steps: int, every: in
             run.start()
         if run.processes is not before:
             run.until(lambda: len(sessions(run)) > sessions_before and run.step() >= record["step"])
-            if not run.is_running() and run.wait() != {0}:
-                raise UnexpectedError(f"it does not go on:\n{run.heard()[-2000:]}")
+            run.check(run.is_running() or run.wait() == {0}, "it does not go on")
     except UnexpectedError as error:
         record |= {"what": str(error), "ok": False}
         run.kill()

@@ -15,19 +15,19 @@ def drill(tmp_path, *flags: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_eleven_faults_of_all_kinds_leave_the_outcome_equal(tmp_path, monkeypatch):
+def test_seven_faults_of_all_kinds_leave_the_outcome_equal(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it: the run keeps its programs itself
-    lines = drill(tmp_path, "--faults=11")
+    lines = drill(tmp_path, "--faults=7")
     faults = [line for line in lines if "fault" in line]
-    assert len({fault["kind"] for fault in faults}) == 11
+    assert len({fault["kind"] for fault in faults}) == 7
     assert all(fault["ok"] for fault in faults)
     assert all(line["equal"] for line in lines if "equal" in line)
 
 
 @pytest.mark.slow
 def test_several_hosts_lose_one_another_their_disk_and_their_directory(tmp_path):
-    kinds = "kill_host,term,full_disk,failing_storage,second_start"
-    lines = drill(tmp_path, "--faults=5", "--hosts=2", f"--kinds={kinds}")
+    kinds = "kill_host,term,full_disk"
+    lines = drill(tmp_path, "--faults=3", "--hosts=2", f"--kinds={kinds}")
     assert all(line["ok"] for line in lines if "fault" in line)
     assert all(line["equal"] for line in lines if "equal" in line)
 

@@ -17,7 +17,7 @@ from refusion_jax.data.packing import PackedRows
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.evaluation import heldout
-from refusion_jax.evaluation.heldout import HeldOut, evaluate_model, find_held_out, make_held_out, place
+from refusion_jax.evaluation.heldout import evaluate_model, find_held_out, make_held_out, make_loss, place
 from refusion_jax.evaluation.likelihood import held_out_bits
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.training.metrics import read_metrics
@@ -43,8 +43,8 @@ def evaluate(sets, devices: int = 1, **changes) -> dict[str, float]:
     params = nnx.to_pure_dict(params)
     with jax.set_mesh(mesh):
         params = jax.device_put(params, sharding.sharding(mesh))
-        held_out = HeldOut(config, place(config, sets, mesh), graphdef, make_objective(config, 4))
-        return {name: float(value) for name, value in held_out(params).items()}
+        loss = make_loss(config, place(config, sets, mesh), graphdef, make_objective(config, 4))
+        return {name: float(value) for name, value in loss(params).items()}
 
 
 def by_hand(rows: PackedRows, objective: str = "refusion") -> dict[str, float]:

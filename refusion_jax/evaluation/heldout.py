@@ -40,39 +40,6 @@ _SEED = 0  # the same for every run, for comparison
 _ROWS, _TOKENS = 8, 2**14  # per forward and device at most, where no run says
 
 
-class HeldOut:
-    """The rows of a run's held-out set on its devices, and the jitted evaluation."""
-
-    def __init__(
-        self,
-        config: ml_collections.ConfigDict,
-        rows: Rows,
-        graphdef: nnx.GraphDef,
-        objective: Objective,
-    ):
-        """Compiles the corruption, to find the values of diagnostics.
-
-        Args:
-          config: the run's.
-          rows: [N, T], from `place`.
-          graphdef: of the transformer.
-          objective: of the run.
-        """
-        self._rows = rows
-        parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
-        everywhere = sharding.sharding(rows.tokens.sharding.mesh)
-        values = jax.jit(
-            lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).diagnostics), out_shardings=everywhere
-        )
-        sizes = {name: sorted(set(x.tolist())) for name, x in jax.device_get(values(rows)).items()}
-        evaluation = make_evaluation(graphdef, objective, parts, sizes)
-        self._evaluate = jax.jit(evaluation, out_shardings=everywhere)
-
-    def __call__(self, params: dict) -> dict[str, jax.Array]:
-        """Float32 scalars: eval_loss, its terms, and the mean of each term by group."""
-        return self._evaluate(params, self._rows)
-
-
 def _keys(rows: Rows) -> jax.Array:
     """[N] PRNG keys: the noise of each row."""
     return noise_keys(_SEED, jnp.int32(0), rows.tokens.shape[0])
@@ -101,17 +68,21 @@ def _groups(diagnostics: dict[str, jax.Array], values: dict[str, list[int]]) -> 
     return groups
 
 
-def make_evaluation(
-    graphdef: nnx.GraphDef, objective: Objective, parts: int, sizes: dict[str, list[int]]
-) -> Callable[[dict, Rows], dict[str, jax.Array]]:
-    """Builds the evaluation: (weights, rows [N, T]) -> scalars.
+def make_loss(
+    config: ml_collections.ConfigDict, rows: Rows, graphdef: nnx.GraphDef, objective: Objective
+) -> Callable[[dict], dict[str, jax.Array]]:
+    """Builds (weights) -> float32 scalars: eval_loss, its terms, and the mean of each term by group.
 
     Args:
+      config: the run's.
+      rows: [N, T], from `place`.
       graphdef: of the transformer.
-      objective: defines the loss.
-      parts: number of forwards; divides N.
-      sizes: values of the integer diagnostics, with a group for each.
+      objective: of the run. Its corruption is compiled here, to find the values of diagnostics.
     """
+    parts = rows.tokens.shape[0] // config.batch_size * config.accumulation
+    everywhere = sharding.sharding(rows.tokens.sharding.mesh)
+    values = jax.jit(lambda rows: _distinct(objective.corrupt(rows, _keys(rows)).diagnostics), out_shardings=everywhere)
+    sizes = {name: sorted(set(x.tolist())) for name, x in jax.device_get(values(rows)).items()}
 
     def evaluate(params: dict, rows: Rows) -> dict[str, jax.Array]:
         batch = objective.corrupt(rows, _keys(rows))
@@ -134,7 +105,8 @@ def make_evaluation(
         loss = sum(objective.coefficients[name] * term for name, term in terms.items())
         return {"eval_loss": loss} | {f"eval_loss_{name}": value for name, value in (terms | means).items()}
 
-    return evaluate
+    jitted = jax.jit(evaluate, out_shardings=everywhere)
+    return lambda params: jitted(params, rows)
 
 
 def evaluate_model(
@@ -155,8 +127,8 @@ def evaluate_model(
     config.update({"batch_size": rows * sharding.shard_count(mesh, "batch"), "accumulation": 1})
     with jax.set_mesh(mesh):
         objective = make_objective(config, model.config.mask_token_id)
-        held_out = HeldOut(config, place(config, sets, mesh), graphdef, objective)
-        values = jax.device_get(held_out(nnx.to_pure_dict(params)))
+        loss = make_loss(config, place(config, sets, mesh), graphdef, objective)
+        values = jax.device_get(loss(nnx.to_pure_dict(params)))
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}
 
 
@@ -187,13 +159,14 @@ def make_held_out(
     sets = find_held_out(config, tokenizer)
     if not sets:
         return None
-    held_out, system = HeldOut(config, place(config, sets, mesh), graphdef, objective), find_system(config.objective)
+    loss, system = make_loss(config, place(config, sets, mesh), graphdef, objective), find_system(config.objective)
+    picked = pick(config, sets)
 
     def evaluate(params: dict) -> dict[str, Any]:
-        values = jax.device_get(held_out(params))
+        values = jax.device_get(loss(params))
         if system.scoring is None:
             return values
-        rows, model = (source[index] for source, index in pick(config, sets)), nnx.merge(graphdef, params)
+        rows, model = (source[index] for source, index in picked), nnx.merge(graphdef, params)
         bits = held_out_bits(model, tokenizer, rows, method=next(iter(system.decoders)), draws=1)
         return values | {name: bits[name] for name in BITS if bits.get(name)}
 

@@ -9,7 +9,6 @@ import functools
 import os
 import random
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -38,10 +37,10 @@ class UnexpectedError(Exception):
 class Subject:
     """A run under test: its directory, the flags of its command, and its processes while it runs."""
 
-    def __init__(self, flags: list[str], workdir: Path, hosts: int = 1, log: str = ""):
+    def __init__(self, flags: list[str], workdir: Path, hosts: int = 1):
         self.flags, self.workdir, self.hosts = flags, workdir, hosts
         self.processes: list[subprocess.Popen] = []
-        self._log = workdir.with_name(log or f"{workdir.name}.log")
+        self._log = workdir.with_name(f"{workdir.name}.log")
         self._heard_from = 0
 
     @property
@@ -52,10 +51,9 @@ class Subject:
     def start(self) -> None:
         """Starts all its processes."""
         self._heard_from = self._log.stat().st_size if self._log.exists() else 0
-        self.processes = [self.launch(index) for index in range(self.hosts)]
+        self.processes = [self._launch(index) for index in range(self.hosts)]
 
-    def launch(self, index: int = 0, *more_flags: str) -> subprocess.Popen:
-        """Starts one process of the run."""
+    def _launch(self, index: int) -> subprocess.Popen:
         env = dict(os.environ)
         if self.hosts > 1:
             if index == 0:
@@ -63,7 +61,7 @@ class Subject:
                     self._port = server.getsockname()[1]
             env |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{self._port}", "JAX_NUM_PROCESSES": str(self.hosts)}
             env |= {"JAX_PROCESS_ID": str(index)}
-        line = [sys.executable, "-m", "refusion_jax.train", *self.flags, *more_flags, f"--workdir={self.workdir}"]
+        line = [sys.executable, "-m", "refusion_jax.train", *self.flags, f"--workdir={self.workdir}"]
         process = subprocess.Popen(
             line, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -78,6 +76,11 @@ class Subject:
     def heard(self) -> str:
         """What its processes have said since the last start."""
         return self._log.read_bytes()[self._heard_from :].decode(errors="replace")
+
+    def check(self, is_right: bool, what: str) -> None:
+        """Raises UnexpectedError, with the end of what its processes have said, unless it is as it must be."""
+        if not is_right:
+            raise UnexpectedError(f"{what}:\n{self.heard()[-4000:]}")
 
     def step(self) -> int:
         """The step it has reached, by the last record of its metrics; it is asked for hundreds of times a second."""
@@ -96,8 +99,7 @@ class Subject:
         while not happened():
             if not self.is_running():
                 return bool(happened())
-            if time.monotonic() > deadline:
-                raise UnexpectedError(f"nothing happens any more:\n{self.heard()[-2000:]}")
+            self.check(time.monotonic() < deadline, "nothing happens any more")
             time.sleep(_POLL_SECONDS)
         return True
 
@@ -140,8 +142,7 @@ def term(run: Subject, chance: random.Random) -> str:
     number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
     run.send(number) if run.hosts == 1 else run.processes[chance.randrange(run.hosts)].send_signal(number)
     codes = run.wait()
-    if not codes <= {EXIT_CODE, 0}:
-        raise UnexpectedError(f"{number.name}: exit codes {codes}:\n{run.heard()[-2000:]}")
+    run.check(codes <= {EXIT_CODE, 0}, f"{number.name}: exit codes {codes}")
     return number.name
 
 
@@ -152,12 +153,9 @@ def kill_in_save(run: Subject, chance: random.Random) -> str:
     if run.until(lambda: list(run.checkpoints.glob(f"*{TEMPORARY}*"))):
         time.sleep(chance.random() * 0.03)
     run.kill()
-    if torn := set(saved_steps(run.workdir)) - set(run.whole()) - damaged:
-        raise UnexpectedError(
-            f"a torn checkpoint has its name: {checksums.find_damage(run.checkpoints / str(min(torn)))}"
-        )
-    if whole and not run.whole():
-        raise UnexpectedError("no whole checkpoint is left")
+    torn = set(saved_steps(run.workdir)) - set(run.whole()) - damaged
+    run.check(not torn, f"torn checkpoints have the names of their steps: {sorted(torn)}")
+    run.check(not whole or bool(run.whole()), "no whole checkpoint is left")
     return f"newest whole checkpoint: {max(run.whole(), default='none yet')}"
 
 
@@ -166,8 +164,7 @@ def kill_host(run: Subject, chance: random.Random) -> str:
     victim = chance.randrange(run.hosts)
     run.processes[victim].kill()
     codes = run.wait()
-    if f"process {victim} was lost" not in run.heard():
-        raise UnexpectedError(f"process {victim} was killed, and nobody names it: {codes}\n{run.heard()[-2000:]}")
+    run.check(f"process {victim} was lost" in run.heard(), f"process {victim} was killed, and nobody names it: {codes}")
     return f"process {victim}"
 
 
@@ -181,8 +178,7 @@ def full_disk(run: Subject, chance: random.Random) -> str:
     for process in run.processes:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, infinity)
-    if "Traceback" in run.heard():
-        raise UnexpectedError(f"a traceback:\n{run.heard()[-4000:]}")
+    run.check("Traceback" not in run.heard(), "a traceback")
     if "could not be written" not in run.heard():
         return "the run ended before a save"
     return "the run went on" if run.is_running() else "the run stopped"
@@ -203,8 +199,7 @@ def _damage(strike: Callable[[Path, random.Random], str], run: Subject, chance: 
     run.start()
     run.until(lambda: f"checkpoint {newest.name} cannot be read" in run.heard())
     said = next((line for line in run.heard().splitlines() if f"checkpoint {newest.name} cannot be read" in line), "")
-    if "checksum" not in said:
-        raise UnexpectedError(f"{what}: not noticed:\n{run.heard()[-2000:]}")
+    run.check("checksum" in said, f"{what}: not noticed")
     run.until(lambda: "; step " in run.heard())
     if not run.is_running() and "none of the checkpoints" in run.heard():  # it was the only one: bring it back
         run.wait()
@@ -236,56 +231,6 @@ def _delete(path: Path, chance: random.Random) -> str:
     return "deleted"
 
 
-def slow_storage(run: Subject, chance: random.Random) -> str:
-    """The run stands still for a while in the middle of a save, as with a network disk that does not answer."""
-    run.until(lambda: list(run.checkpoints.glob(f"*{TEMPORARY}*")))
-    run.send(signal.SIGSTOP)
-    seconds = 0.5 + chance.random()
-    time.sleep(seconds)
-    run.send(signal.SIGCONT)
-    return f"stood still for {seconds:.1f} s"
-
-
-def failing_storage(run: Subject, chance: random.Random) -> str:
-    """The directory of checkpoints is away for a while, and comes back."""
-    away = run.workdir / ".away"
-    run.until(run.checkpoints.exists)
-    run.checkpoints.rename(away)
-    run.until(lambda: "could not be written" in run.heard())
-    run.send(signal.SIGSTOP)  # or it would write to what is moved
-    time.sleep(0.1)
-    if run.checkpoints.exists():  # written just before
-        shutil.copytree(run.checkpoints, away, dirs_exist_ok=True)
-        shutil.rmtree(run.checkpoints)
-    away.rename(run.checkpoints)
-    run.send(signal.SIGCONT)
-    if "Traceback" in run.heard():
-        raise UnexpectedError(f"a traceback:\n{run.heard()[-4000:]}")
-    return "the run went on" if run.is_running() else "the run stopped"
-
-
-def second_start(run: Subject, chance: random.Random) -> str:
-    """The same command is started a second time while it runs, with as many processes."""
-    second = Subject(run.flags, run.workdir, run.hosts, log="second.log")
-    second.start()
-    codes, said = second.wait(), second.heard()
-    is_complete = codes == {0} and "training is complete" in said
-    if run.is_running() and not is_complete and (codes != {2} or "is in use by process" not in said):
-        raise UnexpectedError(f"a second start ended with {codes}:\n{said[-2000:]}")
-    return "refused" if codes == {2} else "the first had ended"
-
-
-def changed_data(run: Subject, chance: random.Random) -> str:
-    """The run is started with other data (another seed, from which all data of this drill follows)."""
-    run.kill()
-    run.hosts, hosts = 1, run.hosts
-    code = run.launch(0, "--config.seed=987654").wait(_PATIENCE_SECONDS)
-    run.hosts = hosts
-    if code != 2 and run.newest() is not None:
-        raise UnexpectedError(f"other data was not refused (exit code {code}):\n{run.heard()[-2000:]}")
-    return "refused"
-
-
 FAULTS = {
     "kill": kill,
     "term": term,
@@ -295,8 +240,4 @@ FAULTS = {
     "bit_flip": functools.partial(_damage, _flip),
     "truncation": functools.partial(_damage, _truncate),
     "deletion": functools.partial(_damage, _delete),
-    "slow_storage": slow_storage,
-    "failing_storage": failing_storage,
-    "second_start": second_start,
-    "changed_data": changed_data,
 }
