@@ -3,14 +3,6 @@
 from pathlib import Path
 
 
-def boot_id() -> str | None:
-    """The id of the machine's boot."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
-
-
 def started(pid: int) -> str | None:
     """When a process began, in clock ticks since the boot; None, too, where it runs no more."""
     try:
