@@ -18,7 +18,7 @@ command again after it was killed, and no finished sample is decoded again.
 With --data, results.json holds `held_out`: the loss and its terms with the noise of training's own evaluations (of a
 model that was trained here), and eval_bits_per_byte: the likelihood of all responses, given their prompts, in bits per
 byte of their text. It is exact for left-to-right models, and for slots in one order or as the mean over random ones.
-For masked diffusion it is a Monte Carlo bound, with eval_bits_per_byte_is_bound and the standard error beside it. Of
+For masked diffusion it is a Monte Carlo bound, with eval_bits_per_byte_is_bound and its standard error. Of
 systems whose likelihood is not known there are the losses alone.
 
 How to decode: what a flag --decode.NAME says, or else the request of the task (max_gen_toks, temperature), or else
@@ -226,7 +226,7 @@ def write_results(output: Path, results: dict) -> None:
         d = results["decoding"]
         print(
             f"{d['samples']} samples, {d['resumed']} of them decoded before; {rate:,.0f} tokens/s, "
-            f"{d['tokens_per_forward']:.2f} tokens a forward, {d['mean_tokens']:.0f} tokens each, "
+            f"{d['tokens_per_forward']:.2f} tokens per forward, {d['mean_tokens']:.0f} tokens each, "
             f"{d['truncated_share']:.1%} cut at their longest"
         )
     print(f"{output}/results.json")

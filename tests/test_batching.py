@@ -17,7 +17,7 @@ from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import make_mesh, sharding
-from refusion_jax.evaluation.generation import check_fits, generate, settle, shorten
+from refusion_jax.evaluation.generation import check_fits, generate, settings_for, shorten
 from refusion_jax.model.transformer import KeyValues, logical_axes
 from refusion_jax.systems.api import decoder_for, stream
 
@@ -218,7 +218,7 @@ def test_an_evaluation_is_refused_no_batch_that_fits_with_a_smaller_cache(monkey
 
 def test_a_long_prompt_leaves_room_for_an_answer_of_whole_blocks_of_the_model():
     model = tiny_config(block_size=32, max_position_embeddings=128)
-    own = settle({"max_new_tokens": 48}, "d2f", room=128, model=model)
+    own = settings_for({"max_new_tokens": 48}, "d2f", room=128, model=model)
     (request,) = prepare([Request(shorten([BOS] * 200, own, room=128), settings=own)], own, model)
     assert (len(request.prompt), request.settings.new_tokens) == (64, 64)
 

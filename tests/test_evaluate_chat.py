@@ -111,7 +111,7 @@ def test_a_task_is_asked_with_examples_as_text_or_as_turns(checkpoint, directory
 
 def test_the_command_asks_in_turns_with_examples_and_thinking(checkpoint, directory, tmp_path):
     flags = [f"--checkpoint={checkpoint}", "--tasks=words", f"--include_path={directory}", f"--output={tmp_path}/out"]
-    run("evaluate", *flags, "--num_fewshot=2", "--thinking", "--limit=3", "--decode.slot_size=4")
+    run("evaluate", *flags, "--num_fewshot=2", "--thinking", "--limit=3")
     samples = list(map(json.loads, (tmp_path / "out" / "samples_words.jsonl").read_text().splitlines()))
     assert samples[0]["arguments"][0][0] == CHAT
     results = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -124,8 +124,9 @@ def test_settings_of_the_pinned_tasks_are_the_authors():
         "mmlu_pro": (16, 4, 0.9, 0.4),
     }
     assert set(expected) == {path.stem for path in benchmark.PINNED.glob("*.yaml")} == set(CASES)
+    files = TaskManager(include_path=[benchmark.PINNED], include_defaults=False).task_index
     for name, settings in expected.items():
-        decode = benchmark.load_yaml(benchmark.PINNED / f"{name}.yaml")["metadata"]["decode"]
+        decode = files[name].cfg["metadata"]["decode"]
         assert tuple(decode[key] for key in ("slot_size", "serial_blocks", "slot_threshold", "token_threshold")) == (
             settings
         )

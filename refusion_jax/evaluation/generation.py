@@ -22,7 +22,7 @@ from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 _SHORTEST_PROMPT = 16  # tokens of a truncated prompt, at least
 
 
-def settle(values: dict[str, Any], method: str, room: int, model: ModelConfig) -> Settings:
+def settings_for(values: dict[str, Any], method: str, room: int, model: ModelConfig) -> Settings:
     """Decode settings for a model, with max_new_tokens rounded up to what the decoder supports.
 
     Raises:

@@ -30,7 +30,7 @@ from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
-from refusion_jax.evaluation.generation import check_fits, generate, settle, shorten
+from refusion_jax.evaluation.generation import check_fits, generate, settings_for, shorten
 from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.transformer import Transformer
@@ -97,6 +97,8 @@ class EvaluatedModel(TemplateLM):
         self.known: dict[str, dict[str, Any]] = journal.records if journal else {}
         self.known_before = set(self.known)
         self.task_settings: dict[str, dict[str, Any]] = {}  # by task; from the metadata of its file
+        # Samples that were asked for, by task and number of the problem.
+        self.asked: dict[str, dict[int, list[Sample]]] = collections.defaultdict(lambda: collections.defaultdict(list))
 
     def _keep(self, key: str, record: dict[str, Any]) -> None:
         if self._journal:
@@ -152,6 +154,8 @@ class EvaluatedModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, each cut before its first stop string."""
         samples, hosts = self.samples(requests), Hosts(self.model)
+        for request, sample in zip(requests, samples, strict=True):
+            self.asked[request.task_name][request.doc_id].append(sample)
         own = hosts.own_share(len(samples))
         missing = [number for number in own if samples[number].key not in self.known]
         some = [samples[number] for number in missing]
@@ -202,7 +206,7 @@ class EvaluatedModel(TemplateLM):
             if not all(isinstance(text, str) for text in until):
                 raise UserError(f"--tasks={request.task_name}: until={str(until)[:60]} must be texts")
             until = [text for text in until if text]  # every answer would end before an empty one
-            settings = settle(wanted, self._method, self._room, self.model.config)
+            settings = settings_for(wanted, self._method, self._room, self.model.config)
             plain = [
                 self._identity,
                 request.task_name,
@@ -238,7 +242,7 @@ class EvaluatedModel(TemplateLM):
         tokens = answer.tokens[: sample.limit]
         text, is_stopped = sample.until.cut(self._tokenizer.decode(tokens))
         reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason
-        if is_stopped:  # what was decoded behind the stop string is of no use: nobody is credited with it
+        if is_stopped:  # what was decoded after the stop string is of no use: nobody is credited with it
             tokens = tokens_of(text, tokens, self._tokenizer)
         return {
             "text": text,

@@ -20,6 +20,7 @@ from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.packing import fit
 from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
@@ -28,10 +29,10 @@ from refusion_jax.systems.interface import System
 from refusion_jax.systems.registry import default_system, system_of
 from refusion_jax.systems.scoring import ScoredText, ScoredTokens
 
-_SHORTEST = 256  # tokens a row, at least; short texts are packed
+_SHORTEST = 256  # tokens per row, at least; short texts are packed
 _TOKENS = 2**14  # tokens per forward and device, at most
 _LOGITS = 2**26  # logits held at a time, about: 256 MiB
-_BLOCK = 64  # tokens a row for which logits are computed at a time, at least
+_BLOCK = 64  # tokens per row for which logits are computed at a time, at least
 _BOUND_DRAWS = 64  # default number of draws for a bound
 
 
@@ -60,7 +61,7 @@ def log_likelihood(
     Args:
       model: from `load_model`.
       prompts, continuations: token ids; a prompt may be empty unless the model is left to right.
-      slot_size: tokens a slot, for models that have slots.
+      slot_size: tokens per slot, for models that have slots.
       order: "left_to_right", "random" (drawn for each text), or a list of slot indices.
       more: `draws`, `seed` and `method` of `likelihoods`.
 
@@ -292,7 +293,8 @@ def _run(
     B = max(1, min(_TOKENS // T, -(-sum(map(len, feeds)) // (T * shards))))
     B = shards << (B.bit_length() - 1)
     graphdef, params = nnx.split(model)
-    for rows in _batched(_packed([len(feed) for feed in feeds], T), B):
+    packed = fit([len(feed) for feed in feeds], T)
+    for rows in (packed[at : at + B] for at in range(0, len(packed), B)):
         with jax.set_mesh(mesh):
             arrays = fetch(program(graphdef, params, _lay_out(feeds, rows, B, T)))
         for row, numbers in enumerate(rows):
@@ -300,29 +302,6 @@ def _run(
             for number in numbers:
                 yield number, [x[row, at : at + len(feeds[number])] for x in arrays]
                 at += len(feeds[number])
-
-
-def _packed(lengths: Sequence[int], T: int) -> list[list[int]]:
-    """Packs feeds into rows of at most T tokens, longest first, each into the first row with room.
-
-    Returns:
-      Indices of the feeds in each row.
-    """
-    rows, room = [], np.zeros(len(lengths), np.int64)
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        row = int(np.argmax(room[: len(rows)] >= lengths[number])) if rows else 0
-        if not rows or room[row] < lengths[number]:
-            row = len(rows)
-            rows.append([])
-            room[row] = T
-        rows[row].append(number)
-        room[row] -= lengths[number]
-    return rows
-
-
-def _batched(rows: list[list[int]], size: int) -> Iterator[list[list[int]]]:
-    for at in range(0, len(rows), size):
-        yield rows[at : at + size]
 
 
 def _lay_out(feeds: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:

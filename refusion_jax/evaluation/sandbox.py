@@ -30,7 +30,7 @@ _GRACE = 30  # seconds to set up the sandbox on a busy machine
 _LOG = 2000  # characters of stderr that are kept
 _USERS = range(20_000, 60_000)  # programs run as these in turn, by root: the kernel counts processes by user
 _number = itertools.count(secrets.randbelow(len(_USERS)))
-_ALLOWED = contextvars.ContextVar("allowed", default="")  # "sandboxed" or "unsafe" within `allow`
+_ALLOWED = contextvars.ContextVar("allowed", default="")  # "sandboxed", "unsafe" or "rehearsal" within `allow`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +109,18 @@ def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = F
 
 
 @contextlib.contextmanager
-def allow(unsafe: bool = False) -> Iterator[None]:
+def allow(unsafe: bool = False, rehearsal: bool = False) -> Iterator[None]:
     """A context in which tasks may run generated code.
+
+    Args:
+      unsafe: without the sandbox.
+      rehearsal: programs are not run, and fail.
 
     Raises:
       UserError: on entry, where the kernel does not support the sandbox.
     """
     run("pass", unsafe=unsafe)
-    token = _ALLOWED.set("unsafe" if unsafe else "sandboxed")
+    token = _ALLOWED.set("rehearsal" if rehearsal else "unsafe" if unsafe else "sandboxed")
     try:
         yield
     finally:
@@ -131,6 +135,8 @@ def run_allowed(programs: Sequence[str]) -> list[Outcome]:
     """
     if not (how := _ALLOWED.get()):
         raise UserError("generated code is run only with --allow_code_execution")
+    if how == "rehearsal":
+        return [Outcome(False, "not run")] * len(programs)
     return run_all(programs, unsafe=how == "unsafe")
 
 

@@ -1,6 +1,6 @@
 """What the pinned task files cannot say themselves: reading answers, and running them.
 
-The harness loads this file beside the task files that name its functions.
+The harness loads this file with the task files that name its functions.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def _content(text: str, at: int) -> str:
     if text[at : at + 1] != "{":
         return _UNBRACED.match(text, at)[0]
     depth = 0
-    for token in re.compile(r"\\.|[{}]").finditer(text, at):  # a brace behind a backslash is written, not meant
+    for token in re.compile(r"\\.|[{}]").finditer(text, at):  # a brace after a backslash is written, not meant
         depth += (token[0] == "{") - (token[0] == "}")
         if depth == 0:
             return text[at + 1 : token.start()]
@@ -97,7 +97,7 @@ def _clean(text: str | None) -> str:
 
 
 def run_humaneval(resps: list[list[str]], docs: list[dict]) -> list[list[dict]]:
-    """Runs every answer, behind the beginning that was given, against the tests of its problem."""
+    """Runs every answer, after the beginning that was given, against the tests of its problem."""
 
     def program(doc: dict, answer: str) -> str:
         code = code_of(answer, is_begun=True)
