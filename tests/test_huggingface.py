@@ -254,6 +254,10 @@ BAD = {
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
     "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read: Invalid JSON: EOF"),
+    "model_type that is no text": (
+        lambda p: (p / "config.json").write_text('{"model_type": {"x": 1}}'),
+        'config.json: model_type={"x": 1} is not supported',
+    ),
     "broken index": (
         lambda p: (p / "model.safetensors.index.json").write_text("{"),
         "index.json cannot be read: Invalid JSON: EOF",

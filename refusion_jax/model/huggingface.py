@@ -141,7 +141,7 @@ def _read_config(path: epath.Path) -> _Config:
     """config.json, of a family that we read."""
     file = path / "config.json"
     given = read_json(file)
-    family = FAMILIES.get(given.get("model_type"))
+    family = FAMILIES.get(str(given.get("model_type")))
     fixed = {"model_type": given.get("model_type") if family else "", "hidden_act": "silu"}
     for key, value in (fixed | dict(family.fixed if family else {})).items():
         if given.get(key, value) != value:
