@@ -10,8 +10,10 @@ import functools
 from typing import Any, Literal
 
 import pydantic
-import pydantic_core
 from etils import epath
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.json_files import parse_json
 
 QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")
@@ -111,9 +113,9 @@ def parse(raw: bytes, where: str | Line, fields: Fields) -> list[Example | Bad]:
 def load_json(raw: bytes, where: str | Line) -> Any:
     """The value, or Bad."""
     try:
-        return pydantic_core.from_json(raw.removeprefix(codecs.BOM_UTF8))
-    except ValueError as error:
-        return Bad(where, f"not JSON: {error}", "not JSON")
+        return parse_json(raw, Any, "not JSON")
+    except UserError as error:
+        return Bad(where, str(error), "not JSON")
 
 
 def decode(raw: bytes, where: str | Line) -> str | Bad:
