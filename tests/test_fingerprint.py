@@ -86,7 +86,9 @@ def test_answers_of_another_tokenizer_are_kept_apart():
     request = Instance("generate_until", {}, ("Add 1 and 2.", {"max_gen_toks": 8}), 0, metadata=("sums", 0, 1))
     keys = set()
     for content in (b"one", b"one", b"another"):
-        tokenizer = types.SimpleNamespace(files={"tokenizer.json": content}, encode=lambda texts: [[5, 6]], bos_id=-1)
+        tokenizer = types.SimpleNamespace(
+            files={"tokenizer.json": content}, encode=lambda texts: [[5, 6]], bos_id=-1, thinking=None
+        )
         lm = EvaluatedModel(tiny_model(), tokenizer, name="tiny", method="refusion", flags={})
         keys.add(lm.samples([request])[0].key)
     assert len(keys) == 2

@@ -87,8 +87,11 @@ def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
         name, _, text = pair.partition("=")
         if name not in known:
             raise UserError(f"{flag}: {name!r} is no setting; known: {', '.join(known)}")
-        is_text = isinstance(known[name].default, str)
-        settings[name] = text if is_text else parse_json(os.fsencode(text), bool | int | float, f"{flag}: {text!r}")
+        try:
+            is_text = isinstance(known[name].default, str)
+            settings[name] = text if is_text else parse_json(os.fsencode(text), bool | int | float, flag)
+        except UserError as error:
+            raise UserError(f"{flag}: {text!r} is no number, true or false") from error
     return settings
 
 
