@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.distributed.preemption import EXIT_CODE
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_JAX_GIVES_UP = re.compile(rb"[EF]\d{4} .*(coordination_service|JAX distributed service detected fatal errors)")
+_JAX_GIVES_UP = re.compile(rb"[WEF]\d{4} .*(coordination_service|preemption_sync|JAX distributed service detected)")
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -81,9 +82,11 @@ def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
     """Joins the other processes of this run, if there are any. To be called before anything asks for devices.
 
     Raises:
-      UserError: where the environment names some of them, but not enough to find them.
+      UserError: where the environment names some of them, but not enough to find them, or a port that is in use.
     """
     given = _explicit()
+    if given and given[2] == 0:
+        _check_port(given[0])
     came = threading.Event()
     threading.Thread(target=_give_up, args=(came, peer_seconds), daemon=True).start()
     try:
@@ -100,6 +103,16 @@ def initialize(peer_seconds: float = 300.0, lost_seconds: int = 60) -> None:
         raise UserError(f"JAX_COORDINATOR_ADDRESS={given[0] if given else ''}: {error}") from error
     finally:
         came.set()
+
+
+def _check_port(address: str) -> None:
+    """Refuses a port that this process, the first, cannot open: jaxlib 0.10.2 then ends in a segmentation fault."""
+    try:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        socket.create_server(("", int(address.rpartition(":")[2])), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        raise UserError(f"JAX_COORDINATOR_ADDRESS={address}: the port cannot be opened: {error.strerror}") from error
 
 
 def _give_up(came: threading.Event, seconds: float) -> None:
