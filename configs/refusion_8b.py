@@ -23,7 +23,7 @@ SIZES = {
 }
 
 # Copies of the weights inside a slice, where they make the estimated step faster (`plan --search`): weights in half as
-# many parts are gathered and scattered beside the arithmetic, in 64 and 128 they are not. 14B takes 4 % less time on
+# many parts are gathered and scattered while it computes, in 64 and 128 they are not. 14B takes 4 % less time on
 # v5p:4x4x4 and 11 % on v6e:8x8, 32B 7 % on v5p:4x4x8; the other sizes 1 % or less.
 COPIES = {"14b": 2, "32b": 2}
 
@@ -41,7 +41,7 @@ SLICES = {
     "8b,v5e:16x16": {"remat": "products", "mesh.data": 4, "batch_size": 256},
 }
 
-# Slices on which each size trains as it is (128 rows of 4,096 tokens a step); tests/test_tpu.py compiles them all.
+# Slices on which each size trains as it is (128 rows of 4,096 tokens per step); tests/test_tpu.py compiles them all.
 TOPOLOGIES = {
     "0.6b": ["v5e:4x4"],
     "1.7b": ["v5e:4x4"],

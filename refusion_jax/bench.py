@@ -1,4 +1,4 @@
-"""The measurements behind BENCHMARKS.md, each a command of its own.
+"""The measurements of BENCHMARKS.md, each a command of its own.
 
   python -m refusion_jax.bench decode --help
   python -m refusion_jax.bench decode --batch_sizes=1,8,32

@@ -19,7 +19,7 @@ Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by
 nobody else can write to it: the second call with the same sizes starts in seconds.
 
 Memory on top of weights: the cache, mostly. It takes 2 x layers x key/value heads x head size x bytes of --dtype for
-each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456 bytes a token, 4.5 GiB for 64 rows of
+each token of each of --decode.batch_size rows. An 8B model in bfloat16: 147,456 bytes per token, 4.5 GiB for 64 rows of
 512. What cannot fit is refused before anything is compiled. --decode.weights=int8 and --decode.cache=int8 take half of
 bfloat16's bytes for weights and cache, and round them (benchmarks/results/int8.md).
 """

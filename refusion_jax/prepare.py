@@ -38,7 +38,7 @@ _SHAPING = [
     flags.DEFINE_string("tokenizer", None, "A sentencepiece model, or a tokenizer.json of Hugging Face"),
     flags.DEFINE_string("mask_piece", MASK_PIECE, "The tokenizer's piece that stands for a masked token"),
     flags.DEFINE_enum("thinking", "unset", list(THINKING), "enable_thinking of the chat template; unset: as it is"),
-    flags.DEFINE_integer("row_length", 4096, "Tokens a row, as --config.row_length of `train`", 2, LONGEST_ROW),
+    flags.DEFINE_integer("row_length", 4096, "Tokens per row, as --config.row_length of `train`", 2, LONGEST_ROW),
     flags.DEFINE_enum(
         "text_packing",
         "best_fit",

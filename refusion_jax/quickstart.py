@@ -82,7 +82,7 @@ def report(
 def measure(
     settings: Settings, model: Transformer, tokenizer: Tokenizer, problems: list[tasks.Problem]
 ) -> tuple[dict[str, float], Decoded]:
-    """Accuracy and speed of one way of decoding, compilation not counted."""
+    """Accuracy and speed of one decoder, compilation not counted."""
     prompts = tokenizer.encode_prompts([problem.query for problem in problems])
     decode(model, sorted(prompts, key=len)[-settings.batch_size :], settings)  # compiles for the longest
     began = time.monotonic()

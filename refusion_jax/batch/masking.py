@@ -1,4 +1,4 @@
-"""The noise that masked diffusion systems share: padding behind answers, and masked response tokens.
+"""The noise that masked diffusion systems share: padding after answers, and masked response tokens.
 
 Axes: B rows, T row length.
 """
@@ -46,7 +46,7 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
 def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
     """Replaces some documents by padding of the one before them: repeats of its last token, the EOS.
 
-    A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those behind the
+    A decoder of masked text fills more masks than an answer has tokens, and a model must learn to fill those after the
     end with EOS (LLaDA pads answers with EOS, as part of the loss). Packed rows have no room for that, so some
     documents are replaced, never the first of a row; the empty end of a row becomes padding, too. With the second one
     replaced:

@@ -38,12 +38,12 @@ def text_positions(segment_ids: Int32[ArrayLike, "B T"]) -> Int32[Array, "B T"]:
 
 
 def next_in_row(x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
-    """For each token the value of the one behind it; 0 at the end of the row."""
+    """For each token the value of the next one; 0 at the end of the row."""
     return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
 
 
 def precedes_response(rows: Rows) -> Bool[Array, "B T"]:
-    """Which tokens have a response token of the same document right behind them, to be labelled with it."""
+    """Which tokens have a response token of the same document right after them, to be labelled with it."""
     return next_in_row(rows.is_response) & (next_in_row(rows.segment_ids) == rows.segment_ids)
 
 

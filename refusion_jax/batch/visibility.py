@@ -1,4 +1,4 @@
-"""Visibility: attention masks as data, the one definition behind masks, kernels and FLOP counts.
+"""Visibility: attention masks as data, the one definition of masks, kernels and FLOP counts.
 
 A query sees (attends to) a key iff both are in one segment, rank_k <= rank_q, and group_k is 0 or group_q. Causal
 attention has rank = index, bidirectional attention rank 0 everywhere. Two documents of two and three tokens in a causal

@@ -33,7 +33,7 @@ _TRAINING = {
         0.0, "times that all rows are trained on, which sets steps; 0: as steps says", at_least=0, at_most=1e6
     ),
     "batch_size": _count(32, "rows a step, over all chips"),
-    "row_length": _count(1024, "tokens a row; documents are packed into rows"),
+    "row_length": _count(1024, "tokens per row; documents are packed into rows"),
     "init_from": Setting(
         "",
         "weights to start from: a Hugging Face directory, a converted one or a run, whose shape the model takes "

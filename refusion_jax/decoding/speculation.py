@@ -43,10 +43,10 @@ def verify(
     """(number of accepted drafts, the token that follows them).
 
     From the left, a draft is accepted with probability min(1, p / q); the first rejected one is drawn again from
-    max(0, p - q). If all are accepted, the token behind them is drawn from p.
+    max(0, p - q). If all are accepted, the token after them is drawn from p.
 
     Args:
-      p: the verifier's distribution at the place of each draft, and at the place behind the last one.
+      p: the verifier's distribution at the place of each draft, and at the place after the last one.
       q: that each draft was drawn from.
       drafts: tokens.
       drafted: how many of them count.

@@ -40,7 +40,7 @@ class Preemption:
         if not jax.distributed.is_initialized():  # else JAX listens, and tells the other hosts
             signal.signal(signal.SIGTERM, self._hear)
         for number in _IMPATIENT:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wishes
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
                 signal.signal(number, self._hear)
         if server := _metadata_server():
             threading.Thread(target=watch_maintenance, args=(server,), name="maintenance", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Attention, behind one function: every objective and every decoder attends through here.
+"""Attention, one function for all: every objective and every decoder attends through here.
 
 Axes: B rows, T queries, S keys, U new keys, N query heads, K key/value heads, G = N / K query heads a key head serves,
 R = G T queries that it serves, H head size.
@@ -116,7 +116,7 @@ def _mix(
 
 
 def _rows(x: Float[Array, "B T N H"], K: int) -> Float[Array, "B K R H"]:
-    """The queries of all heads that a key head serves, behind each other."""
+    """The queries of all heads that a key head serves, one after the other."""
     B, T, N, H = x.shape
     return x.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
 

@@ -66,7 +66,7 @@ def _in_specs():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """The tokens of one chip in blocks, labelled ones first, with padding behind."""
+    """The tokens of one chip in blocks, labelled ones first, with padding at the end."""
 
     x: Float[Array, "N R D"]
     labels: Int32[Array, "N R"]

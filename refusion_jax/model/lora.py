@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): x W becomes x W + alpha / rank (x A) B, and A and B are trained alone.
 
-They are weights of the layers, `NAME_a` and `NAME_b` beside `NAME`, split over a mesh as their weight is.
+They are weights of the layers, `NAME_a` and `NAME_b` next to `NAME`, split over a mesh as their weight is.
 
 Axes: L layers, R rank.
 """

@@ -53,7 +53,7 @@ class Ragged:
         start = end - each
         index = jnp.arange(tiles, dtype=jnp.int32)[None]
         row = jnp.sum(end[:, :, None] <= index[:, None], axis=1, dtype=jnp.int32)  # [S, M]
-        row = jnp.minimum(row, each.shape[1] - 1)  # padding behind the last tile
+        row = jnp.minimum(row, each.shape[1] - 1)  # padding after the last tile
         first = (index - jnp.take_along_axis(start, row, axis=1)) * Q
         column = jnp.minimum(first[:, :, None] + jnp.arange(Q)[None, None], T - 1)
         place = jnp.minimum(start[:, :, None] * Q + jnp.arange(T)[None, None], tiles * Q - 1)

@@ -84,7 +84,7 @@ def _attend(
     q_segments: Int32[Array, "B S"],
     k_segments: Int32[Array, "B T"],
 ) -> Float[Array, "B S N H"]:
-    """Attention on one chip: its rows behind each other are one row for the kernel, no document of one in another."""
+    """Attention on one chip: its rows one after the other are one row for the kernel, no document of one in another."""
     first = (jnp.arange(len(q)) * (jnp.max(k_segments) + 1))[:, None]
     q_segments, k_segments = q_segments + first, k_segments + first
     segments = SegmentIds(q_segments.ravel(), k_segments.ravel())
@@ -98,7 +98,7 @@ def _behind_each_other(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
 
 
 def of_documents(kernel: Kernel, q_segments: Int32[Array, "B S"], k_segments: Int32[Array, "B T"]) -> Kernel:
-    """The kernel for B rows behind each other, working only on tiles whose queries and keys share a document.
+    """The kernel for B rows one after the other, working only on tiles whose queries and keys share a document.
 
     Args:
       kernel: for one row.
@@ -164,7 +164,7 @@ def _flip(info: MaskInfo) -> MaskInfo:
 
 
 def _in_all_rows(places: Int32[Array, " S"] | None, segments: Int32[Array, "B T"]) -> Int32[Array, " B*S"] | None:
-    """Where the queries of each row stand when rows stand behind each other."""
+    """Where the queries of each row stand when rows stand one after the other."""
     if places is None:
         return None
     rows, length = segments.shape

@@ -55,7 +55,7 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int  # positions the model was trained on
-    num_tokens: int  # ids that mean something; the rows behind them are padding and never predicted
+    num_tokens: int  # ids that mean something; the rows after them are padding and never predicted
     pad_token_id: int
     bos_token_id: int
     eos_token_id: int
@@ -342,7 +342,7 @@ class Transformer(nnx.Module):
           per_layer: arrays with a leading layers axis, or None.
 
         Returns:
-          ([B, T, D] behind the final norm, what was kept, stacked over layers).
+          ([B, T, D] after the final norm, what was kept, stacked over layers).
         """
         eps = self.config.rms_norm_eps
         rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))

@@ -51,7 +51,7 @@ class Claim:
 
     rival: str  # name of the other system, which is measured with its own decoder
     accuracy: float  # as a multiple of the rival's, at least
-    speed: float  # tokens a second with one prompt at a time, as a multiple of the rival's, at least
+    speed: float  # tokens per second with one prompt at a time, as a multiple of the rival's, at least
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ _OVERHEAD = 16  # tokens of arithmetic that the rest of a forward takes, at the 
 class DraftSettings(shared.Settings):
     """How to decode a dense model left to right."""
 
-    slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
+    slot_size: int = setting(8, "Tokens per slot", scope="compiled", at_least=1, at_most=4096)
     fed_tokens: int = setting(
         0, "Tokens that a forward feeds for each row, at most: those of 2, 3 or 6 slots, which are drafts and the "
         "masks after one or two prefixes of them; with fewer it writes one token at a time; 0: what pays on this "

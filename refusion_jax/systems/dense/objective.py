@@ -50,7 +50,7 @@ CONFIG_KEYS = {
         at_least=0, at_most=1,
     ),
     "copies": Setting(
-        0.5, "masks a row, as a share of row_length; a row with more response tokens leaves out slots at random",
+        0.5, "masks per row, as a share of row_length; a row with more response tokens leaves out slots at random",
         above=0, at_most=1,
     ),
     "mdm_weight": Setting(1.0, "weight of the masked term, relative to the next-token term", at_least=0, at_most=1e6),

@@ -1,4 +1,4 @@
-"""Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): what both ways to infill have in common.
+"""Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): what both kinds of infilling have in common.
 
 Every row of a batch is in a phase, which decides what the row feeds and how it uses the logits, so that no row waits
 for another. In the phase PLAN it feeds mask tokens of the slots that remain of its serial block, and chooses the

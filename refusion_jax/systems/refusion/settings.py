@@ -21,7 +21,7 @@ BEST_INFILL = {"infill": EXACT, "infill_blend": 0.5}  # right most often (benchm
 class _Slots(shared.Settings):
     """Settings of whatever writes slots."""
 
-    slot_size: int = setting(8, "Tokens a slot", scope="compiled", at_least=1, at_most=4096)
+    slot_size: int = setting(8, "Tokens per slot", scope="compiled", at_least=1, at_most=4096)
 
     @property
     def unit(self) -> int:
@@ -113,7 +113,7 @@ class SlotSettings(_Slots):
         )
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With `infill` and `token_threshold` resolved: a batch is infilled in one way."""
+        """With `infill` and `token_threshold` resolved: a batch has one kind of infilling."""
         del model
         return self.resolved
 
