@@ -81,3 +81,10 @@ def test_an_advantage_ends_where_it_is_first_lost():
     batches = [{"batch_size": 2**i, "speedup": ratio} for i, ratio in enumerate((3.0, 2.0, 1.0, 1.1))]
     assert faster_up_to(batches) == 2
     assert faster_up_to(batches[2:]) == 0
+
+
+def test_first_drafts_in_the_prefill_are_not_free():
+    """20 tokens by one forward, their drafts made in the prefill: twice the weights are read, not once."""
+    first = tpu_estimates([point("drafts of the prefill", forwards=10, width=1)], problems=10)[0]["batches"][0]
+    assert first["tokens_per_forward"] == 20
+    assert first["speedup"] == pytest.approx((20 + 1) / 2, rel=0.05)

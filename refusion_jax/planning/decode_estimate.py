@@ -9,7 +9,8 @@ attention, each take the time of their FLOPs or of their bytes at the chip's doc
 activations stay on the chip. Chips that share the heads then wait for two all-reduces per layer and one for the
 embedding. tests/test_tpu_decoding.py compares these counts with those of the compiled program.
 
-Real chips are slower than this roofline, by how much has not been measured for decoding. Prefills, the latency of
+A prefill counts as one forward more, since some decoders make their first drafts in it; what it takes beyond that is
+left out. Real chips are slower than this roofline, by how much has not been measured for decoding. The latency of
 operations and collectives, and rows that idle at the end of a queue are left out; a decoder that runs narrower forwards
 than its compiled width is faster than estimated.
 
@@ -32,14 +33,14 @@ class DecodeCounts:
     """What decoding takes; means over answers."""
 
     tokens: float  # of an answer
-    forwards: float  # of an answer; the prefill is not counted
+    forwards: float  # of an answer, and one for the prefill of a decoder with a cache
     places: float  # that a forward computes for a row: the decoder's compiled width
     context: float  # cache entries that a forward reads for a row; 0 without a cache
 
     @classmethod
     def one_token_per_forward(cls, tokens: float, context: float) -> Self:
         """The counts of left-to-right decoding of answers of this length."""
-        return cls(tokens, forwards=tokens, places=1, context=context)
+        return cls(tokens, forwards=tokens + 1, places=1, context=context)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim of a paper about its system against another one; `bench headline` prints whether it holds."""
+    """A claim about a system against another one, of its paper or a goal; `bench headline` prints whether it holds."""
 
     rival: str  # name of the other system, which is measured with its own decoder
     accuracy: float  # as a multiple of the rival's, at least

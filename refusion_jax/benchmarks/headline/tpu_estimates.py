@@ -32,7 +32,8 @@ def tpu_estimates(points: list[dict[str, Any]], problems: int) -> list[dict[str,
             for point in points:
                 tokens, forwards = point["tokens"] / problems, point["forwards"] / problems
                 context = point["prompt_tokens"] + tokens / 2  # in the middle of an answer
-                own = DecodeCounts(tokens, forwards, point["width"], context if point["has_cache"] else 0)
+                prefills, seen = (1, context) if point["has_cache"] else (0, 0)
+                own = DecodeCounts(tokens, forwards + prefills, point["width"], seen)
                 single = DecodeCounts.one_token_per_forward(tokens, context)
                 speed, baseline = (tokens_per_second(c, model, chip, chips, batch_size) for c in (own, single))
                 of_points.append(
