@@ -29,7 +29,7 @@ from refusion_jax.benchmarks.headline.experiment import (
     trial_run,
     whole_run,
 )
-from refusion_jax.benchmarks.headline.result_store import ResultStore
+from refusion_jax.benchmarks.headline.results import ResultStore
 from refusion_jax.data import families
 from refusion_jax.data.sources import held_out_problems
 from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
@@ -259,7 +259,7 @@ from pathlib import Path
 from absl import flags
 from refusion_jax.benchmarks import headline
 from refusion_jax.benchmarks.headline import comparison
-from refusion_jax.benchmarks.headline.result_store import ResultStore
+from refusion_jax.benchmarks.headline.results import ResultStore
 from refusion_jax.benchmarks.headline.experiment import whole_run
 
 own = flags.FlagValues()

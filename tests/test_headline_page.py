@@ -9,7 +9,7 @@ from conftest import ROOT
 from test_config import load
 
 from refusion_jax.benchmarks.headline import comparison, report
-from refusion_jax.benchmarks.headline.curves import Timings, curves, fastest_points
+from refusion_jax.benchmarks.headline.curves import curves, fastest_points
 from refusion_jax.benchmarks.headline.results import Results
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.systems.interface import Claim
@@ -61,7 +61,7 @@ def test_what_was_adapted_is_compared_with_what_was_adapted():
     ]
     names = [curve.name for curve in curves(results_of(points))]
     assert names == ["refusion", "refusion from ar", "llada", "llada from ar"]
-    told = report.claims(curves(results_of(points)), Timings.of(results_of(points)))
+    told = report.claims(curves(results_of(points)))
     assert "| refusion | llada | their own | 1.34x | 1.25x | 18.00x | 10.00x | no |" in told
     assert "| refusion from ar | llada from ar | their own | 1.34x | 1.33x | 18.00x | 20.00x | no |" in told
 
@@ -100,9 +100,9 @@ def test_a_setting_is_chosen_by_some_problems_and_scored_on_others():
     chosen = own.fastest("1")
     assert chosen.settings == "fast"
     assert chosen.accuracy.values == (0.5, 0.6)
-    assert chosen.families["sum"].values == (0.5, 0.6)
+    assert chosen.of_family("sum").values == (0.5, 0.6)
     assert chosen.speed["1"].values == (300.0, 300.0)  # the time is that of the problems that chose it
-    told = report.claims(curves(dataclasses.replace(RESULTS, tests=tests)), Timings.of(RESULTS))
+    told = report.claims(curves(dataclasses.replace(RESULTS, tests=tests)))
     assert "| refusion | llada | their own | 1.34x | 1.10x |" in told
 
 
@@ -114,7 +114,7 @@ def test_at_the_cost_of_larger_weights_a_claim_is_checked_at_what_is_fastest_the
     tests = [point("refusion", settings, score, 1.0) for settings, score in (("fast", 0.5), ("careful", 0.8))]
     slow = [record for record in slow if record["settings"] != "too_fast"]
     results = dataclasses.replace(RESULTS, proxy_timings=slow, tests=tests)
-    told = report.claims(curves(results), Timings.of(results))
+    told = report.claims(curves(results))
     assert "| refusion | llada | their own | 1.34x | 1.00x | 18.00x | 30.00x | no |" in told
     assert "| refusion | llada | of the speed proxy | 1.34x | 1.60x | 18.00x | 30.00x | yes |" in told
     assert "| refusion | ar | of the speed proxy |" not in told  # which was not timed there
@@ -134,7 +134,7 @@ def test_a_claim_holds_if_both_of_its_parts_do(claim, holds):
     by_name = {curve.name: curve for curve in curves(RESULTS)}
     pair = by_name["refusion"], by_name[claim.rival]
     points = [curve.fastest("1") for curve in pair]
-    assert report.verdict(claim, *points, Timings.of(RESULTS).ratio(*pair, "1")).holds is holds
+    assert report.verdict(claim, *points, pair[0].times_as_fast(pair[1], "1")).holds is holds
 
 
 def test_what_both_have_at_the_ceiling_needs_no_multiple():
@@ -150,14 +150,13 @@ def test_where_nobody_is_ever_right_no_claim_holds():
 
 
 def test_a_machine_that_slows_down_changes_no_ratio_of_what_is_timed_timed():
-    by_name = {curve.name: curve for curve in curves(RESULTS)}
     steady, drifting = (timed(RESULTS.points, drift) for drift in (1.0, 0.1))
     (ar,) = (record for record in drifting if record["system"] == "ar")
     ar["tokens_per_second"]["1"][2] *= 0.2  # something else ran in one repeat of one decoder
     for records in (steady, drifting):
-        timings = Timings.of(dataclasses.replace(RESULTS, timings=records))
-        assert timings.ratio(by_name["refusion"], by_name["ar"], "1") == pytest.approx(300 / 400)
-        assert timings.ratio(by_name["refusion"], by_name["llada"], "16") == pytest.approx(300 / 10)
+        by_name = {curve.name: curve for curve in curves(dataclasses.replace(RESULTS, timings=records))}
+        assert by_name["refusion"].times_as_fast(by_name["ar"], "1") == pytest.approx(300 / 400)
+        assert by_name["refusion"].times_as_fast(by_name["llada"], "16") == pytest.approx(300 / 10)
 
 
 def test_what_the_page_shows_is_timed_in_interleaved_repeats_once():

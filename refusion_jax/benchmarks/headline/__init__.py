@@ -13,8 +13,8 @@ chooses on other problems, and writes to DIR:
                  decoding with 8B parameters on TPUs
   report.md      table, conclusions, and which of the papers' claims hold
   answers/       the answers to the problems that score the chosen settings, as JSONL
-  plots/*.svg    accuracy against tokens per forward and tokens per second and by family, loss and bits per byte against
-                 tokens, the estimates against the batch size; they need pip install -e '.[plots]'
+  plots/*.svg    accuracy against tokens per forward and tokens per second, loss and bits per byte against tokens, the
+                 estimates against the batch size; they need pip install -e '.[plots]'
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
 single seed of NAME. `tiny` is a smoke test of 10 to 15 minutes on two CPU cores, too small for conclusions; `small`
@@ -36,7 +36,7 @@ from ml_collections import config_flags
 from refusion_jax.benchmarks.headline import plots, report
 from refusion_jax.benchmarks.headline.comparison import Comparison
 from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment
-from refusion_jax.benchmarks.headline.result_store import ResultStore
+from refusion_jax.benchmarks.headline.results import ResultStore
 from refusion_jax.benchmarks.headline.speed_proxy import read_shape
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
@@ -94,9 +94,9 @@ def _experiment(own: flags.FlagValues) -> Experiment:
         raise UserError("--output=: name a directory for the comparison")
     budget = BUDGETS[own.budget].changed(own.tune, seeds=own.seeds, speed_proxy=own.speed_proxy)
     if budget.speed_proxy:
-        read_shape("speed_proxy", budget.speed_proxy)
+        read_shape(budget.speed_proxy)
     file = own.config or f"configs/headline.py:{own.budget}"
-    config = read_config("config", file)
+    config = _read_config(file)
     systems = _seeds_of(own.systems, budget.seeds)  # now that the config file may have registered some
     if config.data.path != _PROBLEMS:
         raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
@@ -128,23 +128,19 @@ def _seeds_of(entries: list[str], seeds: int) -> dict[str, int]:
     return found
 
 
-def read_config(flag: str, file: str) -> ml_collections.ConfigDict:
-    """Reads a config.
-
-    Args:
-      flag: that names it, for messages.
-      file: FILE or FILE:VARIANT.
+def _read_config(file: str) -> ml_collections.ConfigDict:
+    """The config that FILE or FILE:VARIANT holds.
 
     Raises:
-      UserError: where there is no such config.
+      UserError: where there is none.
     """
     holder, argv = flags.FlagValues(), [f"--config={file}"]
     if fault := command.config_fault(argv, ()):
-        raise UserError(str(fault).replace("--config=", f"--{flag}="))
+        raise fault
     config_flags.DEFINE_config_file("config", None, flag_values=holder)
     try:
         holder(["bench headline", *argv])
     except Exception as error:  # a config file is the user's own program, and may raise anything
-        raise UserError(f"--{flag}={file}: {type(error).__name__}: {error}") from error
+        raise UserError(f"--config={file}: {type(error).__name__}: {error}") from error
     check(holder.config)
     return holder.config

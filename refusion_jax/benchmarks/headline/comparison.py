@@ -6,17 +6,16 @@ All training comes before all decoding, so that this process holds no device whi
 import functools
 import json
 import math
-import re
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from refusion_jax.benchmarks.headline import results
-from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, Timings, claimed, curves, fastest_points
+from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
 from refusion_jax.benchmarks.headline.experiment import (
     BATCH_SIZES,
     Experiment,
@@ -41,12 +40,10 @@ from refusion_jax.benchmarks.headline.measure import (
     measure,
     score,
 )
-from refusion_jax.benchmarks.headline.result_store import ResultStore
-from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained
+from refusion_jax.benchmarks.headline.results import Results, ResultStore, Scored, Timed, Trained, curve_of
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.headline.speed_proxy import read_shape, with_proxies
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
-from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
 from refusion_jax.data.families import mixture
@@ -67,7 +64,6 @@ class Comparison:
         """
         self._directory, self._asked, self._store = directory, experiment, store
         self._config, self._budget = experiment.config, experiment.budget
-        self._points = {name: operating_points(name, self._budget, self._config) for name in experiment.systems}
         self._mixture = mixture(self._config.data.difficulty)
         self._validation, self._test = held_out(self._config, self._budget)
         self._began, self._commit = time.monotonic(), commit()
@@ -92,16 +88,15 @@ class Comparison:
         # The validation problems alone choose the settings that are timed, and scored on the test problems.
         measured = curves(found)
         chosen = fastest_points(measured, [*map(str, BATCH_SIZES)])
-        found.timings = self._timed([self._on_first_seed(runs, *entry) for entry in chosen])
-        found.proxy_timings = self._timed_at_proxy(measured, runs)
-        timings = Timings.of(found)
-        chosen += [(c, timings.chosen(c, PROXY)) for c in measured if timings.has(c, PROXY)]
+        found.timings = self._timed(chosen, runs)
+        if self._budget.speed_proxy:
+            compared = {curve.name: curve for _, *pair in claimed(measured) for curve in pair}
+            near_best = [(curve, point) for curve in compared.values() for point in curve.near_best]
+            found.proxy_timings = self._timed(near_best, runs, self._budget.speed_proxy)
+            chosen += [(curve, curve.fastest(PROXY)) for curve in curves(found) if curve.is_timed(PROXY)]
         found.tests = self._tested({(curve.name, point.settings): (curve, point) for curve, point in chosen}, runs)
-        found.tpu_estimates = [
-            estimate
-            for curve in measured
-            for estimate in tpu_estimates(_near_best(curve, found.points), self._budget.problems)
-        ]
+        for curve in measured:
+            found.tpu_estimates += tpu_estimates(_near_best(curve, found.points), self._budget.problems)
         self._write(found)
         return found
 
@@ -132,37 +127,36 @@ class Comparison:
 
         def tried(rate: float) -> Trained:
             run = trial_run(system, rate, self._budget, self._config, self._asked.file)
-            return self._stored(f"try {run.name}", lambda: self._train(run))
+            return self._trained(run, "try")
 
         found = [tried(rate) for rate in first_rates(self._budget, self._config)]
         while rate := next_rate({trial["learning_rate"]: _final_loss(trial) for trial in found}, self._budget):
             found.append(tried(rate))
         return found
 
-    def _trained(self, run: Run) -> Trained:
-        return self._stored(f"train {run.name}", lambda: self._train(run))
+    def _trained(self, run: Run, verb: str = "train") -> Trained:
+        def make() -> dict[str, Any]:
+            trained = train(run, self._directory, command.say)
+            # Before any other run is trained for problems that do not fit:
+            check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
+            about = {"system": run.system, "start": run.start, "seed": run.seed, "name": run.name}
+            about |= {"command": run.command(self._directory), "learning_rate": run.changes["learning_rate"]}
+            return about | trained
 
-    def _train(self, run: Run) -> dict[str, Any]:
-        trained = train(run, self._directory, command.say)
-        # Before any other run is trained for problems that do not fit:
-        check_fit(self._validation + self._test, load_tokenizer(self._workdir(run)), self._budget)
-        about = {"system": run.system, "start": run.start, "seed": run.seed, "name": run.name}
-        about |= {"command": run.command(self._directory), "learning_rate": run.changes["learning_rate"]}
-        return about | trained
+        return self._stored(f"{verb} {run.name}", make)
 
     # Decoding
 
     def _at_every_point(self, run: Run) -> list[Scored]:
         """Measures the model of a run at all its operating points."""
-        load = functools.cache(lambda: self._load(self._workdir(run)))
         found, decoder = [], None
-        for point in self._points[run.system]:
+        for point in self._points(run.system):
             if point.decoder != decoder:
                 jax.clear_caches()  # compiled programs use memory mappings, and a process can have only 65,530
             decoder = point.decoder
 
             def make(point: Point = point) -> dict[str, Any]:
-                measured = measure(self._mixture, self._validation, Subject(point, *load()), self._budget)
+                measured = measure(self._mixture, self._validation, self._subject(run, point), self._budget)
                 return _about(run, point) | measured | {"where": results.where()}
 
             found.append(self._stored(f"measure {run.name}: {point}", make))
@@ -170,17 +164,14 @@ class Comparison:
 
     def _ablated(self, run: Run) -> list[Scored]:
         """Scores the checkpoints of a run at the points of its system's ablations."""
-        found, workdir, every = [], self._workdir(run), self._config.checkpoint.every
-        steps = {step for step in saved_steps(workdir) if not step % every or step == self._config.steps}
-        known = re.compile(rf"ablation {re.escape(run.name)} at step (\d+), ")
-        steps |= {int(key[1]) for key in map(known.match, self._store.records) if key}  # also where the run is gone
-        for step in sorted(steps):
-            load = functools.cache(lambda step=step: self._load(workdir / "checkpoints" / str(step)))
+        found, last = [], self._config.steps
+        every, keep = self._config.checkpoint.every, self._config.checkpoint.keep
+        for step in [*range(every, last, every), last][-keep:]:
             for title, points in ablations(run.system, self._budget, self._config).items():
                 for point in points:
 
-                    def make(point: Point = point, load: Callable = load) -> dict[str, Any]:
-                        subject = Subject(point, *load())
+                    def make(point: Point = point, step: int = step) -> dict[str, Any]:
+                        subject = self._subject(run, point, f"checkpoints/{step}")
                         record, *_ = score(self._mixture, self._validation, subject, self._budget)
                         return _about(run, point) | record
 
@@ -199,8 +190,7 @@ class Comparison:
                 point = self._point(curve, measured)
 
                 def make(run: Run = run, point: Point = point) -> dict[str, Any]:
-                    subject = Subject(point, *self._load(self._workdir(run)))
-                    record, texts, _ = score(self._mixture, self._test, subject, self._budget)
+                    record, texts, _ = score(self._mixture, self._test, self._subject(run, point), self._budget)
                     self._keep_answers(f"{run.name} {point}", texts)
                     return _about(run, point) | record
 
@@ -215,66 +205,60 @@ class Comparison:
         ]
         write_file(self._directory / "answers" / f"{name}.jsonl", "\n".join(lines) + "\n")
 
-    def _timed(self, entries: list[tuple[Run, Point]]) -> list[Timed]:
-        """The speeds of points in interleaved repeats."""
+    def _timed(self, chosen: Iterable[tuple[Curve, Measured]], runs: list[Run], shape: str = "") -> list[Timed]:
+        """The speeds of points in interleaved repeats, on the models of the first seed.
 
-        def make() -> dict[str, Any]:
-            subjects = [Subject(point, *self._load(self._workdir(run))) for run, point in entries]
-            return interleaved(subjects, self._validation[: self._budget.timed], BATCH_SIZES, REPEATS, self._budget)
+        They are stored as one record, since they compare only with each other.
 
-        return self._stored_timings(f"time {len(entries)} settings ({_checksum(entries)})", entries, make)
-
-    def _timed_at_proxy(self, measured: Sequence[Curve], runs: list[Run]) -> list[Timed]:
-        """The speeds at the cost of the speed proxy of what papers make claims about, near the best accuracy."""
-        compared = {curve.name: curve for _, *pair in claimed(measured) for curve in pair}
-        entries = [self._on_first_seed(runs, curve, p) for curve in compared.values() for p in curve.near_best]
-        shape = self._budget.speed_proxy
-        if not shape or not entries:
+        Args:
+          chosen: what is timed.
+          runs: of all models.
+          shape: of the speed proxy at whose cost they decode; empty: at their own.
+        """
+        entries = []
+        for curve, measured in chosen:
+            run = next(run for run in runs if (run.system, run.start) == (curve.system, curve.start))
+            entries.append((run, self._point(curve, measured)))
+        if not entries:
             return []
 
         def make() -> dict[str, Any]:
-            loaded = {run.name: self._load(self._workdir(run)) for run, _ in entries}
-            trained = {name: model for name, (model, _) in loaded.items()}
-            larger = with_proxies(trained, *read_shape("speed_proxy", shape))
-            subjects = [Subject(point, larger[run.name], loaded[run.name][1]) for run, point in entries]
-            problems = self._validation[: min(PROXY_PROBLEMS, self._budget.timed)]
-            found = interleaved(subjects, problems, BATCH_SIZES[:1], PROXY_REPEATS, self._budget)
-            return [
-                record | {"shape": shape, "parameters": subject.model.parameters}
-                for record, subject in zip(found, subjects, strict=True)
-            ]
-
-        return self._stored_timings(f"time {len(entries)} settings at {shape} ({_checksum(entries)})", entries, make)
-
-    def _stored_timings(
-        self, key: str, entries: list[tuple[Run, Point]], make: Callable[[], list[dict[str, Any]]]
-    ) -> list[Timed]:
-        """The speeds of some points, which are stored as one record, since they compare only with each other."""
-
-        def timed() -> dict[str, Any]:
             jax.clear_caches()
-            about = [_about(run, point) for run, point in entries]
-            records = [own | record for own, record in zip(about, make(), strict=True)]
-            return {"timings": records, "where": results.where()}
+            models = {run.name: self._load(self._workdir(run)) for run, _ in entries}
+            problems, about = self._validation[: self._budget.timed], {}
+            sizes, repeats = BATCH_SIZES, REPEATS
+            if shape:
+                models, about = with_proxies(models, *read_shape(shape)), {"shape": shape}
+                problems, sizes, repeats = problems[:PROXY_PROBLEMS], BATCH_SIZES[:1], PROXY_REPEATS
+            subjects = [Subject(point, models[run.name], load_tokenizer(self._workdir(run))) for run, point in entries]
+            timings = interleaved(subjects, problems, sizes, repeats, self._budget)
+            for (run, point), subject, record in zip(entries, subjects, timings, strict=True):
+                record |= _about(run, point) | about
+                record |= {"parameters": subject.model.parameters} if shape else {}
+            return {"timings": timings, "where": results.where()}
 
-        stored = self._stored(key, timed)
+        checksum = zlib.crc32("; ".join(f"{run.name} {point}" for run, point in entries).encode())
+        stored = self._stored(f"time {len(entries)} settings{f' at {shape}' * bool(shape)} ({checksum:08x})", make)
         return [record | {name: stored[name] for name in ("commit", "where")} for record in stored["timings"]]
 
-    def _on_first_seed(self, runs: list[Run], curve: Curve, measured: Measured) -> tuple[Run, Point]:
-        """A point of a curve, and the first run of its models."""
-        run = next(run for run in runs if (run.system, run.start) == (curve.system, curve.start))
-        return run, self._point(curve, measured)
+    def _points(self, system: str) -> list[Point]:
+        return operating_points(system, self._budget, self._config)
 
     def _point(self, curve: Curve, measured: Measured) -> Point:
         """The operating point that was measured."""
         key = curve.decoder, measured.settings
-        return next(point for point in self._points[curve.system] if (point.decoder, point.label) == key)
+        return next(point for point in self._points(curve.system) if (point.decoder, point.label) == key)
 
     def _workdir(self, run: Run) -> Path:
         return self._directory / "runs" / run.name
 
-    def _load(self, path: Path) -> tuple:
-        return load_model(path, self._config.dtype), load_tokenizer(path)
+    def _subject(self, run: Run, point: Point, checkpoint: str = "") -> Subject:
+        path = self._workdir(run) / checkpoint
+        return Subject(point, self._load(path), load_tokenizer(path))
+
+    @functools.lru_cache(1)  # noqa: B019  there is one comparison in a process
+    def _load(self, path: Path):
+        return load_model(path, self._config.dtype)
 
     def _stored(self, key: str, make: Callable[[], dict[str, Any]]) -> Any:
         """The record of a run or measurement, from an earlier session or made now. Prints the progress."""
@@ -298,7 +282,7 @@ def _near_best(curve: Curve, points: Sequence[Scored]) -> list[Scored]:
     """The records of a curve near its best accuracy, of the first seed."""
     near = {point.settings for point in curve.near_best}
     key = curve.system, curve.decoder, curve.start
-    own = [p for p in points if (p["system"], p["decoder"], p["start"]) == key and p["settings"] in near]
+    own = [point for point in points if curve_of(point) == key and point["settings"] in near]
     return [point for point in own if point["seed"] == own[0]["seed"]]
 
 
@@ -315,11 +299,6 @@ def _continued(start: Trained, adapted: Trained) -> Trained:
         record | {"step": half + record["step"], "tokens": seen + record["tokens"]} for record in adapted["losses"]
     ]
     return adapted | {"tokens": seen + adapted["tokens"], "losses": losses}
-
-
-def _checksum(entries: list[tuple[Run, Point]]) -> str:
-    """Tells one list of points from another."""
-    return f"{zlib.crc32('; '.join(f'{run.name} {point}' for run, point in entries).encode()):08x}"
 
 
 def _final_loss(trial: Trained) -> float:

@@ -3,10 +3,9 @@
 import collections
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from refusion_jax.benchmarks.headline.results import Results, Scored
+from refusion_jax.benchmarks.headline.results import Results, Scored, curve_of, name_of
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
 
@@ -44,31 +43,25 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured of a decoder at one setting, over the seeds."""
+    """What was measured of a decoder at one setting."""
 
     settings: str
-    accuracy: Figure
-    tokens_per_forward: Figure
-    without_eos: Figure  # tokens per forward, without the closing EOS
-    families: dict[str, Figure]
-    speed: dict[str, Figure]  # tokens per second by batch size
+    scores: Sequence[Scored]  # one for each seed
+    speed: Mapping[str, Figure]  # tokens per second by batch size, over the seeds
+    timed: Mapping[str, Figure]  # of the first seed, by batch size or PROXY, over interleaved repeats
 
-    @classmethod
-    def of(cls, records: Sequence[Scored], speed: dict[str, Figure] | None = None) -> "Measured":
-        """The mean of some records that differ in their seeds; their own speeds, if none are given."""
+    def figure(self, name: str) -> Figure:
+        """A field of the scores."""
+        return Figure(tuple(score[name] for score in self.scores))
 
-        def figure(value: Callable[[Scored], float]) -> Figure:
-            return Figure(tuple(map(value, records)))
+    @property
+    def accuracy(self) -> Figure:
+        """Share of answers that match exactly."""
+        return self.figure("accuracy")
 
-        first = records[0]
-        return cls(
-            first["settings"],
-            figure(lambda r: r["accuracy"]),
-            figure(lambda r: r["tokens_per_forward"]),
-            figure(lambda r: r["tokens_per_forward_without_eos"]),
-            {family: figure(lambda r: r["families"][family]) for family in first["families"]},  # noqa: B023
-            speed or {size: figure(lambda r: r["tokens_per_second"][size]) for size in first["tokens_per_second"]},  # noqa: B023
-        )
+    def of_family(self, name: str) -> Figure:
+        """Accuracy on one family of problems."""
+        return Figure(tuple(score["families"][name] for score in self.scores))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,32 +90,57 @@ class Curve:
         best = max(point.accuracy.mean for point in self.points)
         return [point for point in self.points if is_near(point.accuracy.mean, best)]
 
-    def fastest(self, batch_size: str) -> Measured:
-        """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one."""
-        return self.scored(max(self.near_best, key=lambda point: point.speed[batch_size].mean))
+    def is_timed(self, batch_size: str) -> bool:
+        """Whether points were timed in interleaved repeats."""
+        return any(batch_size in point.timed for point in self.near_best)
 
-    def scored(self, point: Measured) -> Measured:
-        """A point with its score on the test problems, if there is one."""
-        return self.tested.get(point.settings, point)
+    def fastest(self, batch_size: str) -> Measured:
+        """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one.
+
+        Args:
+          batch_size: or PROXY, for the fastest of the points that were timed there.
+        """
+        if batch_size == PROXY:
+            timed = (point for point in self.near_best if PROXY in point.timed)
+            fastest = max(timed, key=lambda point: point.timed[PROXY].mean)
+        else:
+            fastest = max(self.near_best, key=lambda point: point.speed[batch_size].mean)
+        return self.tested.get(fastest.settings, fastest)
+
+    def times_as_fast(self, rival: "Curve", batch_size: str) -> float:
+        """Tokens per second over a rival's: the median of the repeats, each at its fastest point near its best."""
+        own, other = (curve.fastest(batch_size).timed[batch_size].values for curve in (self, rival))
+        return statistics.median(x / y for x, y in zip(own, other, strict=True))
 
 
 def curves(results: Results) -> list[Curve]:
     """All curves, in the order of measurement."""
-    points, tests = _by_curve(results.points), _by_curve(results.tests)
-    found = []
-    for (system, decoder, start), own in points.items():
-        measured = {settings: Measured.of(records) for settings, records in own.items()}
-        tested = tests.get((system, decoder, start), {})
-        scores = {settings: Measured.of(records, measured[settings].speed) for settings, records in tested.items()}
-        found.append(Curve(system, decoder, start, tuple(measured.values()), scores))
+    timed = collections.defaultdict(dict)
+    for record in results.timings:
+        own = timed[*curve_of(record), record["settings"]]
+        own |= {size: Figure(tuple(speeds)) for size, speeds in record["tokens_per_second"].items()}
+    for record in results.proxy_timings:
+        (speeds,) = record["tokens_per_second"].values()
+        timed[*curve_of(record), record["settings"]][PROXY] = Figure(tuple(speeds))
+
+    tests, found = _by_curve(results.tests), []
+    for curve, own in _by_curve(results.points).items():
+        points, tested = [], {}
+        for settings, scores in own.items():
+            sizes = scores[0]["tokens_per_second"]
+            speed = {size: Figure(tuple(s["tokens_per_second"][size] for s in scores)) for size in sizes}
+            points.append(Measured(settings, scores, speed, timed[*curve, settings]))
+            if test := tests[curve].get(settings):
+                tested[settings] = dataclasses.replace(points[-1], scores=test)
+        found.append(Curve(*curve, tuple(points), tested))
     return found
 
 
 def _by_curve(records: Iterable[Scored]) -> dict[tuple[str, str, str], dict[str, list[Scored]]]:
-    """Records by (system, decoder, start), then by settings."""
+    """Records by curve, then by settings."""
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for record in records:
-        found[record["system"], record["decoder"], record["start"]][record["settings"]].append(record)
+        found[curve_of(record)][record["settings"]].append(record)
     return found
 
 
@@ -146,56 +164,3 @@ def fastest_points(found: Sequence[Curve], batch_sizes: Sequence[str]) -> list[t
     """The fastest point of each curve near its best accuracy, at each batch size: what the page shows."""
     fastest = [(curve, curve.fastest(size)) for curve in found for size in batch_sizes]
     return list({(curve.name, point.settings): (curve, point) for curve, point in fastest}.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class Timings:
-    """Tokens per second of some points in interleaved repeats, on the models of the first seed."""
-
-    # By name and settings, then by batch size or PROXY; one for each repeat.
-    speeds: Mapping[tuple[str, str], Mapping[str, list[float]]]
-
-    @classmethod
-    def of(cls, results: Results) -> "Timings":
-        """Those of a comparison."""
-        found = collections.defaultdict(dict)
-        for record in results.timings:
-            found[_which(record)].update(record["tokens_per_second"])
-        for record in results.proxy_timings:
-            (found[_which(record)][PROXY],) = record["tokens_per_second"].values()
-        return cls(found)
-
-    def has(self, curve: Curve, batch_size: str) -> bool:
-        """Whether points of a curve were timed."""
-        return any(batch_size in self.speeds.get((curve.name, p.settings), ()) for p in curve.near_best)
-
-    def chosen(self, curve: Curve, batch_size: str) -> Measured:
-        """The fastest point of a curve within WITHIN of its best accuracy; for PROXY, the fastest there."""
-        if batch_size != PROXY:
-            return curve.fastest(batch_size)
-        timed = [point for point in curve.near_best if PROXY in self.speeds.get((curve.name, point.settings), ())]
-        return curve.scored(max(timed, key=lambda point: self.speed(curve, point, PROXY).mean))
-
-    def speed(self, curve: Curve, point: Measured, batch_size: str) -> Figure:
-        """Tokens per second at a point."""
-        return Figure(tuple(self.speeds[curve.name, point.settings][batch_size]))
-
-    def ratio(self, curve: Curve, rival: Curve, batch_size: str) -> float:
-        """How many times as fast as a rival: the median of the repeats, each at its fastest point near its best."""
-        own, other = (self.speed(c, self.chosen(c, batch_size), batch_size).values for c in (curve, rival))
-        return statistics.median(x / y for x, y in zip(own, other, strict=True))
-
-
-def _which(record: Mapping[str, Any]) -> tuple[str, str]:
-    """(name of the curve, settings) of a record."""
-    return name_of(record["system"], record["decoder"], record["start"]), record["settings"]
-
-
-def name_of(system: str, decoder: str, start: str) -> str:
-    """The name of a curve: the system, what it was adapted from, and the decoder where it has another name."""
-    return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
-
-
-def model_name(run: Mapping[str, Any]) -> str:
-    """The name of the model of a training run."""
-    return name_of(run["system"], run["system"], run["start"])

@@ -16,7 +16,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Mixture, Problem
 from refusion_jax.decoding.queue import Answer
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for, stream
 
@@ -47,16 +47,41 @@ def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> 
         )
 
 
+class _Queue:
+    """Problems that a subject decodes, some at a time."""
+
+    def __init__(self, problems: list[Problem], subject: Subject, budget: Budget, batch_size: int):
+        """Makes the requests, and compiles."""
+        settings = subject.point.settings(budget.new_tokens, batch_size)
+        prompts = subject.tokenizer.encode_prompts([problem.query for problem in problems])
+        self._model = subject.model
+        self.requests = prepare(prompts, settings, self._model.config)
+        self.decoder = decoder_for(self.requests, self._model.config)
+        dict(stream(self._model, self.requests[:batch_size], self.decoder))
+
+    def decode(self) -> tuple[list[Answer], float]:
+        """The answers in order, and tokens per second."""
+        began = time.perf_counter()
+        answers = dict(stream(self._model, self.requests, self.decoder))
+        seconds = time.perf_counter() - began
+        return [answers[i] for i in range(len(answers))], sum(len(a.tokens) for a in answers.values()) / seconds
+
+    def decode_repeatedly(self, repeats: int) -> tuple[list[Answer], float]:
+        """The answers in order, and the median of tokens per second."""
+        runs = [self.decode() for _ in range(repeats)]
+        return runs[-1][0], statistics.median(speed for _, speed in runs)
+
+
 def score(
     mixture: Mixture, problems: list[Problem], subject: Subject, budget: Budget, repeats: int = 1
 ) -> tuple[dict[str, Any], list[str], float]:
     """Accuracy of the answers, decoding many prompts at a time.
 
     Returns:
-      (the fields of `results.Scored` about the answers, their texts, median seconds of the repeats).
+      (the fields of `results.Scored` about the answers, their texts, median of tokens per second).
     """
     queue = _Queue(problems, subject, budget, BATCH_SIZES[-1])
-    answers, seconds = queue.decode_repeatedly(repeats)
+    answers, speed = queue.decode_repeatedly(repeats)
     texts, right = [subject.tokenizer.decode(answer.tokens) for answer in answers], collections.defaultdict(list)
     for problem, text in zip(problems, texts, strict=True):
         right[problem.family].append(mixture.is_correct(problem, text))
@@ -73,32 +98,23 @@ def score(
         "width": queue.decoder.width,
         "has_cache": queue.decoder.cache_length > 0,
     }
-    return record, texts, seconds
+    return record, texts, speed
 
 
 def measure(mixture: Mixture, problems: list[Problem], subject: Subject, budget: Budget) -> dict[str, Any]:
     """The score, and tokens per second with one and with many prompts at a time: the fields of `results.Scored`."""
-    record, texts, seconds = score(mixture, problems, subject, budget, budget.repeats)
-    one, many = map(str, BATCH_SIZES)
-    alone, seconds_alone = _Queue(problems[: budget.timed], subject, budget, BATCH_SIZES[0]).decode_repeatedly(
-        budget.repeats
-    )
+    record, texts, speed = score(mixture, problems, subject, budget, budget.repeats)
+    single = _Queue(problems[: budget.timed], subject, budget, BATCH_SIZES[0])
+    alone, speed_alone = single.decode_repeatedly(budget.repeats)
     same = [subject.tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]
-    speed = {one: sum(len(answer.tokens) for answer in alone) / seconds_alone, many: record["tokens"] / seconds}
-    return record | {"tokens_per_second": speed, "same_text": statistics.mean(same), "load": os.getloadavg()[0]}
+    speeds = dict(zip(map(str, BATCH_SIZES), (speed_alone, speed), strict=True))
+    return record | {"tokens_per_second": speeds, "same_text": statistics.mean(same), "load": os.getloadavg()[0]}
 
 
 def interleaved(
     subjects: Sequence[Subject], problems: list[Problem], sizes: Sequence[int], repeats: int, budget: Budget
 ) -> list[dict[str, Any]]:
     """Tokens per second of decoders in interleaved repeats, so that a machine's drift is the same for all of them.
-
-    Args:
-      subjects: what is timed.
-      problems: decoded in every repeat.
-      sizes: of batches, each timed.
-      repeats: how many.
-      budget: of the comparison.
 
     Returns:
       For each subject, {"tokens_per_second": {batch size: [one for each repeat]}, "load": the load average at the end}.
@@ -110,34 +126,6 @@ def interleaved(
             queue.decode()  # caches are cold for the first one
         for _ in range(repeats):
             for queue, speeds in zip(queues, found, strict=True):
-                answers, seconds = queue.decode()
-                speeds[str(size)].append(sum(len(answer.tokens) for answer in answers) / seconds)
+                speeds[str(size)].append(queue.decode()[1])
     load = os.getloadavg()[0]
     return [{"tokens_per_second": speeds, "load": load} for speeds in found]
-
-
-class _Queue:
-    """Problems that a subject decodes, some at a time."""
-
-    def __init__(self, problems: list[Problem], subject: Subject, budget: Budget, batch_size: int):
-        """Makes the requests, and compiles."""
-        settings = subject.point.settings(budget.new_tokens, batch_size)
-        prompts = subject.tokenizer.encode_prompts([problem.query for problem in problems])
-        self._model = subject.model
-        self.requests = prepare(prompts, settings, self._model.config)
-        self.decoder = decoder_for(self.requests, self._model.config)
-        self._decode(self.requests[:batch_size])
-
-    def decode(self) -> tuple[list[Answer], float]:
-        """The answers in order, and the time in seconds."""
-        return self._decode(self.requests)
-
-    def decode_repeatedly(self, repeats: int) -> tuple[list[Answer], float]:
-        """The answers in order, and the median time in seconds."""
-        runs = [self.decode() for _ in range(repeats)]
-        return runs[-1][0], statistics.median(seconds for _, seconds in runs)
-
-    def _decode(self, requests: Sequence[Request]) -> tuple[list[Answer], float]:
-        began = time.perf_counter()
-        answers = dict(stream(self._model, requests, self.decoder))
-        return [answers[i] for i in range(len(requests))], time.perf_counter() - began

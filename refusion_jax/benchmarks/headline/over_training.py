@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Sequence
 
 from refusion_jax.benchmarks._markdown import prose, table
-from refusion_jax.benchmarks.headline.curves import MARGIN, is_near, model_name
-from refusion_jax.benchmarks.headline.results import Scored, Trained
+from refusion_jax.benchmarks.headline.curves import MARGIN, is_near
+from refusion_jax.benchmarks.headline.results import Scored, Trained, name_of
 
 
 def bits(runs: Sequence[Trained]) -> list[str]:
@@ -14,11 +14,12 @@ def bits(runs: Sequence[Trained]) -> list[str]:
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     tokens, bounded = collections.defaultdict(list), set()
     for run in runs:
+        system = name_of(run["system"], run["system"], run["start"])
         for record in run["losses"]:
             if "eval_bits_per_byte" in record:
-                found[model_name(run)][record["step"]].append(record["eval_bits_per_byte"])
+                found[system][record["step"]].append(record["eval_bits_per_byte"])
                 tokens[record["step"]].append(record["tokens"])
-                bounded |= {model_name(run)} if record.get("eval_bits_per_byte_is_bound") else set()
+                bounded |= {system} if record.get("eval_bits_per_byte_is_bound") else set()
     if not found:
         return []
     means = {system: {step: statistics.mean(own[step]) for step in sorted(own)} for system, own in found.items()}
@@ -38,8 +39,11 @@ def bits(runs: Sequence[Trained]) -> list[str]:
         sooner = next(step for step, value in means[best].items() if value <= end)
         if system != best:
             told.append(f"* {best} has reached the final {end:.3f} of {system} after {shown[sooner]}, or before.")
-    figures = table(["system", *shown.values()], rows)
-    return ["### Data efficiency", prose(about), figures, *(["\n".join(told)] if told else [])]
+    return ["### Data efficiency", prose(about), table(["system", *shown.values()], rows), *_list(told)]
+
+
+def _list(lines: list[str]) -> list[str]:
+    return ["\n".join(lines)] if lines else []
 
 
 def sweep(trials: Sequence[Trained]) -> list[str]:
@@ -76,12 +80,11 @@ def ablations(records: Sequence[Scored]) -> list[str]:
             for setup, figures in means.items()
         ]
         told = [_best_of(system, means, steps[-1]) for system in dict.fromkeys(system for system, _ in means)]
-        text = "\n".join(filter(None, told))
         parts += [
             f"### Ablation: {title}",
             "Right, and in brackets tokens per forward.",
             table(("system", "setting", *(f"step {step}" for step in steps)), rows),
-            *([text] if text else []),
+            *_list([line for line in told if line]),
         ]
     return parts
 

@@ -6,20 +6,10 @@ from typing import NamedTuple
 
 from refusion_jax.benchmarks._markdown import prose, table
 from refusion_jax.benchmarks.headline import over_training
-from refusion_jax.benchmarks.headline.curves import (
-    MARGIN,
-    PROXY,
-    Curve,
-    Figure,
-    Measured,
-    Timings,
-    claimed,
-    curves,
-    name_of,
-)
+from refusion_jax.benchmarks.headline.curves import MARGIN, PROXY, Curve, Figure, Measured, claimed, curves
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
 from refusion_jax.benchmarks.headline.measure import PROXY_PROBLEMS, PROXY_REPEATS, REPEATS
-from refusion_jax.benchmarks.headline.results import Results
+from refusion_jax.benchmarks.headline.results import Results, curve_of, name_of
 from refusion_jax.benchmarks.headline.tpu_estimates import faster_up_to
 from refusion_jax.systems.interface import Claim
 from refusion_jax.systems.registry import systems
@@ -33,16 +23,16 @@ _CEILING = 0.99  # above it two accuracies are not told apart
 def report(results: Results, plots: Sequence[str] = ()) -> str:
     """The whole page; `plots` are paths of images to show, as seen from it."""
     found = sorted(curves(results), key=lambda curve: -curve.fastest(_ONE).accuracy.mean)
-    timings = Timings.of(results)
     parts = [
         f"## The headline, budget `{results.about['budget']}`",
         _conditions(results),
         f"```bash\n{results.about['command']}\n```",
-        _table(found, timings, results),
+        _table(found, results),
         "### What follows",
-        _conclusions(found, timings, results),
+        _conclusions(found, results),
         "### What the papers claim",
-        claims(found, timings) + _proxy_speeds(found, timings, results),
+        claims(found),
+        *_proxy_speeds(found, results),
         "### By family",
         _families(found),
         *(["### Plots", "\n".join(f'<img src="{path}" width="49%">' for path in plots)] if plots else []),
@@ -93,19 +83,21 @@ def _conditions(results: Results) -> str:
     return "\n\n".join(map(prose, lines))
 
 
-def _table(found: list[Curve], timings: Timings, results: Results) -> str:
+def _table(found: list[Curve], results: Results) -> str:
     runs = {(run["system"], run["start"]): run for run in results.runs}
     rows = []
     for curve in found:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
-        speeds = (_number(timings.speed(curve, point, size)) for size in (_ONE, _MANY))
-        row = curve.name, str(len(point.accuracy.values)), _percent(point.accuracy)
-        row += _number(point.tokens_per_forward, 2), f"{point.without_eos.mean:.2f}", *speeds
-        rows.append((*row, point.settings or "its own", f"{run['learning_rate']:g}", f"{run['seconds']:.0f}"))
-    speeds = [f"tokens/s at {size}" for size in (_ONE, _MANY)]
-    names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", *speeds]
-    names += ["setting", "learning rate", "training, s"]
-    return table(names, rows)
+        row = curve.name, str(len(point.scores)), _percent(point.accuracy), _number(_per_forward(point), 2)
+        row += f"{point.figure('tokens_per_forward_without_eos').mean:.2f}", _number(point.timed[_ONE])
+        row += _number(point.timed[_MANY]), point.settings or "its own"
+        rows.append((*row, f"{run['learning_rate']:g}", f"{run['seconds']:.0f}"))
+    names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", "tokens/s at 1", "tokens/s at 16"]
+    return table([*names, "setting", "learning rate", "training, s"], rows)
+
+
+def _per_forward(point: Measured) -> Figure:
+    return point.figure("tokens_per_forward")
 
 
 def _percent(figure: Figure) -> str:
@@ -118,40 +110,37 @@ def _number(figure: Figure, digits: int = 0) -> str:
     return f"{figure.mean:,.{digits}f}{spread}"
 
 
-def _conclusions(found: list[Curve], timings: Timings, results: Results) -> str:
+def _conclusions(found: list[Curve], results: Results) -> str:
     """Which decoders no other one beats in accuracy and speed; and what beats those that their papers claim to lead."""
     lines = []
     for size in (_ONE, _MANY):
-        better = {curve.name: _better_than(curve, found, timings, size) for curve in found}
-        front = [
-            f"{curve.name} ({point.accuracy.mean:.1%}, {timings.speed(curve, point, size).mean:,.0f} tokens/s)"
+        better = {curve.name: _better_than(curve, found, size) for curve in found}
+        front = ", ".join(
+            f"{curve.name} ({point.accuracy.mean:.1%}, {point.timed[size].mean:,.0f} tokens/s)"
             for curve in found
             if not better[curve.name]
             for point in [curve.fastest(size)]
-        ]
+        )
         lines.append(
-            f"* {size} prompt{'s' * (size != _ONE)} at a time, each decoder at its fastest setting within {MARGIN} "
-            f"of its own best, the Pareto front of exact match and tokens per second is {', '.join(front)}."
+            f"{size} prompt{'s' * (size != _ONE)} at a time, each decoder at its fastest setting within {MARGIN} "
+            f"of its own best, the Pareto front of exact match and tokens per second is {front}."
         )
         lines += [
-            f"* {curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as accurate and "
+            f"{curve.name}, {size} at a time ({curve.fastest(size).accuracy.mean:.1%}): at least as accurate and "
             f"as fast are {', '.join(better[curve.name])}."
             for curve in found
             if better[curve.name] and systems()[curve.system].experiments.claims and curve.is_default
         ]
-    agreeing = [record["same_text"] for record in results.points]
-    lines.append(
-        f"* The answers were the same one prompt at a time and {_MANY} at a time in "
-        f"{sum(agreeing) / len(agreeing):.1%} of all cases."
-    )
-    return "\n".join(prose(line, indent="  ") for line in lines)
+    same = sum(record["same_text"] for record in results.points) / len(results.points)
+    lines.append(f"The answers were the same one prompt at a time and {_MANY} at a time in {same:.1%} of all cases.")
+    return "\n".join(prose(f"* {line}", indent="  ") for line in lines)
 
 
-def _better_than(own: Curve, found: list[Curve], timings: Timings, size: str) -> list[str]:
+def _better_than(own: Curve, found: list[Curve], size: str) -> list[str]:
     """The decoders that are at least as accurate and as fast, with their figures."""
     told = []
     for curve in found:
-        accuracy, ratio = curve.fastest(size).accuracy.mean, timings.ratio(curve, own, size)
+        accuracy, ratio = curve.fastest(size).accuracy.mean, curve.times_as_fast(own, size)
         if curve is not own and accuracy >= own.fastest(size).accuracy.mean and ratio >= 1:
             told.append(f"{curve.name} ({accuracy:.1%}, {ratio:.2f}x the tokens/s)")
     return told
@@ -181,14 +170,14 @@ def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> Verdi
     return Verdict(accuracy, (accuracy >= claim.accuracy or ceiling) and speed >= claim.speed, ceiling)
 
 
-def claims(found: list[Curve], timings: Timings) -> str:
+def claims(found: list[Curve]) -> str:
     """A table of the papers' claims, with the speeds of the models themselves and, if there are any, of the proxy."""
     rows = []
     for claim, own, rival in claimed(found):
         for size, weights in ((_ONE, "their own"), (PROXY, "of the speed proxy")):
-            if timings.has(own, size) and timings.has(rival, size):
-                speed = timings.ratio(own, rival, size)
-                v = verdict(claim, timings.chosen(own, size), timings.chosen(rival, size), speed)
+            if own.is_timed(size) and rival.is_timed(size):
+                speed = own.times_as_fast(rival, size)
+                v = verdict(claim, own.fastest(size), rival.fastest(size), speed)
                 accuracy = f"{claim.accuracy:.2f}x", f"{v.accuracy:.2f}x{' (ceiling)' * v.at_ceiling}"
                 speeds = f"{claim.speed:.2f}x", f"{speed:.2f}x"
                 rows.append((own.name, rival.name, weights, *accuracy, *speeds, "yes" if v.holds else "no"))
@@ -197,10 +186,10 @@ def claims(found: list[Curve], timings: Timings) -> str:
     return table(names, rows) if rows else "None of the systems here has claims about another one of them."
 
 
-def _proxy_speeds(found: list[Curve], timings: Timings, results: Results) -> str:
-    """What the speed proxy is, and the speeds at its cost; empty if there is none."""
+def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
+    """What the speed proxy is, and the speeds at its cost."""
     if not results.proxy_timings:
-        return ""
+        return []
     first = results.proxy_timings[0]
     about = (
         f"Weights of the speed proxy: every forward of these decoders, one prompt at a time, is also computed by "
@@ -209,22 +198,19 @@ def _proxy_speeds(found: list[Curve], timings: Timings, results: Results) -> str
         f"would write the same. Each decoder is at its fastest setting there within {MARGIN} of its best accuracy; "
         f"at most {PROXY_PROBLEMS} problems in {PROXY_REPEATS} interleaved repeats."
     )
-    rows = [
-        (
-            *(curve.name, point.settings or "its own", _percent(point.accuracy)),
-            *(_number(point.tokens_per_forward, 2), _number(timings.speed(curve, point, PROXY))),
-        )
-        for curve in found
-        if timings.has(curve, PROXY)
-        for point in [timings.chosen(curve, PROXY)]
-    ]
+    rows = []
+    for curve in found:
+        if curve.is_timed(PROXY):
+            point = curve.fastest(PROXY)
+            row = curve.name, point.settings or "its own", _percent(point.accuracy)
+            rows.append((*row, _number(_per_forward(point), 2), _number(point.timed[PROXY])))
     names = "system", "setting", "exact match", "tokens/forward", "tokens/s at 1, by proxy"
-    return "\n\n" + prose(about) + "\n\n" + table(names, rows)
+    return [prose(about), table(names, rows)]
 
 
 def _families(found: list[Curve]) -> str:
-    names = list(found[0].points[0].families)
-    rows = [[c.name, *(f"{c.fastest(_ONE).families[name].mean:.0%}" for name in names)] for c in found]
+    names = list(found[0].points[0].scores[0]["families"])
+    rows = [[c.name, *(f"{c.fastest(_ONE).of_family(name).mean:.0%}" for name in names)] for c in found]
     return table(["system", *names], rows)
 
 
@@ -246,7 +232,7 @@ def _estimates(results: Results) -> list[str]:
         rows = []
         for r in own:
             speeds = {b["batch_size"]: f"{b['tokens_per_second']:,.0f} ({b['speedup']:.2f}x)" for b in r["batches"]}
-            row = name_of(r["system"], r["decoder"], r["start"]), r["batches"][0]["settings"] or "its own"
+            row = name_of(*curve_of(r)), r["batches"][0]["settings"] or "its own"
             row += f"{r['batches'][0]['tokens_per_forward']:.2f}", *(speeds[size] for size in _SHOWN)
             rows.append((*row, str(faster_up_to(r["batches"]) or "none")))
         sizes = (f"tokens/s at {size}" for size in _SHOWN)

@@ -1,4 +1,8 @@
-"""The figures of a comparison, and all that is needed to reproduce them: the content of results.json."""
+"""The records of a comparison: what results.json holds, and what DIR/measurements.jsonl keeps so that it can resume.
+
+Each line of measurements.jsonl holds the key and the record of one training run or measurement. DIR/comparison.json
+tells which comparison they belong to.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -11,7 +15,11 @@ from typing import Any, NotRequired, TypedDict
 import jax
 
 from refusion_jax.benchmarks.headline.experiment import Experiment
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.append_log import AppendLog
 from refusion_jax.distributed.cores import available_cores
+from refusion_jax.distributed.json_files import parse_json, read_json
+from refusion_jax.distributed.storage import write_file
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -72,6 +80,16 @@ class Timed(TypedDict):
     parameters: NotRequired[int]
 
 
+def curve_of(record: Scored | Timed) -> tuple[str, str, str]:
+    """(system, decoder, start) of a record."""
+    return record["system"], record["decoder"], record["start"]
+
+
+def name_of(system: str, decoder: str, start: str) -> str:
+    """The name of a curve: the system, what it was adapted from, and the decoder where it has another name."""
+    return system + f" from {start}" * bool(start) + f" by {decoder}" * (system != decoder)
+
+
 @dataclasses.dataclass
 class Results:
     """Everything that a comparison measures."""
@@ -98,7 +116,7 @@ class Results:
         return sorted({r["where"] for kind in (self.points, self.timings, self.proxy_timings) for r in kind})
 
     def as_json(self) -> str:
-        """The content of the file."""
+        """The content of results.json."""
         content = dataclasses.asdict(self)
         found = content.pop("about") | {"commits": self.commits, "where": self.machines} | content
         return json.dumps(found, indent=1) + "\n"
@@ -121,8 +139,11 @@ def about(experiment: Experiment) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """The processor, its cores, the memory and the device that JAX computes on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": _processor(),
+        "processor": names[0] if names else platform.processor(),
         "cores": available_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": jax.devices()[0].device_kind,
@@ -136,9 +157,44 @@ def where() -> str:
     return f"{m['cores']} cores of {m['processor']}, {m['devices']} x {m['device']}, jax {jax.__version__}"
 
 
-def _processor() -> str:
-    """Name of the processor."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    key: str
+    record: dict[str, Any]
+
+
+class ResultStore:
+    """The finished `records` by key. While it is open, no other process can add any."""
+
+    def __init__(self, directory: Path, call: dict[str, Any]):
+        """Reads the records of earlier sessions, and makes the directory.
+
+        Args:
+          directory: of the comparison.
+          call: all that the records depend on.
+
+        Raises:
+          UserError: where the directory holds another comparison, or another process is using it.
+        """
+        about, path = directory / "comparison.json", directory / "measurements.jsonl"
+        if about.exists() and (there := read_json(about)) != call:
+            other = sorted(name for name in call if there.get(name) != call[name])
+            raise UserError(
+                f"--output={directory} holds another comparison (differs in {', '.join(other)}): name another directory"
+            )
+        if not about.exists():
+            write_file(about, json.dumps(call, indent=2) + "\n")
+        self._log = AppendLog(path)
+        lines = enumerate(self._log.read()[0].splitlines(), 1)
+        found = [parse_json(line, _Line, f"{path}:{number}") for number, line in lines]
+        self.records = {line.key: line.record for line in found}
+
+    def add(self, key: str, record: dict[str, Any]) -> None:
+        """Writes a record to disk."""
+        self._log.append({"key": key, "record": record})
+        self._log.sync()
+        self.records[key] = record
+
+    def close(self) -> None:
+        """Releases the lock."""
+        self._log.close()

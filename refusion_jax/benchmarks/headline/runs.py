@@ -3,10 +3,10 @@
 A run that was killed resumes, and runs share neither memory nor compiled programs.
 """
 
+import contextlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import read_metrics
 
-_POLL_SECONDS = 0.2
 _NEWS_SECONDS = 60.0
 _KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits_per_byte_is_bound")  # of metrics.jsonl
 
@@ -51,33 +50,27 @@ def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, An
 
 def _run(command: list[str], log: Path, workdir: Path, say: Callable[[str], None]) -> int:
     """The exit code of a command. If this process is terminated, so is the child, which saves its run."""
-    told = time.monotonic()
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        while process.poll() is None:
-            time.sleep(_POLL_SECONDS)
-            if time.monotonic() - told > _NEWS_SECONDS:
-                told = time.monotonic()
-                records = read_metrics(workdir)
-                if records:
-                    say(f"... step {records[-1]['step']}, loss {records[-1]['loss'] or float('nan'):.3f}")
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_NEWS_SECONDS)
+            if records := read_metrics(workdir):
+                say(f"... step {records[-1]['step']}, loss {records[-1]['loss'] or float('nan'):.3f}")
     finally:
         signal.signal(signal.SIGTERM, before)
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    return process.returncode
+        process.terminate()  # nothing, where it has ended
+        process.wait()
 
 
 def commit() -> str:
     """The commit of this checkout, followed by + if its code or configs differ from it; empty outside a checkout."""
-    here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        line = ["git", "-C", Path(__file__).parent, *arguments]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--", ":/refusion_jax", ":/configs")  # or new, as a system of one's own

@@ -94,19 +94,17 @@ class SpeedProxy(Transformer):
         return self.trained.logits(own) + 0.0 * jnp.max(self.proxy.logits(proxy), axis=-1, keepdims=True)
 
 
-def read_shape(flag: str, text: str) -> tuple[int, int]:
-    """(hidden size, layers) of a shape such as 640x12.
-
-    Args:
-      flag: that it comes from, for messages.
-      text: the shape.
+def read_shape(text: str) -> tuple[int, int]:
+    """(hidden size, layers) of --speed_proxy, such as 640x12.
 
     Raises:
-      UserError: where it is none.
+      UserError: where it is no such shape.
     """
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,3})", text)
     if not found or int(found[1]) % _UNIT:
-        raise UserError(f"--{flag}={text}: must be a multiple of {_UNIT}, x and a number of layers, such as 640x12")
+        raise UserError(
+            f"--speed_proxy={text}: must be a multiple of {_UNIT}, x and a number of layers, such as 640x12"
+        )
     return int(found[1]), int(found[2])
 
 

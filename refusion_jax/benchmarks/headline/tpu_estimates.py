@@ -9,6 +9,7 @@ import itertools
 from typing import Any
 
 from refusion_jax.benchmarks.decode import shape_of
+from refusion_jax.benchmarks.headline.results import Scored
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.planning.decode_estimate import BATCH_SIZES, DecodeCounts, tokens_per_second
 
@@ -16,39 +17,37 @@ MODEL = "8b"
 TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x1": 4}  # number of chips, all of which share the heads
 
 
-def tpu_estimates(points: list[dict[str, Any]], problems: int) -> list[dict[str, Any]]:
+def tpu_estimates(points: list[Scored], problems: int) -> list[dict[str, Any]]:
     """The estimates of a decoder, a record for each topology.
 
     Args:
-      points: its measurements with one model, as `measure.score` records them.
+      points: its measurements with one model.
       problems: how many were decoded in each.
     """
-    model, about = shape_of(MODEL), {key: points[0][key] for key in ("system", "decoder", "start")}
-    found = []
-    for topology, chips in TOPOLOGIES.items():
-        chip, batches = find_chip(topology), []
-        for batch_size in BATCH_SIZES:
-            of_points = []
-            for point in points:
-                tokens, forwards = point["tokens"] / problems, point["forwards"] / problems
-                context = point["prompt_tokens"] + tokens / 2  # in the middle of an answer
-                prefills, seen = (1, context) if point["has_cache"] else (0, 0)
-                own = DecodeCounts(tokens, forwards + prefills, point["width"], seen)
-                single = DecodeCounts.one_token_per_forward(tokens, context)
-                speed, baseline = (tokens_per_second(c, model, chip, chips, batch_size) for c in (own, single))
-                of_points.append(
-                    {
-                        "batch_size": batch_size,
-                        "settings": point["settings"],
-                        "tokens_per_second": speed,
-                        "one_token_per_forward": baseline,
-                        "speedup": speed / baseline,
-                        "tokens_per_forward": tokens / forwards,
-                    }
-                )
-            batches.append(max(of_points, key=lambda record: record["tokens_per_second"]))
-        found.append(about | {"model": MODEL, "topology": topology, "batches": batches})
+    about, found = {key: points[0][key] for key in ("system", "decoder", "start")}, []
+    for topology in TOPOLOGIES:
+        batches = [[_estimate(point, problems, topology, size) for point in points] for size in BATCH_SIZES]
+        best = [max(own, key=lambda record: record["tokens_per_second"]) for own in batches]
+        found.append(about | {"model": MODEL, "topology": topology, "batches": best})
     return found
+
+
+def _estimate(point: Scored, problems: int, topology: str, batch_size: int) -> dict[str, Any]:
+    tokens, forwards = point["tokens"] / problems, point["forwards"] / problems
+    context = point["prompt_tokens"] + tokens / 2  # in the middle of an answer
+    prefills, seen = (1, context) if point["has_cache"] else (0, 0)
+    own = DecodeCounts(tokens, forwards + prefills, point["width"], seen)
+    single = DecodeCounts.one_token_per_forward(tokens, context)
+    place = shape_of(MODEL), find_chip(topology), TOPOLOGIES[topology], batch_size
+    speed, baseline = (tokens_per_second(counts, *place) for counts in (own, single))
+    return {
+        "batch_size": batch_size,
+        "settings": point["settings"],
+        "tokens_per_second": speed,
+        "one_token_per_forward": baseline,
+        "speedup": speed / baseline,
+        "tokens_per_forward": tokens / forwards,
+    }
 
 
 def faster_up_to(batches: list[dict[str, Any]]) -> int:
