@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_model, sharp_models, tiny_model
+from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_models, tiny_model
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.rows import Rows
@@ -173,8 +173,11 @@ def test_a_model_that_ignores_its_place_accepts_every_draft(fed, each):
 
 @pytest.mark.parametrize("fed", [8, 24])
 def test_drawn_texts_are_distributed_as_next_token_predictions(fed):
-    """Three tokens at temperature 1, within top_k: the joint distribution of 4,000 draws, by a chi-square test."""
-    model, prompt, k = sharp_model(1), [BOS, 9, 13], 2
+    """Three tokens at temperature 1, within top_k: the joint distribution of 1,500 draws, by a chi-square test.
+
+    The model's masks and next tokens share about half of their probability: drafts are accepted and refused.
+    """
+    model, prompt, k = tiny_model(3), [BOS, 9, 13], 3
 
     def p(text):
         logits = forward(model, jnp.array([text]), jnp.arange(len(text))[None], causal(jnp.ones((1, len(text)), int)))
@@ -189,13 +192,13 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(fed):
         for b, pb in p([*prompt, a]).items()
         for c, pc in p([*prompt, a, b]).items()
     }
-    runs, unseen = 4000, min(set(range(5, 30)).difference(*expected))
-    s = settings("dense", new=4, fed_tokens=fed, temperature=1.0, top_k=k, batch_size=1024, eos_id=unseen)
+    runs, unseen = 1500, min(set(range(5, 30)).difference(*expected))
+    s = settings("dense", new=4, fed_tokens=fed, temperature=1.0, top_k=k, batch_size=500, eos_id=unseen)
     seen = collections.Counter(tuple(t[:3]) for t in decode(model, [prompt] * runs, s).tokens)
     assert seen.keys() <= expected.keys()
     statistic = sum((seen[text] - runs * share) ** 2 / (runs * share) for text, share in expected.items())
-    assert len(expected) == 8
-    assert statistic < 24.3  # the 99.9 % quantile with 7 degrees of freedom
+    assert len(expected) == 27
+    assert statistic < 54.1  # the 99.9 % quantile with 26 degrees of freedom
 
 
 def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
