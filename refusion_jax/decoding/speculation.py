@@ -64,6 +64,30 @@ def verify(
     return accepted, _pick(draw(left, is_warm, keys, places, _REPAIR), accepted)
 
 
+def committed(
+    drafts: Int32[Array, "B M"],
+    accepted: Int32[Array, "B"],
+    token: Int32[Array, "B"],
+    room: Int32[Array, "B"],
+    eos_id: int,
+) -> tuple[Int32[Array, "B N"], Int32[Array, "B"], Bool[Array, "B"]]:
+    """The accepted drafts and the token after them, cut after an EOS: (tokens, how many count, which rows end so).
+
+    Args:
+      drafts: tokens.
+      accepted: how many of them were accepted.
+      token: that follows these.
+      room: most tokens that each row may commit; 0 for finished rows.
+      eos_id: id of the end-of-text token.
+    """
+    offset = jnp.arange(drafts.shape[1] + 1)[None]
+    tokens = jnp.where(offset < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), token[:, None])
+    count = jnp.minimum(accepted + 1, room)
+    ends = (tokens == eos_id) & (offset < count[:, None])
+    has_end = jnp.any(ends, axis=1)
+    return tokens, jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count), has_end
+
+
 def draw(
     p: Float32[Array, "B T V"],
     is_warm: Bool[Array, "B"],

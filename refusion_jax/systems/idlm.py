@@ -187,12 +187,8 @@ class DraftAndCheck(Continuer):
         verdict = (likely[:, :N], s.q, s.drafts, s.drafted, s.keys, places[:, :N], is_warm)
         accepted, token = speculation.verify(*verdict)
 
-        tokens = jnp.where(offset[:, :N] < accepted[:, None], jnp.pad(s.drafts, ((0, 0), (0, 1))), token[:, None])
-        room = s.places.count - s.record.count
-        kept = jnp.where(s.active, jnp.minimum(accepted + 1, room), 0)
-        ends = (tokens == self.ids.eos_id) & (offset[:, :N] < kept[:, None])
-        has_end = jnp.any(ends, axis=1)
-        kept = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, kept)
+        room = jnp.where(s.active, s.places.count - s.record.count, 0)
+        tokens, kept, has_end = speculation.committed(s.drafts, accepted, token, room, self.ids.eos_id)
         record = s.record.append(tokens, places[:, :N], kept)
 
         # If nothing was rejected, the masks after the drafts stand where the next drafts belong.

@@ -204,14 +204,11 @@ class Drafting(Continuer):
 
         drafts, q = s.drafts[:, : n - 1], s.q[:, : n - 1]
         accepted, token = speculation.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, is_warm)
-        tokens = jnp.where(offset < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), token[:, None])
         adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
         adjacent &= s.record.count[:, None] + offset < s.places.count[:, None]
         room = jnp.sum(jnp.cumprod(adjacent, axis=1), axis=1)  # in this gap
-        kept = jnp.where(s.active, jnp.minimum(accepted + 1, room), 0)
-        ends = (tokens == self.ids.eos_id) & (offset < kept[:, None])
-        has_end = jnp.any(ends, axis=1)
-        kept = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, kept)
+        room = jnp.where(s.active, room, 0)
+        tokens, kept, has_end = speculation.committed(drafts, accepted, token, room, self.ids.eos_id)
         record = s.record.append(tokens, places, kept)
 
         last = jnp.maximum(kept - 1, 0)

@@ -1,0 +1,161 @@
+"""Prompt look-up (n-gram speculation): a left-to-right model whose drafts are copied from the text so far.
+
+The last tokens of the text are looked up in all of it, prompt and answer. What followed where the most of them stood
+before, at most `ngram` and of equally many the latest, is the draft of what follows now. If that runs into the end of
+the text, it goes on with the drafts themselves. One forward verifies all drafts by the rule of speculative sampling:
+greedy, the text is that of `ar`, token by token; with a temperature it has the same distribution. Example with a prompt
+`p a b c a b x`, after which `a b` was written, and three drafts:
+
+    text        p a b c a b x a b       two tokens, `a b`, stood before at 1 and at 4, the latest
+    drafts                        x a b
+    fed                         b x a b     and the model's own next tokens are    x a c
+    committed                     x a c
+
+From the idea's code (github.com/apoorvumang/prompt-lookup-decoding) and vLLM's documentation of `ngram`: longer matches
+first, down to one token. Our choices: of equally long matches the latest, and drafts that repeat themselves.
+
+Axes: B rows, C cache entries, N tokens that a forward commits at most, M = N - 1 drafts.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Key
+
+from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding import speculation
+from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.reference import ReferenceDecoder
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import mask_logits, put
+from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.systems.interface import System
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupSettings(shared.Settings):
+    """How to decode a left-to-right model with drafts from the text."""
+
+    draft_length: int = setting(7, "Tokens that are drafted at once", scope="compiled", at_least=1, at_most=4096)
+    ngram: int = setting(3, "Last tokens that are looked up, at most", scope="compiled", at_least=1, at_most=64)
+
+    @classmethod
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"draft_length": drafts} for drafts in (3, 7)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State(Continuation):
+    """The state of the decoding loop."""
+
+    text: Int32[Array, "B C"]  # given and committed tokens; the last one is not in the cache yet
+
+
+@dataclasses.dataclass(frozen=True)
+class LookUp(Continuer):
+    """The decoder with its compiled sizes."""
+
+    settings: ClassVar[type[LookupSettings]] = LookupSettings
+
+    ngram: int = 0
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        """The smallest sizes that serve all of these requests."""
+        return dataclasses.replace(super().for_requests(requests, model), ngram=requests[0].settings.ngram)
+
+    @classmethod
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """N: the last token and the drafts."""
+        return requests[0].settings.draft_length + 1
+
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+        """The initial state, after a prefill of all given tokens but the last."""
+        cache, _ = kv.prefill_but_last(model, layout.given, self.chunk)
+        return self.start(State, layout, keys, cache, text=layout.given.tokens)
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward, in which each row commits the accepted drafts and one more token."""
+        B, N = len(s.text), self.width
+        length = s.places.position[:, 0] + s.record.count
+        last = jnp.take_along_axis(s.text, length[:, None] - 1, axis=1)
+        drafts, drafted = look_up(s.text, length, N - 1, self.ngram)
+        places = length[:, None] + jnp.arange(N)[None]  # predicted by the tokens before them
+        visible = jnp.broadcast_to(jnp.tril(jnp.ones((N, N), bool)), (B, N, N))
+        logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1, visible)
+        _, choosable = mask_logits(logits, jnp.ones((B, N), bool), self.ids)
+        p, is_warm = speculation.distribution(choosable, s.settings), s.settings.temperature > 0
+        q = jax.nn.one_hot(drafts, p.shape[-1])
+        accepted, token = speculation.verify(p, q, drafts, drafted, s.keys, places, is_warm)
+        room = jnp.where(s.active, s.places.count - s.record.count, 0)
+        tokens, kept, has_end = speculation.committed(drafts, accepted, token, room, self.ids.eos_id)
+        record = s.record.append(tokens, places, kept)
+        is_new = jnp.arange(N)[None] < kept[:, None]
+        return dataclasses.replace(
+            s,
+            cache=kv.commit(cache, kept),
+            record=record,
+            text=put(s.text, jnp.where(is_new, places, s.text.shape[1]), tokens),
+            active=s.active & ~has_end & (record.count < s.places.count),
+            forwards=s.forwards + s.active,
+        )
+
+
+def look_up(
+    text: Int32[Array, "B C"], length: Int32[Array, "B"], count: int, ngram: int
+) -> tuple[Int32[Array, "B M"], Int32[Array, "B"]]:
+    """Drafts of the tokens after a text, and how many of them count: all, or none if its last token is new in it.
+
+    Args:
+      text: tokens; those from index `length` on do not count.
+      length: of the text, at least 1.
+      count: M.
+      ngram: last tokens that are compared, at most.
+    """
+    index, last = jnp.arange(text.shape[1])[None], length[:, None] - 1
+    same, equal = jnp.zeros_like(text), index < last  # number of tokens up to each index that equal the last ones
+    for back in range(ngram):
+        end = jnp.take_along_axis(text, jnp.maximum(last - back, 0), axis=1)
+        equal &= (jnp.roll(text, back, axis=1) == end) & (index >= back)
+        same += equal
+    at = jnp.argmax(same * text.shape[1] + index * (same > 0), axis=1)[:, None]  # the longest match, then the latest
+    ahead = 1 + jnp.arange(count)[None] % jnp.maximum(last - at, 1)
+    drafts = jnp.take_along_axis(text, jnp.minimum(at + ahead, last), axis=1)
+    return drafts, jnp.where(jnp.max(same, axis=1) > 0, count, 0)
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, commits, s = ReferenceDecoder(model, request), [], request.settings
+    text, (start, end) = list(plain.given.values()), (len(plain.given), request.length)
+    while len(text) < end and plain.ids.eos_id not in text[start:]:
+        drafts = []
+        for n in range(1, s.ngram + 1):
+            before = [at for at in range(n, len(text)) if text[at - n : at] == text[-n:]]
+            if before:
+                drafts = [text[before[-1] + i % (len(text) - before[-1])] for i in range(s.draft_length)]
+        fed = text + drafts
+        p = plain.forward("next", fed, [*range(len(fed))], np.tri(len(fed), dtype=bool))
+        best = [plain.best(p[at], at + 1) for at in range(len(text) - 1, len(fed))]
+        accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
+        for token in best[: accepted + 1]:
+            if len(text) < end and plain.ids.eos_id not in text[start:]:
+                commits.append((token, len(text)))
+                text.append(token)
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="prompt_lookup",
+    objective=None,
+    decoders={"prompt_lookup": LookUp},
+    references={"prompt_lookup": reference},
+    decodes=("ar",),
+)

@@ -1,0 +1,89 @@
+"""Lossless decoders: that drafts change no text, greedy or drawn, wherever they come from."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_models, tiny_model
+
+from refusion_jax import decode
+from refusion_jax.systems import prompt_lookup
+
+LOSSLESS = [
+    ("prompt_lookup", {"draft_length": 3}),
+    ("prompt_lookup", {"draft_length": 7, "ngram": 1}),
+    ("idlm", {"stride": 2}),
+    ("idlm", {"stride": 4}),
+    *(("dense", {"fed_tokens": fed}) for fed in (1, 8, 12, 24, 0)),  # every shape of slots of 4; 0: what pays
+]
+
+
+@pytest.mark.parametrize(("method", "changes"), LOSSLESS)
+def test_greedy_they_write_what_ar_writes_from_the_same_weights(method, changes):
+    saved = 0
+    for model in sharp_models()[:3]:
+        out, ar = (decode(model, PROMPTS, settings(m, **s)) for m, s in ((method, changes), ("ar", {})))
+        assert out.tokens == ar.tokens
+        assert out.commit_order == ar.commit_order
+        assert all(a <= b for a, b in zip(out.forwards, ar.forwards, strict=True))
+        saved += sum(ar.forwards) - sum(out.forwards)
+    assert saved > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "prompt"),
+    [
+        ("prompt_lookup", {"draft_length": 3}, [BOS, 9, 22, 9]),
+        ("idlm", {"stride": 3}, [BOS, 9, 13]),
+        ("dense", {"fed_tokens": 8}, [BOS, 9, 13]),
+        ("dense", {"fed_tokens": 24}, [BOS, 9, 13]),
+    ],
+)
+def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, prompt):
+    """Three tokens at temperature 1, within top_k: the joint distribution of 1,500 draws, by a chi-square test.
+
+    What drafts and next tokens have in common is about half of their probability: some are accepted, some refused.
+    """
+    model, k = tiny_model(3), 3
+
+    def p(text):
+        logits = forward(model, jnp.array([text]), jnp.arange(len(text))[None], causal(jnp.ones((1, len(text)), int)))
+        logits = np.array(logits[0, -1])
+        logits[[MASK, 0, 30, 31]] = -np.inf
+        logits[np.argsort(logits)[:-k]] = -np.inf
+        return {token: share for token, share in enumerate(np.array(jax.nn.softmax(logits))) if share > 0}
+
+    expected = {
+        (a, b, c): pa * pb * pc
+        for a, pa in p(prompt).items()
+        for b, pb in p([*prompt, a]).items()
+        for c, pc in p([*prompt, a, b]).items()
+    }
+    runs, unseen = 1500, min(set(range(5, 30)).difference(*expected))
+    s = settings(method, new=4, temperature=1.0, top_k=k, batch_size=500, eos_id=unseen, **changes)
+    seen = collections.Counter(tuple(t[:3]) for t in decode(model, [prompt] * runs, s).tokens)
+    assert seen.keys() <= expected.keys()
+    statistic = sum((seen[text] - runs * share) ** 2 / (runs * share) for text, share in expected.items())
+    assert len(expected) == 27
+    assert statistic < 54.1  # the 99.9 % quantile with 26 degrees of freedom
+
+
+def test_drafts_are_what_followed_the_longest_match_and_of_equal_ones_the_latest():
+    names, (example,) = "pabcx", re.findall(r"^    text +((?:\w )+)", prompt_lookup.__doc__, re.MULTILINE)
+    (drafts,) = re.findall(r"^    drafts +((?:\w ?)+)$", prompt_lookup.__doc__, re.MULTILINE)
+    cases = [
+        (example, 3, drafts),
+        ("p a b x a b c b", 3, "c b c"),  # `b` stood last before `c b`, which then repeats
+        ("p a b c a b x a b", 1, "x a b"),
+        ("a b c b a", 2, "b c b"),
+        ("p a b c", 3, ""),
+        ("p", 3, ""),
+    ]
+    for text, ngram, expected in cases:
+        ids = [names.index(name) for name in text.split()]
+        padded = jnp.array([ids + [ids[-1]] * 4])  # what comes after the text is never seen
+        found, drafted = prompt_lookup.look_up(padded, jnp.array([len(ids)]), 3, ngram)
+        assert [names[t] for t in found[0, : int(drafted[0])]] == expected.split(), text
