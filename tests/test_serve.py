@@ -1,6 +1,7 @@
 """The server, asked by real clients: OpenAI's, lm-eval's and plain HTTP."""
 
 import concurrent.futures
+import dataclasses
 import json
 import re
 import signal
@@ -508,6 +509,24 @@ def test_short_answers_do_not_wait_for_a_long_one(engine):
     assert told.wait(13) == [*range(12), "long"]
     answers = dict(told.finished)
     assert answers["long"].tokens == decode(model, [long], own).tokens[0]
+
+
+@pytest.mark.parametrize("method", ["dense", "prompt_lookup"])
+def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills(method):
+    """Three times as many requests as rows, as the library decodes them."""
+    model, own = sharp_model(), settings(method, new=12, cache_length=64)
+    gaps = [Request([BOS, 9], (5, [7, 8], 4)), Request([BOS, 6], (3, [11]))] if method == "dense" else []
+    asked = [*(Request([BOS, 7 + i]) for i in range(4)), *gaps]
+    engine, told = Engine(model, own, rows=2), Told()
+    engine.start(failed=lambda: None)
+    try:
+        requests = [engine.check(dataclasses.replace(request, settings=own)) for request in asked]
+        engine.submit([told.job(i, request) for i, request in enumerate(requests)])
+        told.wait(len(requests))
+    finally:
+        engine.close()
+    answers = dict(told.finished)
+    assert [answers[i].tokens for i in range(len(asked))] == decode(model, asked, own).tokens
 
 
 def test_a_row_is_kept_for_callers_that_have_none(engine):
