@@ -389,7 +389,14 @@ def test_a_store_that_fails_behind_a_whole_save_costs_a_warning(tmp_path, caplog
     assert saved_steps(tmp_path) == [3]
 
 
-@pytest.mark.parametrize(("error", "raised"), [(OSError("403"), Failure), (PermissionError("no"), UserError)])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError("403"), Failure),
+        (PermissionError("no"), UserError),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), UserError),
+    ],
+)
 def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch, error, raised):
     """A run that took it for one would begin again at step 0, and write over its log."""
     save(tmp_path, 1)

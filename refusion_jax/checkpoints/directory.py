@@ -4,6 +4,8 @@ A checkpoint counts as finished once Orbax has given its directory the name of i
 whole: files may have been lost or changed since, which `check_whole` finds by the checksums.
 """
 
+import errno
+
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -28,17 +30,16 @@ def finished_steps(directory: epath.Path) -> list[int]:
     """Steps of all finished, non-empty checkpoints in this directory, ascending, whether whole or not.
 
     Raises:
-      UserError: where it may not be read.
+      UserError: where it may not be read, or is too long a name.
       Failure: where it cannot be read now; taken for an empty one, it would have a run begin again at step 0.
     """
     try:
         names = [path.name for path in directory.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         names = []
-    except PermissionError as error:
-        raise UserError(f"{directory} cannot be read: {first_line(error)}") from error
     except Exception as error:  # each store has errors of its own, and none of them means that nothing is there
-        raise Failure(f"{directory} cannot be read: {first_line(error)}") from error
+        is_users = isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.ENAMETOOLONG
+        raise (UserError if is_users else Failure)(f"{directory} cannot be read: {first_line(error)}") from error
     steps = sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
     return [step for step in steps if _is_finished(directory / str(step))]
 
