@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from conftest import ROOT
 from test_config import load
 
 from refusion_jax.benchmarks.headline import comparison, report
-from refusion_jax.benchmarks.headline.curves import curves, fastest_points
+from refusion_jax.benchmarks.headline.curves import curves, fastest_points, under_parallelism
 from refusion_jax.benchmarks.headline.results import Results
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.systems.interface import Claim
@@ -27,6 +28,7 @@ def point(system: str, settings: str, accuracy: float, speed: float, seed: int =
         "accuracy": accuracy,
         "tokens_per_forward": 2.0,
         "tokens_per_forward_without_eos": 1.75,
+        "tokens_per_forward_with_prefill": 1.5,
         "tokens_per_second": {"1": speed, "16": 2 * speed},
         "families": {"sum": accuracy},
         "same_text": 1.0,
@@ -50,6 +52,14 @@ def timed(points: list[dict], drift: float = 0.5) -> list[dict]:
         }
         for p in points
     ]
+
+
+def test_accuracy_under_parallelism_is_the_weighted_area_of_the_paper():
+    reached = {1.0: 0.8, 3.0: 0.76, 2.0: 0.8, 4.0: 0.74}  # the last one is too far below the first
+    points = [point("card", f"s={n}", y, 1.0) | {"tokens_per_forward_with_prefill": n} for n, y in reached.items()]
+    (curve,) = curves(Results({}, points=points))
+    assert under_parallelism(curve, 0.8) == pytest.approx(80 + 80 + (80 + 76 * math.exp(-0.15)) / 2)
+    assert under_parallelism(curve, 0.0) == 80
 
 
 def test_what_was_adapted_is_compared_with_what_was_adapted():

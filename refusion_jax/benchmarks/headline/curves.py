@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -111,6 +113,22 @@ class Curve:
         """Tokens per second over a rival's: the median of the repeats, each at its fastest point near its best."""
         own, other = (curve.fastest(batch_size).timed[batch_size].values for curve in (self, rival))
         return statistics.median(x / y for x, y in zip(own, other, strict=True))
+
+
+def under_parallelism(curve: Curve, best: float) -> float:
+    """Accuracy under parallelism (AUP, arXiv 2601.07568): the area under accuracy in % over tokens per forward.
+
+    An accuracy y counts exp(-3 (1 - y / best)) times, but for the rectangle up to the slowest point; points more than
+    5 % below that one do not count. Each prefill is a forward, since some decoders draft in it. Validation problems.
+
+    Args:
+      curve: of a decoder.
+      best: the highest accuracy of all decoders.
+    """
+    reached = sorted((p.figure("tokens_per_forward_with_prefill").mean, 100 * p.accuracy.mean) for p in curve.points)
+    width, first = reached[0]
+    heights = [(x, y * math.exp(-3 * (1 - y / (100 * best)))) for x, y in reached if y >= first - 5] if best else []
+    return width * first + sum((x - w) * (y + z) / 2 for (w, z), (x, y) in itertools.pairwise(heights))
 
 
 def curves(results: Results) -> list[Curve]:

@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 from refusion_jax.benchmarks._markdown import prose, table
 from refusion_jax.benchmarks.headline import over_training
-from refusion_jax.benchmarks.headline.curves import MARGIN, PROXY, Curve, Figure, Measured, claimed, curves
+from refusion_jax.benchmarks.headline.curves import (
+    MARGIN,
+    PROXY,
+    Curve,
+    Figure,
+    Measured,
+    claimed,
+    curves,
+    under_parallelism,
+)
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES
 from refusion_jax.benchmarks.headline.measure import PROXY_PROBLEMS, PROXY_REPEATS, REPEATS
 from refusion_jax.benchmarks.headline.results import Results, curve_of, name_of
@@ -59,7 +68,8 @@ def _conditions(results: Results) -> str:
         f"family: accuracy and tokens per forward as the mean of its seeds, and in brackets the least and the most. "
         f"Tokens per second are of the first seed's models, which decode {about['timed']} problems in {REPEATS} "
         f"interleaved repeats: the mean, the least and the most. Ratios of speeds are the median of the repeats. Only "
-        f"tokens of the answer count.",
+        f"tokens of the answer count. AUP is the area under accuracy over tokens per forward, the prefill counted, "
+        f"with less weight below the best accuracy (arXiv 2601.07568); of the problems that choose.",
         f"Measured on {m['cores']} cores of {m['processor']} ({m['device']}; {m['memory_gib']} GiB; load average "
         f"{load:.1f} at most), jax {about['versions']['jax']}, at commit "
         f"{', '.join(filter(None, results.commits)) or 'unknown'}.",
@@ -85,15 +95,19 @@ def _conditions(results: Results) -> str:
 
 def _table(found: list[Curve], results: Results) -> str:
     runs = {(run["system"], run["start"]): run for run in results.runs}
+    best = max(point.accuracy.mean for curve in found for point in curve.points)
     rows = []
     for curve in found:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
         row = curve.name, str(len(point.scores)), _percent(point.accuracy), _number(_per_forward(point), 2)
-        row += f"{point.figure('tokens_per_forward_without_eos').mean:.2f}", _number(point.timed[_ONE])
-        row += _number(point.timed[_MANY]), point.settings or "its own"
+        counted = (point.figure(f"tokens_per_forward_{name}") for name in ("without_eos", "with_prefill"))
+        row += tuple(f"{figure.mean:.2f}" for figure in counted)
+        row += f"{under_parallelism(curve, best):.0f}", _number(point.timed[_ONE]), _number(point.timed[_MANY])
+        row += (point.settings or "its own",)
         rows.append((*row, f"{run['learning_rate']:g}", f"{run['seconds']:.0f}"))
-    names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", "tokens/s at 1", "tokens/s at 16"]
-    return table([*names, "setting", "learning rate", "training, s"], rows)
+    names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", "with the prefill", "AUP"]
+    names += ["tokens/s at 1", "tokens/s at 16", "setting", "learning rate", "training, s"]
+    return table(names, rows)
 
 
 def _per_forward(point: Measured) -> Figure:
