@@ -84,8 +84,8 @@ def test_a_text_cannot_begin_with_a_gap():
 
 
 def test_models_say_that_they_are_shifted_and_config_keys_reach_the_objective():
-    assert systems()["dream"].shifted
-    assert not systems()["llada"].shifted
+    assert systems()["dream"].objective.shifted
+    assert not systems()["llada"].objective.shifted
     config = config_with(objective="dream", **{"dream.cart_p": 0.5, "dream.eps": 1e-3, "dream.padding": 0.0})
     assert make_objective(config, MASK) == OBJECTIVE
     assert dataclasses.asdict(OBJECTIVE) == {

@@ -31,7 +31,7 @@ from refusion_jax.training.train_step import init_state, make_train_step, state_
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their last token.
-PADDED = ["block_diffusion", *(name for name in TRAINABLE if PADDING in registry.systems()[name].config_keys.values())]
+PADDED = ["block_diffusion", *(name for name in TRAINABLE if PADDING in registry.systems()[name].section.keys.values())]
 T = 24
 
 SHIFTED = {"shifted": True}  # the model says so
@@ -241,7 +241,7 @@ def ways_of(name: str) -> list:
     A decoder without variants here is tried at the settings that it is measured at: a new system needs no edit.
     """
     system = registry.system_of(name)
-    trained = {key: own.default for key, own in system.config_keys.items()}
+    trained = {key: own.default for key, own in system.section.keys.items()}
     points = registry.find_decoder(name).settings.operating_points(16, trained)
     cases = [{}, *VARIANTS.get(name, points[1:])]
     return [pytest.param(name, case, marks=[pytest.mark.slow] if i > 1 else []) for i, case in enumerate(cases)]
@@ -311,7 +311,7 @@ def folder(tmp_path, monkeypatch):
 def copy_of_llada(name: str) -> str:
     """Source of a system of another name."""
     source = (ROOT / "refusion_jax" / "systems" / "llada.py").read_text()
-    for own in ('name="llada"', 'section="llada"', '{"llada": Denoise}', '{"llada": reference}'):
+    for own in ('name="llada"', 'ConfigSection("llada"', '{"llada": Denoise}', '{"llada": reference}'):
         source = source.replace(own, own.replace("llada", name))
     return source
 
@@ -347,12 +347,13 @@ def test_a_whole_system_in_the_folder_is_found(folder):
 def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
     """Registered from outside: no file of the package knows it."""
     llada = registry.systems()["llada"]
+    named = lambda name: dataclasses.replace(llada.section, name=name)  # noqa: E731
     toy = dataclasses.replace(
         llada,
         name="toy",
         decoders={"toy": type("Toy", (llada.decoders["llada"],), {})},
         references={"toy": llada.references["llada"]},
-        section="toy",
+        section=named("toy"),
     )
     registry.register(toy)
     try:
@@ -361,14 +362,16 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
         model = sharp_model()
         assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
         with pytest.raises(UserError, match="has this name"):
-            registry.register(dataclasses.replace(toy, section="other"))
+            registry.register(dataclasses.replace(toy, section=named("other")))
         odd = dataclasses.make_dataclass(
             "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
         )
         other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
         with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
             registry.register(
-                dataclasses.replace(toy, name="other", section="other", decoders=other, references={"other": print})
+                dataclasses.replace(
+                    toy, name="other", section=named("other"), decoders=other, references={"other": print}
+                )
             )
     finally:
         registry.unregister("toy")

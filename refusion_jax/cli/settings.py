@@ -15,6 +15,7 @@ from refusion_jax.cli.paths import names_no_store
 class Setting:
     """One setting. Its type is that of its default; a float may be given as an int, and must be finite.
 
+    Limits of a tuple are those of its elements, whole numbers of which there is at least one.
     With `or_number` it is one of the choices or a whole number from 0 to 2^31 - 1, as an int or in digits.
     """
 
@@ -59,6 +60,11 @@ class Setting:
             return (
                 f"unknown; known: {', '.join(map(str, self.choices))}{', or a whole number' if self.or_number else ''}"
             )
+        if kind is tuple and self.at_most is not None:
+            if value and all(type(x) is int and self.at_least <= x <= self.at_most for x in value):
+                return None
+            example = ",".join(map(str, self.default))
+            return f"must be one or more whole sizes of {self.at_least} to {self.at_most}, such as ({example})"
         for limit, holds, words in (
             (self.at_least, lambda x, y: x >= y, "at least"),
             (self.above, lambda x, y: x > y, "above"),

@@ -46,7 +46,7 @@ def names() -> list[str]:
 def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective:
     """The objective that a config names, with its own keys."""
     system = find_system(config.objective)
-    own = {name: getattr(config[system.section], name) for name in system.config_keys}
+    own = {name: getattr(config[system.section.name], name) for name in system.section.keys}
     return system.objective(mask_id=mask_id, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
 
 
@@ -76,8 +76,8 @@ def check(c: ml_collections.ConfigDict) -> None:
     system = find_system(c.objective)
     for name, key in keys_of(c.objective).items():
         key.check("config", name, _get(c, name))
-    if system.section:
-        system.check(c[system.section])
+    if system.section.name:
+        system.section.check(c[system.section.name])
     if c.batch_size % c.accumulation:
         refuse("batch_size", f"must be a multiple of accumulation={c.accumulation}")
     if c.warmup_steps > c.steps:

@@ -195,7 +195,7 @@ def keys() -> dict[str, Setting]:
     objective = Setting(default_system().name, f"the system that is trained: {' | '.join(trainable())}")
     sections = {"mesh": _MESH, "model": _MODEL, "lora": _LORA, "data": _DATA, "eval": _EVAL, "checkpoint": _CHECKPOINT}
     sections |= {"guard": _GUARD}
-    sections |= {system.section: system.config_keys for system in systems().values() if system.section}
+    sections |= {s.section.name: s.section.keys for s in systems().values() if s.section.name}
     return (
         {"objective": objective}
         | _TRAINING
@@ -205,5 +205,5 @@ def keys() -> dict[str, Setting]:
 
 def keys_of(objective: str) -> dict[str, Setting]:
     """The keys that matter to one system: the shared ones and its own."""
-    others = {system.section for name, system in systems().items() if name != objective and system.section}
+    others = {system.section.name for name, system in systems().items() if name != objective} - {""}
     return {name: key for name, key in keys().items() if name.split(".")[0] not in others}

@@ -83,6 +83,6 @@ def model_config(
         bos_token_id=bos,
         eos_token_id=eos,
         mask_token_id=mask,
-        shifted=system.shifted,
-        block_size=config[system.section][system.block_key] if system.block_key else 0,
+        shifted=system.objective.shifted,
+        block_size=config[system.section.name][key] if (key := system.section.block_key) else 0,
     )

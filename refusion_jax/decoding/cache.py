@@ -67,7 +67,7 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
         at = jnp.minimum(i * T, C - T)
         tokens, positions = (jax.lax.dynamic_slice_in_dim(x, at, T, 1) for x in (given.tokens, given.positions))
         block = (at + jnp.arange(T)) // block_size
-        visible = jnp.broadcast_to((block[:, None] >= block[None])[None], (B, T, T))
+        visible = (block[:, None] >= block[None])[None]
         _, cache = extend(model, Cache(cache.entries, jnp.full((B,), at)), tokens, positions, visible)
         return cache
 
@@ -92,7 +92,7 @@ def extend(
     cache: Cache,
     tokens: Int32[Array, "B T"],
     positions: Int32[Array, "B T"],
-    visible: Bool[Array, "B T T"],
+    visible: Bool[Array, "#B T T"] | None = None,
 ) -> tuple[Float32[Array, "B T V"], Cache]:
     """One forward of T new tokens of each row on top of the committed ones. Their entries are written, not committed.
 
@@ -101,11 +101,15 @@ def extend(
       cache: must have room for T more entries in every row.
       tokens: the new tokens.
       positions: the place of each in its text.
-      visible: which new tokens each new token attends to. All of them attend to every committed entry.
+      visible: which new tokens each new token attends to; by default itself and those before it. All of them attend to
+        every committed entry.
 
     Returns:
       (logits, the cache with the new entries after the committed ones).
     """
+    B, T = tokens.shape
+    visible = jnp.tril(jnp.ones((1, T, T), bool)) if visible is None else visible
+    visible = jnp.broadcast_to(visible, (B, T, T))
     logits, new = model.extend(tokens, positions, cache.entries, cache.length, visible)
     return logits, write(cache, new)
 

@@ -3,7 +3,7 @@
 Such decoders only append to what is given; they fill no templates. Each has a subclass of `Continuer`, with the width
 of its forwards and its own `init` and `step`, and, where it carries more state, one of `Continuation`.
 
-Axes: B rows, T tokens.
+Axes: B rows, T tokens, C cache entries.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Key
 
+from refusion_jax.batch.rows import row_index
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import (
@@ -25,7 +26,7 @@ from refusion_jax.decoding.requests import (
     prefill_chunk,
     text_capacity,
 )
-from refusion_jax.decoding.sampling import Record
+from refusion_jax.decoding.sampling import Record, put
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
@@ -47,6 +48,65 @@ class Continuation:
     def rounds(self) -> Int32[Array, "B"]:
         """Every forward counts as a round."""
         return self.forwards
+
+    def commit(
+        self, tokens: Int32[Array, "B T"], places: Int32[Array, "B T"], count: Int32[Array, "B"], eos_id: int
+    ) -> tuple["Continuation", Int32[Array, "B"]]:
+        """Commits the first `count` of these tokens, up to an EOS: (next state but for its cache, their number)."""
+        count = jnp.where(self.active, count, 0)
+        ends = (tokens == eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])
+        has_end = jnp.any(ends, axis=1)
+        count = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count)
+        record = self.record.append(tokens, places, count)
+        active = self.active & ~has_end & (record.count < self.places.count)
+        return dataclasses.replace(self, record=record, active=active), count
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FilledText(Continuation):
+    """The state of decoders that fill the masks of a text."""
+
+    text: Int32[Array, "B C"]  # the mask token wherever nothing is filled
+    end: Int32[Array, "B"]  # its maximal length; where an EOS is filled, it ends there
+
+    def masks(self, mask_id: int) -> Bool[Array, "B C"]:
+        """The places that are still to be filled; a prompt may hold mask tokens as well."""
+        index = row_index(self.text)
+        return (self.text == mask_id) & (index >= self.places.position[:, :1]) & (index < self.end[:, None])
+
+    def fill(
+        self,
+        cache: Cache,
+        is_new: Bool[Array, "B T"],
+        tokens: Int32[Array, "B T"],
+        places: Int32[Array, "B T"],
+        ids: TokenIds,
+        **own: Any,
+    ) -> "FilledText":
+        """The state after a forward of active rows that fills new tokens, up to the first EOS among them.
+
+        Args:
+          cache: after the forward.
+          is_new: which tokens to fill in.
+          tokens: for the places.
+          places: in the text.
+          ids: of the special tokens.
+          **own: further fields of a subclass.
+        """
+        is_new &= self.active[:, None]
+        end = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.end[:, None]), axis=1)
+        is_new &= places < end[:, None]
+        after = dataclasses.replace(
+            self,
+            cache=cache,
+            record=self.record.append_where(is_new, tokens, places),
+            text=put(self.text, jnp.where(is_new, places, self.text.shape[1]), tokens),
+            end=end,
+            forwards=self.forwards + self.active,
+            **own,
+        )
+        return dataclasses.replace(after, active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
 
 
 _State = TypeVar("_State", bound=Continuation)
@@ -117,22 +177,11 @@ class Continuer(Decoder):
             **own,
         )
 
-
-def cut_after_eos(
-    is_new: Bool[Array, "B T"],
-    tokens: Int32[Array, "B T"],
-    at: Int32[Array, "B T"],
-    end: Int32[Array, "B"],
-    eos_id: int,
-) -> tuple[Bool[Array, "B T"], Int32[Array, "B"]]:
-    """Cuts new tokens after the first EOS among them: (which tokens are still new, where each text ends).
-
-    Args:
-      is_new: tokens about to be written.
-      tokens: only new ones count.
-      at: their indices in the text.
-      end: the maximal length of each text so far.
-      eos_id: id of the end-of-text token.
-    """
-    end = jnp.min(jnp.where(is_new & (tokens == eos_id), at + 1, end[:, None]), axis=1)
-    return is_new & (at < end[:, None]), end
+    def start_text(
+        self, state: type[_State], layout: Layout, keys: Key[Array, "B"], cache: Cache, **own: Any
+    ) -> _State:
+        """`start` for a `FilledText`, of masks after what is given."""
+        given = layout.given
+        text = jnp.where(row_index(given.tokens) < given.length[:, None], given.tokens, self.ids.mask_id)
+        own |= {"text": text, "end": given.length + layout.places.count}
+        return self.start(state, layout, keys, cache, **own)

@@ -1,13 +1,13 @@
-"""Sampling tokens from logits, and the record of committed tokens.
+"""Sampling tokens from logits, speculative sampling (arXiv 2302.01318), and the record of committed tokens.
 
-Axes: B rows, T tokens, V vocabulary, R capacity of the record.
+Axes: B rows, T tokens, V vocabulary, R capacity of the record; N verified places, M = N - 1 drafts.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key
+from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, PyTree
 
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
 
@@ -46,7 +46,7 @@ _LEAST = 1e-30  # temperature and top_p: with less, logits overflow, and the mos
 
 
 def mask_logits(
-    logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"], ids: TokenIds
+    logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"] | None, ids: TokenIds
 ) -> tuple[Float32[Array, "B T V"], Float32[Array, "B T V"]]:
     """(logits of the real vocabulary, logits of the tokens that may be chosen).
 
@@ -55,19 +55,21 @@ def mask_logits(
 
     Args:
       logits: of the model.
-      may_end: where EOS may be chosen.
+      may_end: where EOS may be chosen; None: everywhere.
       ids: of the special tokens.
     """
     token = jnp.arange(logits.shape[-1])[None, None]
     real = jnp.where(token < ids.num_tokens, logits, -jnp.inf)
-    banned = (token == ids.mask_id) | (token == ids.pad_id) | ((token == ids.eos_id) & ~may_end[:, :, None])
+    banned = (token == ids.mask_id) | (token == ids.pad_id)
+    if may_end is not None:
+        banned |= (token == ids.eos_id) & ~may_end[:, :, None]
     return real, jnp.where(banned, -jnp.inf, real)
 
 
 def sample(
     logits: Float32[Array, "B T V"],
     draw: Bool[Array, "B T"],
-    keys: Key[Array, "B T"],
+    keys: Key[Array, "B *T"],
     positions: Int32[Array, "B T"],
     settings: TracedSettings,
 ) -> Int32[Array, "B T"]:
@@ -79,10 +81,11 @@ def sample(
     Args:
       logits: of the tokens that may be chosen.
       draw: where to sample.
-      keys: of each token's row; a sample depends on this key and the token's position only.
+      keys: of each row, or of each token; a sample depends on this key and the token's position only.
       positions: of each token in its text.
-      settings: temperature, top_k, top_p [B, T] of each token's row.
+      settings: temperature, top_k, top_p of each row, or of each token.
     """
+    keys, settings = _of_tokens((keys, settings.of_sampling()), positions.shape)
 
     def drawn(logits):
         draws = draw & (settings.temperature > 0)
@@ -154,3 +157,98 @@ def probability(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) ->
 def put(text: Int32[Array, "B C"], at: Int32[Array, "B K"], tokens: Int32[Array, "B K"]) -> Int32[Array, "B C"]:
     """The text with tokens written at these indices; indices outside the text are dropped."""
     return jax.vmap(lambda text, at, tokens: text.at[at].set(tokens, mode="drop"))(text, at, tokens)
+
+
+def _of_tokens(of_rows: PyTree, shape: tuple[int, int]) -> PyTree:
+    """Arrays [B], or [B, T] already, as [B, T]."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x.reshape(*x.shape, *(1,) * (2 - x.ndim)), shape), of_rows)
+
+
+DRAFT, _CHECK, _REPAIR = range(3)  # purposes of a random draw at a place, each with its own noise
+
+
+def distribution(logits: Float32[Array, "B T V"], settings: TracedSettings) -> Float32[Array, "B T V"]:
+    """The distribution that tokens are sampled from; at temperature 0, one-hot at the most probable token.
+
+    Args:
+      logits: of the tokens that may be chosen.
+      settings: temperature, top_k, top_p [B] of each row.
+    """
+    settings = _of_tokens(settings.of_sampling(), logits.shape[:2])
+    greedy = jax.nn.one_hot(best(logits), logits.shape[-1])
+    is_warm = settings.temperature > 0
+
+    def warm(logits):
+        own = settings.replace(temperature=jnp.where(is_warm, settings.temperature, 1.0))
+        return jnp.where(is_warm[:, :, None], jax.nn.softmax(drawn_from(logits, own), axis=-1), greedy)
+
+    return jax.lax.cond(jnp.any(is_warm), warm, lambda _: greedy, logits)
+
+
+def verify(
+    p: Float32[Array, "B N V"],
+    q: Float32[Array, "B M V"],
+    drafts: Int32[Array, "B M"],
+    drafted: Int32[Array, "B"],
+    keys: Key[Array, "B"],
+    places: Int32[Array, "B N"],
+    is_warm: Bool[Array, "B"],
+) -> tuple[Int32[Array, "B"], Int32[Array, "B N"]]:
+    """(number of accepted drafts; these and the token that follows them, which fills up the rest).
+
+    From the left, a draft is accepted with probability min(1, p / q); the first rejected one is drawn again from
+    max(0, p - q). If all are accepted, the token after them is drawn from p.
+
+    Args:
+      p: the verifier's distribution at the place of each draft, and at the place after the last one.
+      q: that each draft was drawn from.
+      drafts: tokens.
+      drafted: how many of them count.
+      keys: one per row.
+      places: of p.
+      is_warm: rows with a temperature.
+    """
+    M = drafts.shape[1]
+    offset = jnp.arange(M + 1)[None]
+    chance = _of(p[:, :M], drafts) / jnp.maximum(_of(q, drafts), jnp.finfo(jnp.float32).tiny)
+    accepts = _uniform(keys, places[:, :M]) < chance
+    accepted = jnp.sum(jnp.cumprod(accepts & (offset[:, :M] < drafted[:, None]), axis=1), axis=1)
+    is_refused = (offset < drafted[:, None])[:, :, None]
+    left = jnp.where(is_refused, jnp.maximum(p - jnp.pad(q, ((0, 0), (0, 1), (0, 0))), 0), p)
+    token = jnp.take_along_axis(draw(left, is_warm, keys, places, _REPAIR), accepted[:, None], axis=1)
+    return accepted, jnp.where(offset < accepted[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), token)
+
+
+def draw(
+    p: Float32[Array, "B T V"],
+    is_warm: Bool[Array, "B"],
+    keys: Key[Array, "B"],
+    places: Int32[Array, "B T"],
+    purpose: int = DRAFT,
+) -> Int32[Array, "B T"]:
+    """Samples from p, which need not sum to 1; the noise depends on row, place and purpose.
+
+    If all of `is_warm` [B] are false, p is one-hot everywhere, and no noise is computed.
+    """
+
+    def noisy():
+        noise = jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, p.shape[2:])))(_keys_at(keys, places, purpose))
+        return jnp.log(p) + noise
+
+    return best(jax.lax.cond(jnp.any(is_warm), noisy, lambda: p))
+
+
+def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
+    """Uniform draws in [0, 1)."""
+    return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
+
+
+def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:
+    """A key for each place and purpose."""
+    own = jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
+    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
+
+
+def _of(p: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
+    """The probabilities of these tokens."""
+    return jnp.take_along_axis(p, tokens[:, :, None], axis=2)[:, :, 0]

@@ -142,17 +142,13 @@ class DraftAndCheck(Decoder):
         w = masked.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
         ahead = dataclasses.replace(s, length=given + done + w.size)
         drafter, choosable = mask_logits(masked.denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids)
-        own, noise = jax.tree.map(
-            lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
-            (s.layout.settings, jax.vmap(jax.random.fold_in)(s.keys, s.forwards)),
-        )
+        own, noise = s.layout.settings, jax.vmap(jax.random.fold_in)(s.keys, s.forwards)
         drafts = sample(choosable, w.masked, noise, w.position, own)
 
         last = jnp.take_along_axis(s.text, (given + done - 1)[:, None], axis=1)
-        fed, positions = jnp.concatenate([last, drafts[:, :-1]], axis=1), w.position - 1
-        visible = jnp.broadcast_to(jnp.tril(jnp.ones((K, K), bool)), (len(fed), K, K))
-        logits, cache = kv.extend(model.verifier, s.cache, fed, positions, visible)
-        share = own.drafter_weight[:, :, None]
+        fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
+        logits, cache = kv.extend(model.verifier, s.cache, fed, w.position - 1)
+        share = own.drafter_weight[:, None, None]
         V = drafter.shape[2]  # of num_tokens tokens, as the other's vocabulary, but the padding may differ
         verifier = jnp.pad(logits, ((0, 0), (0, 0), (0, max(V - logits.shape[2], 0))))[:, :, :V]
         blended = jnp.where(drafter > -jnp.inf, share * drafter + (1 - share) * verifier, -jnp.inf)

@@ -25,16 +25,18 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import PLAIN, Objective, System
 from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
 
 
 @dataclasses.dataclass(frozen=True)
-class NextToken:
+class NextToken(Objective):
     """Predicts every response token from the token before it."""
 
     coefficients: ClassVar[dict[str, float]] = {"ar": 1.0}
     pattern: ClassVar[Pattern] = CAUSAL
+
+    mask_id: int = -1  # not used
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The unchanged rows, each token labelled with the next one of its document; uses no noise."""
@@ -46,10 +48,6 @@ class NextToken:
             labels=next_in_row(rows.tokens),
             weights={"ar": mean_over(precedes_response(rows))},
         )
-
-    def input_length(self, row_length: int) -> int:
-        """T."""
-        return row_length
 
 
 @jax.tree_util.register_dataclass
@@ -78,19 +76,14 @@ class LeftToRight(Continuer):
         """One forward, one token per row."""
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
         place, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.may_end))  # [B, 1]
-        visible = jnp.ones((len(s.last), 1, 1), bool)
-        logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1, visible)
+        logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
         _, choosable = mask_logits(logits, may_end, self.ids)
-        keys, settings = jax.tree.map(lambda x: x[:, None], (s.keys, s.settings))
-        token = sample(choosable, jnp.ones_like(may_end), keys, place, settings)
-        count = s.active.astype(jnp.int32)
-        record = s.record.append(token, place, count)
+        token = sample(choosable, jnp.ones_like(may_end), s.keys, place, s.settings)
+        after, count = s.commit(token, place, jnp.ones_like(s.last), self.ids.eos_id)
         return dataclasses.replace(
-            s,
+            after,
             cache=kv.commit(cache, count),
-            record=record,
             last=jnp.where(s.active, token[:, 0], s.last),
-            active=s.active & (token[:, 0] != self.ids.eos_id) & (record.count < s.places.count),
             forwards=s.forwards + count,
         )
 
@@ -127,9 +120,9 @@ def scoring_forward(text: ScoredText) -> ScoredTokens:
 
 SYSTEM = System(
     name="ar",
-    objective=lambda mask_id: NextToken(),
+    objective=NextToken,
     decoders={"ar": LeftToRight},
     references={"ar": reference},
     scoring=Scoring(scoring_forward, needs_prompt=True),
-    decodes_plain=True,
+    decodes=(PLAIN,),
 )

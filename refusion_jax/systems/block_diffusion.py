@@ -54,12 +54,12 @@ from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuation, Continuer, cut_after_eos
+from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
+from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 32  # as in the paper
 
@@ -82,7 +82,7 @@ class ComplementaryBlocks(Pattern):
 
 
 @dataclasses.dataclass(frozen=True)
-class ComplementaryMasks:
+class ComplementaryMasks(Objective):
     """The mean of CE over the masked tokens of both copies."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
@@ -155,15 +155,6 @@ class BlockSettings(shared.Settings):
         return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State(Continuation):
-    """The state of the decoding loop."""
-
-    text: Int32[Array, "B _"]  # C + K; masks where nothing is revealed
-    end: Int32[Array, "B"]  # maximal length of the text; where an EOS is revealed, it ends there
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockByBlock(Continuer):
     """The decoder with its compiled sizes."""
@@ -182,56 +173,32 @@ class BlockByBlock(Continuer):
         """K."""
         return requests[0].settings.block_size
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         """The initial state: prompts are cached in whole blocks, except the block of the last given token."""
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
-        is_given = row_index(given.tokens) < given.length[:, None]
-        return self.start(
-            State,
-            layout,
-            keys,
-            kv.Cache(entries, (given.length - 1) // K * K),
-            text=jnp.where(is_given, given.tokens, self.ids.mask_id),
-            end=given.length + layout.places.count,
-        )
+        return self.start_text(FilledText, layout, keys, kv.Cache(entries, (given.length - 1) // K * K))
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward over each row's block: reveals tokens, or commits it and reveals the first token of the next."""
-        B, K = len(s.end), self.width
-        offset = jnp.arange(K)[None]
+        offset, own = jnp.arange(self.width)[None], s.settings
         at = s.cache.length[:, None] + offset  # [B, K]; each predicts the token after it
-        index = row_index(s.text)
-        is_new = index >= s.places.position[:, :1]  # a prompt may hold mask tokens as well
-        is_mask = (s.text == self.ids.mask_id) & is_new & (index < s.end[:, None])
         fed = jnp.where(at < s.end[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
-        logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((B, K, K), bool))
-        real, choosable = mask_logits(logits, jnp.ones((B, K), bool), self.ids)
+        logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
+        real, choosable = mask_logits(logits, None, self.ids)
 
-        open_here = jnp.take_along_axis(is_mask, at, axis=1)  # masks of the block
+        open_here = jnp.take_along_axis(s.masks(self.ids.mask_id), at, axis=1)  # masks of the block
         is_done = ~jnp.any(open_here, axis=1)
-        part = offset // s.settings.sub_block[:, None]
-        here = jnp.min(jnp.where(open_here, part, K), axis=1, keepdims=True)
+        part = offset // own.sub_block[:, None]
+        here = jnp.min(jnp.where(open_here, part, self.width), axis=1, keepdims=True)
         after = next_in_row(open_here & (part == here))  # shifted: one place earlier
-        readable = jnp.where(is_done[:, None], offset == K - 1, after)
-        keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, K)), (s.keys, s.settings))
-        chosen = sample(choosable, readable, keys, at + 1, own)
+        readable = jnp.where(is_done[:, None], offset == self.width - 1, after)
+        chosen = sample(choosable, readable, s.keys, at + 1, own)
         confidence = jnp.where(readable, probability(real, chosen), -1.0)
         is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
-        reveals = readable & ((confidence > own.threshold) | is_best) & s.active[:, None]
-        reveals, end = cut_after_eos(reveals, chosen, at + 1, s.end, self.ids.eos_id)
-
-        text = put(s.text, jnp.where(reveals, at + 1, s.text.shape[1]), chosen)
-        is_left = (text == self.ids.mask_id) & is_new & (index < end[:, None])
-        return dataclasses.replace(
-            s,
-            cache=kv.commit(cache, jnp.where(s.active & is_done, K, 0)),
-            record=s.record.append_where(reveals, chosen, at + 1),
-            text=text,
-            end=end,
-            active=s.active & jnp.any(is_left, axis=1),
-            forwards=s.forwards + s.active,
-        )
+        reveals = readable & ((confidence > own.threshold[:, None]) | is_best)
+        cache = kv.commit(cache, jnp.where(s.active & is_done, self.width, 0))
+        return s.fill(cache, reveals, chosen, at + 1, self.ids)
 
 
 def reference(model: Transformer, request: Request) -> dict:
@@ -268,7 +235,5 @@ SYSTEM = System(
     objective=ComplementaryMasks,
     decoders={"block_diffusion": BlockByBlock},
     references={"block_diffusion": reference},
-    section="block_diffusion",
-    config_keys=CONFIG_KEYS,
-    block_key="block_size",
+    section=ConfigSection("block_diffusion", CONFIG_KEYS, block_key="block_size"),
 )

@@ -48,12 +48,12 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuation, Continuer, cut_after_eos
+from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
+from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 CONFIG_KEYS = {
     "tail": Setting(
@@ -66,7 +66,7 @@ CONFIG_KEYS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftTail:
+class SoftTail(Objective):
     """1 / R * sum over response tokens of CE / (beta + S_n), with R response tokens in the batch."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
@@ -119,10 +119,6 @@ class SoftTail:
         place = jnp.argsort(order, axis=1) - document
         return in_tail & (place < count), count / jnp.maximum(length, 1)
 
-    def input_length(self, row_length: int) -> int:
-        """T."""
-        return row_length
-
 
 def context_masks(is_masked: Bool[Array, "B T"], is_behind: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
     """S: the decayed count of masks at and before each token of its document.
@@ -157,12 +153,9 @@ class PassSettings(shared.Settings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State(Continuation):
+class State(FilledText):
     """The state of the decoding loop."""
 
-    text: Int32[Array, "B _"]  # 1 + N + K: the last given token, then new ones; masks where nothing is revealed
-    start: Int32[Array, "B"]  # new tokens before the block
-    end: Int32[Array, "B"]  # maximal number of new tokens; where an EOS is revealed, they end there
     passed: Int32[Array, "B"]  # forwards over this block's masks
 
 
@@ -180,43 +173,23 @@ class CausalBlocks(Continuer):
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state, after a prefill of all given tokens but the last."""
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        text = jnp.full((len(last), 1 + self.new_tokens + self.width), self.ids.mask_id, jnp.int32).at[:, 0].set(last)
-        start = jnp.zeros_like(last)
-        return self.start(State, layout, keys, cache, text=text, start=start, end=layout.places.count, passed=start)
+        return self.start_text(State, layout, keys, cache, passed=jnp.zeros_like(last))
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward over each row's block: reveals tokens, or commits a finished block."""
-        B, K = len(s.start), self.width
-        at = s.start[:, None] + jnp.arange(K)[None]  # [B, K] indices of new tokens, each predicted at the one before it
-        places = s.places.position[:, :1] + at
-        fed = jnp.take_along_axis(s.text, at, axis=1)
-        is_mask = (jnp.take_along_axis(s.text, at + 1, axis=1) == self.ids.mask_id) & (at < s.end[:, None])
+        K = self.width
+        at = s.cache.length[:, None] + jnp.arange(K)[None]  # [B, K]; each predicts the token after it
+        is_mask = jnp.take_along_axis(s.masks(self.ids.mask_id), at + 1, axis=1)
         is_open = s.active & jnp.any(is_mask, axis=1)
 
-        visible = jnp.broadcast_to(jnp.tril(jnp.ones((K, K), bool)), (B, K, K))
-        logits, cache = kv.extend(model, s.cache, fed, places - 1, visible)
-        real, choosable = mask_logits(logits, jnp.ones((B, K), bool), self.ids)
-        keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, K)), (s.keys, s.settings))
-        chosen = sample(choosable, is_mask, keys, places, own)
-        reveals = is_mask & (probability(real, chosen) > own.threshold)
+        logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
+        real, choosable = mask_logits(logits, None, self.ids)
+        chosen = sample(choosable, is_mask, s.keys, at + 1, s.settings)
+        reveals = is_mask & (probability(real, chosen) > s.settings.threshold[:, None])
         is_last = (s.passed + 1 >= s.settings.passes) | ~jnp.any(reveals, axis=1)
-        reveals = jnp.where(is_last[:, None], is_mask, reveals) & s.active[:, None]
-        reveals, end = cut_after_eos(reveals, chosen, at, s.end, self.ids.eos_id)
-
-        text = put(s.text, jnp.where(reveals, at + 1, s.text.shape[1]), chosen)
-        commits = jnp.where(s.active & ~is_open, K, 0)
-        is_left = (text[:, 1:] == self.ids.mask_id) & (jnp.arange(text.shape[1] - 1)[None] < end[:, None])
-        return dataclasses.replace(
-            s,
-            cache=kv.commit(cache, commits),
-            record=s.record.append_where(reveals, chosen, places),
-            text=text,
-            start=s.start + commits,
-            end=end,
-            passed=jnp.where(is_open, s.passed + 1, 0),
-            active=s.active & jnp.any(is_left, axis=1),
-            forwards=s.forwards + s.active,
-        )
+        reveals = jnp.where(is_last[:, None], is_mask, reveals)
+        cache = kv.commit(cache, jnp.where(s.active & ~is_open, K, 0))
+        return s.fill(cache, reveals, chosen, at + 1, self.ids, passed=jnp.where(is_open, s.passed + 1, 0))
 
 
 def reference(model: Transformer, request: Request) -> dict:
@@ -249,6 +222,5 @@ SYSTEM = System(
     objective=SoftTail,
     decoders={"card": CausalBlocks},
     references={"card": reference},
-    section="card",
-    config_keys=CONFIG_KEYS,
+    section=ConfigSection("card", CONFIG_KEYS),
 )

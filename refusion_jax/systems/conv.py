@@ -58,7 +58,7 @@ class NearKnown(masked.EvenSteps):
     """Prefers masks near known tokens."""
 
     def confidence(
-        self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
+        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Float32[Array, "B N"]:
         """The probability of the token times tanh(r)."""
         own = s.layout.settings

@@ -59,7 +59,7 @@ from refusion_jax.decoding.requests import (
 )
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 16  # as in the paper
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
@@ -83,7 +83,7 @@ def check(section) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockForcing:
+class BlockForcing(Objective):
     """1 / M * sum over the M masked tokens of the batch of CE / p."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
@@ -131,10 +131,6 @@ class BlockForcing:
         p = first + (self.most - first) / jnp.maximum(blocks - 1, 1) * rises
         p = jnp.clip(p, self.least, self.most)
         return rows.is_response & (draws[:, 2] < p), p
-
-    def input_length(self, row_length: int) -> int:
-        """T."""
-        return row_length
 
 
 def response_blocks(rows: Rows, length: int) -> Int32[Array, "B T"]:
@@ -243,8 +239,7 @@ class Pipeline(Decoder):
         index = s.cache.length[:, None] + jnp.arange(F)[None]
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)
         block = np.arange(F) // K
-        visible = jnp.broadcast_to(block[:, None] >= block, (len(index), F, F))
-        logits, cache = kv.extend(model, s.cache, tokens, index, visible)
+        logits, cache = kv.extend(model, s.cache, tokens, index, (block[:, None] >= block)[None])
 
         proposal = masked.propose(logits, s, w, self.ids)
         by_block = (len(index), F // K, K)
@@ -275,7 +270,9 @@ class Pipeline(Decoder):
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
         has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.layout.places.count)
-        is_due = has_room & (share >= _OPEN_AT) & ~masked.has_ended(s.record, self.ids)
+        is_real = jnp.arange(s.record.tokens.shape[1])[None] < s.record.count[:, None]
+        has_ended = jnp.any(is_real & (s.record.tokens == self.ids.eos_id), axis=1)
+        is_due = has_room & (share >= _OPEN_AT) & ~has_ended
         return s.opened + is_due
 
 
@@ -318,8 +315,5 @@ SYSTEM = System(
     objective=BlockForcing,
     decoders={"d2f": Pipeline},
     references={"d2f": reference},
-    section="d2f",
-    config_keys=CONFIG_KEYS,
-    block_key="block_length",
-    check=check,
+    section=ConfigSection("d2f", CONFIG_KEYS, check, block_key="block_length"),
 )

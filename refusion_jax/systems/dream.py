@@ -44,7 +44,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 CONFIG_KEYS = {
     "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
@@ -57,11 +57,12 @@ LAST_TIME = 1e-3  # the times of decoding run from 1 to this, as in the authors'
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftedDiffusion:
+class ShiftedDiffusion(Objective):
     """1 / M * sum over the M masked tokens of the batch of CART weight * CE."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
     pattern: ClassVar[Pattern] = BIDIRECTIONAL
+    shifted: ClassVar[bool] = True
 
     mask_id: int
     eps: float
@@ -86,10 +87,6 @@ class ShiftedDiffusion:
             weights={"mdm": next_in_row(weight)},
             diagnostics={"mask_ratio": p},
         )
-
-    def input_length(self, row_length: int) -> int:
-        """T."""
-        return row_length
 
 
 def cart_weights(is_clean: Bool[Array, "B T"], segment_ids: Int32[Array, "B T"], q: float) -> Float32[Array, "B T"]:
@@ -146,7 +143,7 @@ class Scheduled:
     confidence: str
 
     def __call__(
-        self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
+        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Bool[Array, "B N"]:
         del mask_id
         counts = s.layout.settings.counts  # [B, N], of each forward
@@ -214,7 +211,5 @@ SYSTEM = System(
     objective=ShiftedDiffusion,
     decoders={"dream": Denoise},
     references={"dream": reference},
-    section="dream",
-    config_keys=CONFIG_KEYS,
-    shifted=True,
+    section=ConfigSection("dream", CONFIG_KEYS),
 )

@@ -83,7 +83,7 @@ class FastSettings(masked.MaskedSettings):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State(masked.InBlocks):
+class State(masked.MaskedText):
     """The state of the decoding loop."""
 
     entries: KeyValues  # C entries of each row; a leading part is valid
@@ -96,7 +96,7 @@ class Surest:
     rule: str  # threshold | factor
 
     def __call__(
-        self, s: masked.InBlocks, w: masked.Window, proposal: masked.Proposal, mask_id: int
+        self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Bool[Array, "B K"]:
         del mask_id
         return self.chosen(proposal.probability, w, s.layout.settings)
@@ -133,10 +133,8 @@ class BlockCache(masked.MaskedDecoder):
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state; there is no prefill, as the first forward runs over the whole text."""
-        zeros = jnp.zeros(keys.shape, jnp.int32)
-        entries = Cache.empty(model, len(zeros), self.cache_length).entries
-        own = {"block": zeros, "block_step": zeros, "entries": entries}
-        return State.start(layout, keys, self.ids, self.block_length, **own)
+        entries = Cache.empty(model, len(keys), self.cache_length).entries
+        return State.start(layout, keys, self.ids, self.block_length, entries=entries)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward: over the whole text for rows that begin a block, or over blocks for the others."""

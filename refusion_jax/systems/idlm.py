@@ -48,14 +48,14 @@ from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_p
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding import speculation
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 3
 
@@ -68,7 +68,7 @@ CONFIG_KEYS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class AllMasked:
+class AllMasked(Objective):
     """Mean CE of what masks predict + clean_weight * mean CE of what clean tokens predict; both shifted."""
 
     mask_id: int
@@ -170,41 +170,34 @@ class DraftAndCheck(Continuer):
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
-        B, N, W = len(s.pending), self.stride, self.width
-        offset = jnp.arange(W)[None]
+        N, offset = self.stride, jnp.arange(self.width)[None]
         first = s.places.position[:, 0] + s.record.count  # [B], the place after the pending token
         is_draft = (offset > 0) & (offset <= s.drafted[:, None])
         fed = jnp.where(is_draft, jnp.pad(s.drafts, ((0, 0), (1, N - 1))), self.ids.mask_id).at[:, 0].set(s.pending)
         places = first[:, None] + offset  # [B, W], predicted by the tokens before them
-        logits, cache = kv.extend(
-            model, s.cache, fed, places - 1, jnp.broadcast_to(jnp.tril(jnp.ones((W, W), bool)), (B, W, W))
-        )
-        _, choosable = mask_logits(logits, jnp.ones((B, W), bool), self.ids)
+        logits, cache = kv.extend(model, s.cache, fed, places - 1)
+        _, choosable = mask_logits(logits, None, self.ids)
         is_warm = s.settings.temperature > 0  # [B]
-        likely = speculation.distribution(choosable, s.settings)
+        likely = sampling.distribution(choosable, s.settings)
 
         # p[i] verifies draft i; the p after the last draft gives one more token if all are accepted.
         verdict = (likely[:, :N], s.q, s.drafts, s.drafted, s.keys, places[:, :N], is_warm)
-        accepted, token = speculation.verify(*verdict)
-
-        room = jnp.where(s.active, s.places.count - s.record.count, 0)
-        tokens, kept, has_end = speculation.committed(s.drafts, accepted, token, room, self.ids.eos_id)
-        record = s.record.append(tokens, places[:, :N], kept)
+        accepted, tokens = sampling.verify(*verdict)
+        count = jnp.minimum(accepted + 1, s.places.count - s.record.count)
+        after, kept = s.commit(tokens, places[:, :N], count, self.ids.eos_id)
 
         # If nothing was rejected, the masks after the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
-        drafts = speculation.draw(q, is_warm, s.keys, jnp.take_along_axis(places, from_mask, axis=1))
+        drafts = sampling.draw(q, is_warm, s.keys, jnp.take_along_axis(places, from_mask, axis=1))
         row = s.active[:, None]
         return dataclasses.replace(
-            s,
+            after,
             cache=kv.commit(cache, kept),
-            record=record,
-            pending=jnp.where(s.active, token, s.pending),
+            pending=jnp.where(s.active, tokens[:, -1], s.pending),
             drafts=jnp.where(row, drafts, s.drafts),
             q=jnp.where(row[:, :, None], q, s.q),
             drafted=jnp.where(s.active, jnp.where(accepted == s.drafted, N - 1, 0), s.drafted),
-            active=s.active & ~has_end & (record.count < s.places.count),
             forwards=s.forwards + s.active,
         )
 
@@ -234,7 +227,5 @@ SYSTEM = System(
     objective=AllMasked,
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
-    section="idlm",
-    config_keys=CONFIG_KEYS,
-    block_key="block_size",
+    section=ConfigSection("idlm", CONFIG_KEYS, block_key="block_size"),
 )

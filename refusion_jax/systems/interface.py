@@ -6,9 +6,10 @@ systems/README.md for how to add one.
 Axes: B rows, T row length.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Key
 
@@ -22,15 +23,20 @@ from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.scoring import Scoring
 
-__all__ = ["Claim", "Decoder", "Experiments", "Objective", "Scoring", "System", "train_flops_per_row"]
+__all__ = ["PLAIN", "Claim", "ConfigSection", "Decoder", "Experiments", "Objective", "Scoring", "System"]
+
+PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted
 
 
-class Objective(Protocol):
-    """How rows of text become a training batch: a frozen dataclass."""
+class Objective(abc.ABC):
+    """How rows of text become a training batch: a frozen dataclass of `mask_id` and the system's own config keys."""
+
+    shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it
 
     coefficients: Mapping[str, float]  # weight of each loss term in the total
     pattern: Pattern  # who attends to whom; an upper bound where that is random. FLOPs are counted by it
 
+    @abc.abstractmethod
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Corrupts rows into a batch; runs inside `jit`.
 
@@ -38,11 +44,20 @@ class Objective(Protocol):
           rows: packed rows of the global batch, so that normalizers cover all of it.
           keys: one per row; a row's noise depends on nothing else.
         """
-        ...
 
     def input_length(self, row_length: int) -> int:
-        """Tokens that the model is fed for a row of T tokens."""
-        ...
+        """Tokens that the model is fed for a row of T tokens: T, unless a subclass says otherwise."""
+        return row_length
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigSection:
+    """A system's own section of the config."""
+
+    name: str = ""  # empty: it has none
+    keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
+    check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together
+    block_key: str = ""  # the key with the number of tokens that are denoised together, if that is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,26 +84,22 @@ class Experiments:
 class System:
     """A training objective and its decoders, under one name.
 
-    `objective` is called with mask_id and the system's own config keys as keyword arguments. It is None for systems
-    that only decode models of others. `config_keys` are those under `section`.
+    `references` has each decoder in plain Python, see decoding/reference.py.
     """
 
     name: str
-    objective: Callable[..., Objective] | None
+    objective: type[Objective] | None  # None: it only decodes models of others
     decoders: Mapping[str, type[Decoder]]  # by name; the first is the default
-    references: Mapping[
-        str, Callable[[Transformer, Request], dict]
-    ]  # each decoder in plain Python, see decoding/reference.py
-    section: str = ""  # of the config, with the keys
-    config_keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
-    check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together
-    decodes: tuple[str, ...] = ()  # names of other systems whose models its decoders serve
+    references: Mapping[str, Callable[[Transformer, Request], dict]]
+    section: ConfigSection = ConfigSection()
+    decodes: tuple[str, ...] = ()  # other systems whose models its decoders serve; PLAIN in one system
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
-    block_key: str = ""  # its config key for the number of tokens that are denoised together
-    shifted: bool = False  # whether its models read a masked token from the logits at the token before it
     experiments: Experiments = Experiments()
-    decodes_plain: bool = False  # whether it decodes language models that nobody has adapted; true for one system
     is_default: bool = False  # whether it is trained by default; true for one system
+
+    def objective_by_default(self) -> Objective:
+        """Its objective, with the default of every key."""
+        return self.objective(mask_id=0, **{name: key.default for name, key in self.section.keys.items()})
 
 
 def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int) -> float:

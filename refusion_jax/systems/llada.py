@@ -37,7 +37,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
 
 CONFIG_KEYS = {
@@ -48,7 +48,7 @@ CONFIG_KEYS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedDiffusion:
+class MaskedDiffusion(Objective):
     """1 / N * sum over masked tokens of CE / (p R), with R response tokens of the token's document (LLaDA, eq. 3)."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
@@ -72,10 +72,6 @@ class MaskedDiffusion:
             weights={"mdm": is_masked / (count_documents(rows.segment_ids) * p * response_length)},
             diagnostics={"mask_ratio": p},
         )
-
-    def input_length(self, row_length: int) -> int:
-        """T."""
-        return row_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +159,7 @@ SYSTEM = System(
     objective=MaskedDiffusion,
     decoders={"llada": Denoise},
     references={"llada": reference},
-    section="llada",
-    config_keys=CONFIG_KEYS,
+    section=ConfigSection("llada", CONFIG_KEYS),
     decodes=("r2ft",),
     scoring=SCORING,
 )

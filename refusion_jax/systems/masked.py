@@ -4,15 +4,12 @@ Every forward takes a window of the text, its current block, proposes a token fo
 that a *selection rule* chooses. Decoders differ in this rule: an even number a step (llada.py), near known tokens
 (conv.py), by a schedule (dream.py), by a threshold (fast_dllm.py, which also keeps keys and values).
 
-Shapes are static, so a few widths of the text are compiled, and every forward chooses among them by its longest active
-row. A short text that is decoded alone takes no longer because other texts of the queue are long.
+A few widths of the text are compiled, and every forward takes the least that holds its longest active row.
 
 With `merge`, only one in every so many masks after the block is fed, in the spirit of ToMA (arXiv 2509.10918), which
-merges similar tokens of an image. Masks differ in their position alone, so the representatives are evenly spaced: of
-every `merge` masks after the block, counted from its end, the middle one is fed at its own position and the others are
-left out. Nothing has to be unmerged, since no token is read from masks after the block. This is an approximation: a
-merged group is one key in attention. Example with a block of two after three given tokens and merge = 3 (the last group
-may be smaller):
+merges similar tokens of an image: of every `merge` masks, counted from the end of the block, the middle one, at its own
+position. No token is read from these masks, so nothing has to be unmerged; a merged group is one key in attention, an
+approximation. Example with a block of two after three given tokens and merge = 3 (the last group may be smaller):
 
     text       p q r M M | M M M M M        fed        p q r M M   M     M
 
@@ -34,7 +31,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
-from refusion_jax.decoding.settings import TokenIds, TracedSettings
+from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 _WIDTHS = 4  # number of compiled widths, at most
@@ -49,6 +46,8 @@ class MaskedText:
     keys: Key[Array, "B"]
     text: Int32[Array, "B C"]  # the mask token wherever nothing is committed
     length: Int32[Array, "B"]  # of the text
+    block: Int32[Array, "B"]  # that is decoded, for decoders with blocks
+    block_step: Int32[Array, "B"]  # forwards taken in this block
     record: Record
     active: Bool[Array, "B"]
     forwards: Int32[Array, "B"]
@@ -78,20 +77,13 @@ class MaskedText:
             keys=keys,
             text=put(jnp.full((B, C), ids.mask_id, jnp.int32), at, given.tokens),
             length=given.length + layout.places.count,
+            block=zeros,
+            block_step=zeros,
             record=Record.empty(B, layout.places.position.shape[1] + at_once),
             active=zeros == 0,
             forwards=zeros,
             **own,
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class InBlocks(MaskedText):
-    """The state of decoders that fill one block after the other."""
-
-    block: Int32[Array, "B"]
-    block_step: Int32[Array, "B"]  # forwards taken in this block
 
 
 @jax.tree_util.register_dataclass
@@ -126,7 +118,7 @@ class Proposal(NamedTuple):
 class SelectionRule(Protocol):
     """Which masks a forward commits: a frozen dataclass, compiled in."""
 
-    def __call__(self, s: InBlocks, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
+    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
         """Which places of the window to commit; those that are not masked are ignored. Runs inside `jit`."""
         ...
 
@@ -187,25 +179,22 @@ class MaskedDecoder(Decoder):
         """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens)
 
-    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> InBlocks:
+    def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         """The initial state; there is no prefill."""
-        zeros = jnp.zeros(keys.shape, jnp.int32)
-        return InBlocks.start(layout, keys, self.ids, self.block_length, block=zeros, block_step=zeros)
+        return MaskedText.start(layout, keys, self.ids, self.block_length)
 
     def scored(self, model: Transformer, rows: int) -> int:
         """The places of a block."""
         return super().scored(model, rows) * self.block_length // self.width
 
-    def step(self, model: Transformer, s: InBlocks) -> InBlocks:
+    def step(self, model: Transformer, s: MaskedText) -> MaskedText:
         """One forward over the whole text, which commits masks of each row's block."""
         w, after_block = self.window(s)
-        if self.merge > 1:
-            logits = merged_logits(model, s, w.position, fed_places(s, after_block, self.merge))
-        else:
-            logits = denoise(model, s, w.position, self.shifted)
+        is_fed = fed_places(s, after_block, self.merge) if self.merge > 1 else None
+        logits = denoise(model, s, w.position, self.shifted, is_fed)
         return self.commit(s, w, propose(logits, s, w, self.ids), s.active)
 
-    def window(self, s: InBlocks) -> tuple[Window, Int32[Array, "B"]]:
+    def window(self, s: MaskedText) -> tuple[Window, Int32[Array, "B"]]:
         """(the places of each row's block, the number of the first place after it)."""
         own, count = s.layout.settings.block_length, s.layout.places.count
         length = jnp.maximum(jnp.where(own > 0, own, count), 1)
@@ -213,12 +202,12 @@ class MaskedDecoder(Decoder):
 
     def commit(
         self,
-        s: InBlocks,
+        s: MaskedText,
         w: Window,
         proposal: Proposal,
         took_part: Bool[Array, "B"],
         also: Bool[Array, "#B #K"] | None = None,
-    ) -> InBlocks:
+    ) -> MaskedText:
         """Commits the masks of the block that the rule chooses, and those in `also`; a finished block is left."""
         chosen = self.rule(s, w, proposal, self.ids.mask_id)
         chosen = chosen if also is None else chosen | also
@@ -237,12 +226,12 @@ class EvenSteps:
     The settings of the rows have `steps`, for the whole answer; 0: one per mask.
     """
 
-    def confidence(self, s: InBlocks, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
+    def confidence(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
         """The higher, the earlier a place is committed."""
         del s, w, mask_id
         return proposal.probability
 
-    def __call__(self, s: InBlocks, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
+    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
         own, count = s.layout.settings, s.layout.places.count
         length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
         blocks = jnp.maximum(-(-count // length), 1)
@@ -264,15 +253,8 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
 def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds) -> Proposal:
     """Proposes a token for every place of a window."""
     real, choosable = mask_logits(logits, w.may_end, ids)
-    own = s.layout.settings
-    keys, settings = jax.tree.map(
-        lambda x: jnp.broadcast_to(x[:, None], w.position.shape),
-        (
-            jax.vmap(jax.random.fold_in)(s.keys, s.forwards),
-            TracedSettings(temperature=own.temperature, top_k=own.top_k, top_p=own.top_p),
-        ),
-    )
-    return Proposal(sample(choosable, w.masked, keys, w.position, settings), real, choosable)
+    keys = jax.vmap(jax.random.fold_in)(s.keys, s.forwards)
+    return Proposal(sample(choosable, w.masked, keys, w.position, s.layout.settings), real, choosable)
 
 
 def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
@@ -324,12 +306,6 @@ def is_complete(text: Int32[Array, "B C"], layout: Layout, ids: TokenIds) -> Boo
     return (first(ids.mask_id) == index.shape[1]) | (first(ids.eos_id) < first(ids.mask_id))
 
 
-def has_ended(record: Record, ids: TokenIds) -> Bool[Array, "B"]:
-    """Whether an EOS was committed."""
-    is_real = jnp.arange(record.tokens.shape[1])[None] < record.count[:, None]
-    return jnp.any(is_real & (record.tokens == ids.eos_id), axis=1)
-
-
 def check_first(requests: Sequence[Request]) -> None:
     """Refuses texts that begin with a gap, of which a shifted model cannot write the first token.
 
@@ -354,40 +330,46 @@ def widths(capacity: int, least: int = 0) -> list[int]:
     return sorted({max(least, -(-capacity * i // _WIDTHS)) for i in range(1, _WIDTHS + 1)})
 
 
-def smallest(count: Int32[Array, "B"], of: list[int]) -> Int32[Array, ""]:
-    """The index of the smallest of these widths that holds the tokens of every row, of which there are `count`."""
-    return jnp.argmax(jnp.max(count) <= jnp.array(of)).astype(jnp.int32)
-
-
 def in_smallest(count: Int32[Array, "B"], of: list[int], forward: Callable[[int], Any]) -> Any:
     """Runs a function of the width, with the smallest of these widths that holds the tokens of every row."""
-    return jax.lax.switch(smallest(count, of), [functools.partial(forward, width) for width in of])
+    smallest = jnp.argmax(jnp.max(count) <= jnp.array(of)).astype(jnp.int32)
+    return jax.lax.switch(smallest, [functools.partial(forward, width) for width in of])
 
 
-def live_lengths(s: MaskedText) -> Int32[Array, "B"]:
-    """The length of each row's text; 0 for rows that are finished."""
-    return jnp.where(s.active, s.length, 0)
-
-
-def denoise(model: Transformer, s: MaskedText, position: Int32[Array, "B K"], shifted: bool) -> Float32[Array, "B K V"]:
-    """One forward over the whole text: logits at some positions.
+def denoise(
+    model: Transformer,
+    s: MaskedText,
+    position: Int32[Array, "B K"],
+    shifted: bool,
+    is_fed: Bool[Array, "B C"] | None = None,
+) -> Float32[Array, "B K V"]:
+    """One forward over the text: logits at some positions.
 
     Args:
       model: the transformer.
       s: holds the texts.
       position: in the text, for which logits are wanted; those of finished rows mean nothing.
       shifted: whether the token at j is read from the logits at j - 1.
+      is_fed: from `fed_places`; by default the whole text is fed.
     """
+    (B, C), N = s.text.shape, s.layout.places.position.shape[1]
     at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
+    if is_fed is None:
+        fed = jnp.broadcast_to(jnp.arange(C)[None], (B, C))
+        length, widest, sizes = s.length, jnp.where(s.active, s.length, 0), widths(C, N)
+    else:
+        fed = jnp.argsort(~is_fed, axis=1, stable=True)  # fed places first, in text order
+        at = jnp.take_along_axis(jnp.cumsum(is_fed, axis=1) - is_fed, at, axis=1)  # as fed
+        length = widest = jnp.sum(is_fed, axis=1)
+        sizes = widths(C)
 
     def forward(width: int):
-        index = jnp.broadcast_to(jnp.arange(width)[None], (len(at), width))
-        seen = Visibility.of(BIDIRECTIONAL, (index < s.length[:, None]).astype(jnp.int32))
-        hidden = model.hidden(s.text[:, :width], index, seen)
+        tokens = jnp.take_along_axis(s.text, fed[:, :width], axis=1)
+        seen = Visibility.of(BIDIRECTIONAL, (jnp.arange(width)[None] < length[:, None]).astype(jnp.int32))
+        hidden = model.hidden(tokens, fed[:, :width], seen)
         return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
 
-    C, N = s.text.shape[1], s.layout.places.position.shape[1]
-    return model.logits(in_smallest(live_lengths(s), widths(C, N), forward))
+    return model.logits(in_smallest(widest, sizes, forward))
 
 
 def fed_places(s: MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
@@ -407,29 +389,3 @@ def fed_places(s: MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Arra
     into = jnp.where(is_left_out, places.position, s.text.shape[1])
     kept = put(jnp.ones(s.text.shape, jnp.int32), into, jnp.zeros_like(into)) > 0
     return kept & (text < s.length[:, None]) & s.active[:, None]
-
-
-def merged_logits(
-    model: Transformer, s: MaskedText, position: Int32[Array, "B K"], is_fed: Bool[Array, "B C"]
-) -> Float32[Array, "B K V"]:
-    """One forward over the fed places: logits at some of them.
-
-    Args:
-      model: the transformer.
-      s: holds the texts.
-      position: fed places for which logits are wanted.
-      is_fed: from `fed_places`.
-    """
-    C = s.text.shape[1]
-    count = jnp.sum(is_fed, axis=1)
-    order = jnp.argsort(~is_fed, axis=1, stable=True)  # fed places first, in text order
-    at = jnp.take_along_axis(jnp.cumsum(is_fed, axis=1) - is_fed, position, axis=1)  # [B, K], as fed
-
-    def forward(width: int):
-        fed = order[:, :width]
-        tokens = jnp.take_along_axis(s.text, fed, axis=1)
-        is_token = (jnp.arange(width)[None] < count[:, None]).astype(jnp.int32)
-        hidden = model.hidden(tokens, fed, Visibility.of(BIDIRECTIONAL, is_token))
-        return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
-
-    return model.logits(in_smallest(count, widths(C), forward))

@@ -28,8 +28,8 @@ from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding import speculation
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
@@ -83,27 +83,23 @@ class LookUp(Continuer):
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token."""
-        B, N = len(s.text), self.width
+        N = self.width
         length = s.places.position[:, 0] + s.record.count
         last = jnp.take_along_axis(s.text, length[:, None] - 1, axis=1)
         drafts, drafted = look_up(s.text, length, N - 1, self.ngram)
         places = length[:, None] + jnp.arange(N)[None]  # predicted by the tokens before them
-        visible = jnp.broadcast_to(jnp.tril(jnp.ones((N, N), bool)), (B, N, N))
-        logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1, visible)
-        _, choosable = mask_logits(logits, jnp.ones((B, N), bool), self.ids)
-        p, is_warm = speculation.distribution(choosable, s.settings), s.settings.temperature > 0
+        logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1)
+        _, choosable = mask_logits(logits, None, self.ids)
+        p, is_warm = sampling.distribution(choosable, s.settings), s.settings.temperature > 0
         q = jax.nn.one_hot(drafts, p.shape[-1])
-        accepted, token = speculation.verify(p, q, drafts, drafted, s.keys, places, is_warm)
-        room = jnp.where(s.active, s.places.count - s.record.count, 0)
-        tokens, kept, has_end = speculation.committed(drafts, accepted, token, room, self.ids.eos_id)
-        record = s.record.append(tokens, places, kept)
+        accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, is_warm)
+        count = jnp.minimum(accepted + 1, s.places.count - s.record.count)
+        after, kept = s.commit(tokens, places, count, self.ids.eos_id)
         is_new = jnp.arange(N)[None] < kept[:, None]
         return dataclasses.replace(
-            s,
+            after,
             cache=kv.commit(cache, kept),
-            record=record,
             text=put(s.text, jnp.where(is_new, places, s.text.shape[1]), tokens),
-            active=s.active & ~has_end & (record.count < s.places.count),
             forwards=s.forwards + s.active,
         )
 

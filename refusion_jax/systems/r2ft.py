@@ -37,7 +37,7 @@ from refusion_jax.batch.rows import Rows, keys_for, per_document_sum, row_index,
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.cli.settings import Setting
 from refusion_jax.systems import llada
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 CONFIG_KEYS = {
     "eps": llada.CONFIG_KEYS["eps"],
@@ -80,7 +80,7 @@ class Preference:
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectRepetition:
+class RejectRepetition(Objective):
     """The mean over documents of -log sigmoid(margin - gamma) + anchor * CE."""
 
     pattern: ClassVar[Pattern] = Twice()
@@ -149,7 +149,6 @@ SYSTEM = System(
     objective=RejectRepetition,
     decoders={},
     references={},
-    section="r2ft",
-    config_keys=CONFIG_KEYS,
+    section=ConfigSection("r2ft", CONFIG_KEYS),
     scoring=llada.SCORING,
 )

@@ -16,7 +16,7 @@ from refusion_jax import systems as folder
 from refusion_jax.cli.errors import SettingError, UserError, first_line
 from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import PLAIN, System
 
 ENTRY_POINTS = "refusion_jax.systems"
 
@@ -85,8 +85,8 @@ def _check(system: System, others: Iterable[System]) -> None:
     for other in others:
         if other.name == system.name or (set(other.decoders) & set(system.decoders)):
             raise UserError(f"system {system.name!r}: {other.name!r} has this name or one of its decoders' already")
-        if system.section and other.section == system.section:
-            raise UserError(f"system {system.name!r}: {other.name!r} has the config section {system.section!r} already")
+        if (section := system.section.name) and other.section.name == section:
+            raise UserError(f"system {system.name!r}: {other.name!r} has the config section {section!r} already")
         for name, kind in _kinds(system).items():
             if (known := _kinds(other).get(name, kind)) is not kind:
                 raise UserError(
@@ -98,9 +98,10 @@ def _check(system: System, others: Iterable[System]) -> None:
 def _missing(system: System) -> Iterator[tuple[str, str]]:
     """(part of a system, what the protocol asks of it and it does not have)."""
     if system.objective:
-        defaults = {name: key.default for name, key in system.config_keys.items()}
-        objective = system.objective(mask_id=0, **defaults)
-        for member in ("coefficients", "pattern", "corrupt", "input_length"):
+        for member in sorted(system.objective.__abstractmethods__):
+            yield "its objective", member
+        objective = system.objective_by_default()
+        for member in ("coefficients", "pattern"):
             if not hasattr(objective, member):
                 yield "its objective", member
     for name, decoder in system.decoders.items():
@@ -129,7 +130,7 @@ def default_system() -> System:
 
 def plain_system() -> System:
     """The system that decodes plain language models."""
-    return next(system for system in systems().values() if system.decodes_plain)
+    return next(system for system in systems().values() if PLAIN in system.decodes)
 
 
 def trainable() -> list[str]:
@@ -187,6 +188,5 @@ def loss_terms() -> list[str]:
     terms = {}
     for system in systems().values():
         if system.objective:
-            defaults = {name: key.default for name, key in system.config_keys.items()}
-            terms |= dict.fromkeys(system.objective(mask_id=0, **defaults).coefficients)
+            terms |= dict.fromkeys(system.objective_by_default().coefficients)
     return list(terms)

@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Float32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels
@@ -47,12 +47,12 @@ from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.continuation import Continuation, Continuer, cut_after_eos
+from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
-from refusion_jax.decoding.sampling import mask_logits, put, sample
+from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 CONFIG_KEYS = {
     "block_size": Setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=4096),
@@ -61,7 +61,7 @@ CONFIG_KEYS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ReorderedBlocks:
+class ReorderedBlocks(Objective):
     """1 / R * sum over masks of CE / gamma + mean of CE over next tokens, with R response tokens in the batch."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0, "ar": 1.0}
@@ -130,16 +130,6 @@ class WindowSettings(shared.Settings):
         return whole + [narrow | {"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4)]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State(Continuation):
-    """The state of the decoding loop."""
-
-    text: Int32[Array, "B _"]  # N + F, from the first new token on; the mask token wherever nothing is filled
-    start: Int32[Array, "B"]  # how many leading tokens of it are in the cache
-    end: Int32[Array, "B"]  # its maximal length; where an EOS is filled, it ends there
-
-
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(Continuer):
     """The decoder with its compiled sizes."""
@@ -156,50 +146,31 @@ class SlidingWindow(Continuer):
         """W."""
         return self.width // 2
 
-    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         """The initial state, after the prefill."""
-        cache, start = kv.prefill(model, layout.given, self.chunk), jnp.zeros_like(layout.given.length)
-        text = jnp.full((len(start), self.new_tokens + self.width), self.ids.mask_id, jnp.int32)
-        return self.start(State, layout, keys, cache, text=text, start=start, end=layout.places.count)
+        return self.start_text(FilledText, layout, keys, kv.prefill(model, layout.given, self.chunk))
 
-    def step(self, model: Transformer, s: State) -> State:
+    def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward, which commits filled places right after each row's committed tokens, and fills masks."""
-        B, W, F = len(s.start), self.window, self.width
-        offset = jnp.arange(F)[None]
-        at = s.start[:, None] + offset  # [B, F] of text
+        offset, end = jnp.arange(self.width)[None], s.end[:, None]
+        at = s.cache.length[:, None] + offset  # [B, F] of text
         tokens = jnp.take_along_axis(s.text, at, axis=1)
-        is_filled = (tokens != self.ids.mask_id) & (at < s.end[:, None])
+        is_filled = (tokens != self.ids.mask_id) & (at < end)
         prefix = jnp.sum(jnp.cumprod(is_filled, axis=1), axis=1)  # [B], commits
-        is_in = (offset < prefix[:, None] + W) & (at < s.end[:, None])
+        is_in = (offset < prefix[:, None] + self.window) & (at < end)
         order = jnp.argsort(jnp.where(is_filled, 0, jnp.where(is_in, 1, 2)), axis=1, stable=True)
         tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))
 
-        places = s.places.position[:, :1] + at
-        visible = jnp.broadcast_to(jnp.tril(jnp.ones((F, F), bool)), (B, F, F))
-        logits, cache = kv.extend(model, s.cache, tokens, places, visible)
-        real, choosable = mask_logits(logits, jnp.ones((B, F), bool), self.ids)
-        keys, own = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (B, F)), (s.keys, s.settings))
-        chosen = sample(choosable, is_mask, keys, places, own)
+        logits, cache = kv.extend(model, s.cache, tokens, at)
+        real, choosable = mask_logits(logits, None, self.ids)
+        chosen = sample(choosable, is_mask, s.keys, at, s.settings)
 
         first = jnp.min(jnp.where(is_mask, at, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
-        score = jnp.where(is_mask, entropy(real) + own.distance_penalty * (at - first), jnp.inf)
+        penalty = s.settings.distance_penalty[:, None] * (at - first)
+        score = jnp.where(is_mask, entropy(real) + penalty, jnp.inf)
         is_best = offset == jnp.argmin(score, axis=1)[:, None]
-        fills = is_mask & ((score < own.entropy_threshold) | is_best) & s.active[:, None]
-        fills, end = cut_after_eos(fills, chosen, at, s.end, self.ids.eos_id)
-
-        text = put(s.text, jnp.where(fills, at, s.text.shape[1]), chosen)
-        commits = jnp.where(s.active, prefix, 0)
-        is_left = (text == self.ids.mask_id) & (jnp.arange(text.shape[1])[None] < end[:, None])
-        return dataclasses.replace(
-            s,
-            cache=kv.commit(cache, commits),
-            record=s.record.append_where(fills, chosen, places),
-            text=text,
-            start=s.start + commits,
-            end=end,
-            active=s.active & jnp.any(is_left, axis=1),
-            forwards=s.forwards + s.active,
-        )
+        fills = is_mask & ((score < s.settings.entropy_threshold[:, None]) | is_best)
+        return s.fill(kv.commit(cache, jnp.where(s.active, prefix, 0)), fills, chosen, at, self.ids)
 
 
 def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
@@ -242,6 +213,5 @@ SYSTEM = System(
     objective=ReorderedBlocks,
     decoders={"wedlm": SlidingWindow},
     references={"wedlm": reference},
-    section="wedlm",
-    config_keys=CONFIG_KEYS,
+    section=ConfigSection("wedlm", CONFIG_KEYS),
 )

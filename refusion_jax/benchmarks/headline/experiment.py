@@ -261,5 +261,5 @@ def _different(
 
 def _trained(system: str, config: ml_collections.ConfigDict) -> dict[str, Any]:
     """The system's own config keys."""
-    section = systems()[system].section
+    section = systems()[system].section.name
     return config[section].to_dict() if section else {}

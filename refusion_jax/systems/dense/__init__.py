@@ -3,11 +3,11 @@
 import functools
 
 from refusion_jax.systems.dense.drafting import Drafting
-from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots, check
+from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
 from refusion_jax.systems.dense.scoring import scoring_forward
-from refusion_jax.systems.interface import Claim, Experiments, Scoring, System
+from refusion_jax.systems.interface import Claim, ConfigSection, Experiments, Scoring, System
 from refusion_jax.systems.refusion.reference import plan_and_infill
 
 # No paper claims them: these are ReFusion's, for its own system, as goals.
@@ -18,9 +18,7 @@ SYSTEM = System(
     objective=DenseSlots,
     decoders={"dense": Drafting, "dense_plan": PlanAlone},
     references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
-    section="dense",
-    config_keys=CONFIG_KEYS,
-    check=check,
+    section=ConfigSection("dense", CONFIG_KEYS),
     scoring=Scoring(scoring_forward),
     experiments=Experiments(GOALS),
 )

@@ -35,8 +35,8 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding import speculation
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import mask_logits
@@ -200,16 +200,14 @@ class Drafting(Continuer):
         _, choosable = mask_logits(logits, jnp.take_along_axis(s.places.may_end, index, axis=1), self.ids)
         is_led_up_to = (first == s.place + 1)[:, None]
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
-        likely, is_warm = speculation.distribution(choosable, settings), settings.temperature > 0
+        likely, is_warm = sampling.distribution(choosable, settings), settings.temperature > 0
 
         drafts, q = s.drafts[:, : n - 1], s.q[:, : n - 1]
-        accepted, token = speculation.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, is_warm)
+        accepted, tokens = sampling.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, is_warm)
         adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
         adjacent &= s.record.count[:, None] + offset < s.places.count[:, None]
         room = jnp.sum(jnp.cumprod(adjacent, axis=1), axis=1)  # in this gap
-        room = jnp.where(s.active, room, 0)
-        tokens, kept, has_end = speculation.committed(drafts, accepted, token, room, self.ids.eos_id)
-        record = s.record.append(tokens, places, kept)
+        after, kept = s.commit(tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
 
         last = jnp.maximum(kept - 1, 0)
         new = {"pending": _at(tokens, last), "place": _at(places, last), "drafted": jnp.zeros_like(kept)}
@@ -217,8 +215,7 @@ class Drafting(Continuer):
             sure = jnp.exp(jnp.max(choosable, axis=-1) - jax.nn.logsumexp(choosable, axis=-1))
             new |= self._next_drafts(s, likely[:, n:], sure[:, n:], prefixes, accepted, kept)
         own = {name: _where(s.active, x, getattr(s, name)) for name, x in new.items()}
-        active = s.active & ~has_end & (record.count < s.places.count)
-        return dataclasses.replace(s, record=record, active=active, **own), kept
+        return dataclasses.replace(after, **own), kept
 
     def _next_drafts(
         self,
@@ -246,7 +243,7 @@ class Drafting(Continuer):
         later = kept[:, None] + jnp.arange(M)[None]  # [B, M]
         at = which[:, None] * N + jnp.clip(later - seen[:, None], 0, N - 1)
         made = {"q": jnp.take_along_axis(likely, at[:, :, None], axis=1), "sure": jnp.take_along_axis(sure, at, axis=1)}
-        made["drafts"] = speculation.draw(
+        made["drafts"] = sampling.draw(
             made["q"], s.settings.temperature > 0, s.keys, self._next_place(s)[:, None] + later
         )
         left, has_masks = jnp.minimum(later, M - 1), seen >= 0

@@ -34,17 +34,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 from jaxtyping import Array, Bool, Int32, Key, UInt32
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, document_start, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
-from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import Setting
+from refusion_jax.systems.interface import Objective
 
 CONFIG_KEYS = {
-    "sizes": Setting((4, 8), "slot sizes, drawn uniformly per document"),
+    "sizes": Setting((4, 8), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096),
     "text_order": Setting(
         0.5, "probability that the slots of a document stand in the order of the text, not in a random one",
         at_least=0, at_most=1,
@@ -55,20 +54,6 @@ CONFIG_KEYS = {
     ),
     "mdm_weight": Setting(1.0, "weight of the masked term, relative to the next-token term", at_least=0, at_most=1e6),
 }  # fmt: skip
-_LARGEST_SLOT = 4096
-
-
-def check(section: ml_collections.ConfigDict) -> None:
-    """Refuses impossible slot sizes.
-
-    Raises:
-      SettingError: with an example of possible ones.
-    """
-    if not section.sizes or not all(type(size) is int and 1 <= size <= _LARGEST_SLOT for size in section.sizes):
-        raise SettingError(
-            "config", "dense.sizes", tuple(section.sizes),
-            f"must be one or more whole sizes of 1 to {_LARGEST_SLOT}, such as (4,8)",
-        )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +68,7 @@ class Noise:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseSlots:
+class DenseSlots(Objective):
     """Mean CE of next tokens in the clean half + mdm_weight * mean CE of the tokens of masks."""
 
     mask_id: int

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import ModelConfig
-from refusion_jax.systems.interface import Scoring, System
+from refusion_jax.systems.interface import ConfigSection, Scoring, System
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.experiments import EXPERIMENTS
 from refusion_jax.systems.refusion.loop import SlotDecoder
-from refusion_jax.systems.refusion.objective import CONFIG_KEYS, SlotDiffusion, check
+from refusion_jax.systems.refusion.objective import CONFIG_KEYS, SlotDiffusion
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.scoring import slot_scoring
 from refusion_jax.systems.refusion.sequential import Sequential
@@ -33,9 +33,7 @@ SYSTEM = System(
     objective=SlotDiffusion,
     decoders={"refusion": PlanAndInfill, "sequential": Sequential},
     references={"refusion": plan_and_infill, "sequential": one_by_one},
-    section="slots",
-    config_keys=CONFIG_KEYS,
-    check=check,
+    section=ConfigSection("slots", CONFIG_KEYS),
     scoring=Scoring(slot_scoring),
     experiments=EXPERIMENTS,
     is_default=True,

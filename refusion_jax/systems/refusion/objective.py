@@ -7,41 +7,26 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-import ml_collections
 from jaxtyping import Array, Key
 
 from refusion_jax.batch.batch import Batch, count_documents, mean_over
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
-from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import Setting
+from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.refusion import slots
 
 CONFIG_KEYS = {
-    "sizes": Setting((4, 8, 16, 32), "slot sizes, drawn uniformly per document"),
+    "sizes": Setting((4, 8, 16, 32), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096),
     "eps": Setting(1e-3, "least probability of masking a slot", above=0, below=1),
     "mdm_weight": Setting(
         1.0, "weight of the masked term, relative to the next-token term (lambda)", at_least=0, at_most=1e6
     ),
 }
-_LARGEST_SLOT = 4096
-
-
-def check(section: ml_collections.ConfigDict) -> None:
-    """Refuses impossible slot sizes.
-
-    Raises:
-      SettingError: with an example of possible ones.
-    """
-    if not section.sizes or not all(type(size) is int and 1 <= size <= _LARGEST_SLOT for size in section.sizes):
-        raise SettingError(
-            "config", "slots.sizes", tuple(section.sizes),
-            f"must be one or more whole sizes of 1 to {_LARGEST_SLOT}, such as (4,8,16,32)",
-        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotDiffusion:
+class SlotDiffusion(Objective):
     """ReFusion's objective (arXiv 2512.13586, section 3.2)."""
 
     pattern: ClassVar[Pattern] = CAUSAL
@@ -59,10 +44,6 @@ class SlotDiffusion:
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Draws noise from the keys and corrupts the rows."""
         return hybrid_batch(slots.corrupt(rows, slots.draw_noise(keys, rows, self.sizes, self.eps), self.mask_id))
-
-    def input_length(self, row_length: int) -> int:
-        """T: slots are only reordered."""
-        return row_length
 
 
 def hybrid_batch(c: slots.Corrupted) -> Batch:

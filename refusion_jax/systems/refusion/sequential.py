@@ -113,8 +113,7 @@ class Sequential(Decoder):
 
         chosen = jnp.where(from_mask[:, None], logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
         _, choosable = mask_logits(chosen, may_end[:, None], self.ids)
-        own = jax.tree.map(lambda x: x[:, None], (jnp.ones_like(may_end), s.keys, place, s.settings))
-        token = sample(choosable, *own)[:, 0]
+        token = sample(choosable, jnp.ones_like(may_end)[:, None], s.keys, place[:, None], s.settings)[:, 0]
         count = s.active.astype(jnp.int32)
         offset = s.offset + count
         slot = s.slot + (offset == size)
