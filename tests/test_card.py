@@ -17,8 +17,8 @@ SEGMENTS = [1] * 12 + [2] * 9 + [0] * 3
 RESPONSE = [0] * 3 + [1] * 9 + [0] + [1] * 8 + [0] * 3
 
 
-def objective(own_mask: bool = True) -> card.SoftTail:
-    return card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5, own_mask=own_mask)
+def objective() -> card.SoftTail:
+    return card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5)
 
 
 def rows() -> Rows:
@@ -45,10 +45,9 @@ def test_masks_lie_in_the_tail_and_are_as_many_as_drawn():
     assert len(counts) > 5
 
 
-@pytest.mark.parametrize("own_mask", [True, False])
-def test_weights_are_the_recursion_of_the_paper(own_mask):
+def test_weights_are_the_recursion_of_the_paper():
     for seed in range(3):
-        batch = objective(own_mask).corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
+        batch = objective().corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
         masked = np.asarray(batch.inputs[0]) == MASK
         total, labels = {}, sum(RESPONSE)
         for n, segment in enumerate(SEGMENTS):
@@ -58,7 +57,7 @@ def test_weights_are_the_recursion_of_the_paper(own_mask):
             total[n] = own + 0.5 * before
         expected = np.zeros(24)
         for n in np.flatnonzero(RESPONSE):
-            expected[n - 1] = 1 / (1 + total[n if own_mask else n - 1]) / labels
+            expected[n - 1] = 1 / (1 + total[n]) / labels
         np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)
         labelled = expected > 0
         np.testing.assert_array_equal(batch.labels[0][labelled], np.arange(6, 30)[labelled])

@@ -5,12 +5,14 @@ from pathlib import Path
 import jax
 import pytest
 from conftest import config_with, tiny_config
+from etils import epath
 from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, config
 from refusion_jax.cli.settings import declared
 from refusion_jax.config.keys import keys
 from refusion_jax.config.model import model_config
+from refusion_jax.config.run_config import check_same_run
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import Transformer
@@ -183,6 +185,12 @@ def test_a_mesh_takes_all_devices_or_is_refused():
             sharding.make_mesh(sizes | shape)
 
 
-def test_differing_keys_are_named_with_dots():
-    a = {"x": 1, "m": {"y": 2, "z": 3}, "only_a": 0}
-    assert config.differing_keys(a, {"x": 1, "m": {"y": 5, "z": 3}}) == ["m.y", "only_a"]
+def test_a_run_goes_on_whose_config_has_a_key_that_is_gone(tmp_path):
+    """Every run's config holds the keys of all systems; of those that still are, none may differ."""
+    was = config.default_config()
+    with was.unlocked():
+        was.card.gone = True
+    (tmp_path / "config.json").write_text(was.to_json())
+    assert check_same_run(epath.Path(tmp_path), config.default_config()) == []
+    with pytest.raises(UserError, match="differs in card.beta, seed"):
+        check_same_run(epath.Path(tmp_path), config_with(seed=1, **{"card.beta": 2.0}))

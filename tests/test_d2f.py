@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MASK, PROMPTS, config_with, settings, sharp_models
+from conftest import MASK, config_with
 
-from refusion_jax import UserError, decode
+from refusion_jax import UserError
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import check
 from refusion_jax.systems import d2f
@@ -59,14 +59,6 @@ def test_weights_are_one_over_p_in_a_mean_over_masks(batches):
         assert not masked[~np.asarray(ROWS.is_response[0])].any()
         expected = np.where(masked, 1 / np.asarray(batch.diagnostics["mask_ratio"][0]) / max(masked.sum(), 1), 0)
         np.testing.assert_allclose(batch.weights["mdm"][0], expected, rtol=1e-6)
-
-
-def test_a_longer_pipeline_takes_fewer_forwards():
-    total = {}
-    for blocks in (2, 4):
-        s = settings("d2f", block_length=4, threshold=0.3, blocks_in_flight=blocks)
-        total[blocks] = sum(decode(sharp_models()[1], PROMPTS, s).forwards)
-    assert total[4] < total[2]
 
 
 def test_noise_that_would_fall_is_refused():

@@ -15,7 +15,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.systems import dream
 from refusion_jax.systems.registry import systems
 
-OBJECTIVE = dream.ShiftedDiffusion(mask_id=MASK, eps=1e-3, padding=0.0, shuffle=False, cart_p=0.5)
+OBJECTIVE = dream.ShiftedDiffusion(mask_id=MASK, padding=0.0, shuffle=False, cart_p=0.5)
 
 
 def test_weights_of_the_docstring():
@@ -86,11 +86,10 @@ def test_a_text_cannot_begin_with_a_gap():
 def test_models_say_that_they_are_shifted_and_config_keys_reach_the_objective():
     assert systems()["dream"].objective.shifted
     assert not systems()["llada"].objective.shifted
-    config = config_with(objective="dream", **{"dream.cart_p": 0.5, "dream.eps": 1e-3, "dream.padding": 0.0})
+    config = config_with(objective="dream", **{"dream.cart_p": 0.5, "dream.padding": 0.0})
     assert make_objective(config, MASK) == OBJECTIVE
     assert dataclasses.asdict(OBJECTIVE) == {
         "mask_id": MASK,
-        "eps": 1e-3,
         "padding": 0.0,
         "shuffle": False,
         "cart_p": 0.5,

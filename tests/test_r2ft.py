@@ -23,7 +23,7 @@ def batch_of(seed: int = 0, **keys):
 
 def test_the_loss_is_the_formula_document_by_document():
     model = tiny_model()
-    rows, objective, batch = batch_of(beta_chosen=0.5, beta_rejected=2.0, gamma=0.3)
+    rows, objective, batch = batch_of(beta_chosen=0.5, beta_rejected=2.0)
     logits = model(batch.inputs, batch.positions, batch.visibility)
     log_p, T = np.asarray(jax.nn.log_softmax(logits)), rows.tokens.shape[1]
     preferences, own, documents = 0.0, 0.0, 3
@@ -36,7 +36,7 @@ def test_the_loss_is_the_formula_document_by_document():
         assert places
         chosen = sum(log_p[row, i, rows.tokens[row, i]] for i in places) / len(places)
         rejected = sum(log_p[row, i, batch.labels[row, T + i]] for i in places) / len(places)
-        preferences += -np.log(1 / (1 + np.exp(-(0.5 * chosen - 2.0 * rejected - 0.3)))) / documents
+        preferences += -np.log(1 / (1 + np.exp(-(0.5 * chosen - 2.0 * rejected)))) / documents
         own += -chosen / documents
     terms = loss_terms(logits, batch)
     np.testing.assert_allclose(terms["preference"], preferences, rtol=1e-5)

@@ -45,7 +45,7 @@ VARIANTS = {
     ],
     "d2f": [
         {"block_length": 4, "threshold": 0.3},
-        {"block_length": 2, "blocks_in_flight": 2, "threshold": 0.4},
+        {"block_length": 2, "threshold": 0.4},
     ],
     "dream": [{"steps": 4}, {"confidence": "margin"}, {"confidence": "maskgit", "steps": 7}],
     "fast_dllm": [
@@ -357,8 +357,8 @@ def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
     )
     registry.register(toy)
     try:
-        config = config_with(objective="toy", **{"toy.eps": 0.5})
-        assert make_objective(config, MASK).eps == 0.5
+        config = config_with(objective="toy", **{"toy.padding": 0.5})
+        assert make_objective(config, MASK).padding == 0.5
         model = sharp_model()
         assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
         with pytest.raises(UserError, match="has this name"):

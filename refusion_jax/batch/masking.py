@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Float32, Key
 from refusion_jax.batch.rows import Rows, document_start, keys_for, row_index, text_positions
 from refusion_jax.cli.settings import Setting
 
+EPS = 1e-3  # least probability of masking a token, as in LLaDA
+
 # The config key of `pad_answers`, for systems whose decoders fill more masks than the answer has tokens.
 PADDING = Setting(
     0.3, "share of documents replaced by padding of the one before, so that a model learns where answers end",
@@ -69,7 +71,7 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
     return jax.tree.map(lambda x: jnp.take_along_axis(x, source, axis=1), rows)
 
 
-def draw_masks(rows: Rows, keys: Key[Array, "B"], eps: float) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
+def draw_masks(rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], Float32[Array, "B T"]]:
     """Masks response tokens, with one probability per document.
 
     An EOS and its repeats are masked one by one, like any tokens (as in LLaDA). Masked together, a visible one would
@@ -77,19 +79,18 @@ def draw_masks(rows: Rows, keys: Key[Array, "B"], eps: float) -> tuple[Bool[Arra
 
     Args:
       rows: padded or not.
-      keys: one a row.
-      eps: the least probability; p = (1 - eps) t + eps with t ~ U(0, 1) for each document.
+      keys: one a row; p = (1 - EPS) t + EPS with t ~ U(0, 1) for each document.
 
     Returns:
       (which tokens are masked, p of each token's document).
     """
-    p, u = draw_levels(keys, rows, eps)
+    p, u = draw_levels(keys, rows)
     p = jnp.take_along_axis(p, document_start(rows.segment_ids), axis=1)
     return rows.is_response & (u < p), p
 
 
-def draw_levels(keys: Key[Array, "B"], rows: Rows, eps: float) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
-    """(p = (1 - eps) t + eps, u) with t, u ~ U(0, 1) for every index of the rows; a token is masked where u < p.
+def draw_levels(keys: Key[Array, "B"], rows: Rows) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
+    """(p = (1 - EPS) t + EPS, u) with t, u ~ U(0, 1) for every index of the rows; a token is masked where u < p.
 
     A document or block uses the p at its first token.
     """
@@ -97,6 +98,6 @@ def draw_levels(keys: Key[Array, "B"], rows: Rows, eps: float) -> tuple[Float32[
 
     def draw(key):
         t_key, mask_key = jax.random.split(key)
-        return (1 - eps) * jax.random.uniform(t_key, (T,)) + eps, jax.random.uniform(mask_key, (T,))
+        return (1 - EPS) * jax.random.uniform(t_key, (T,)) + EPS, jax.random.uniform(mask_key, (T,))
 
     return jax.vmap(draw)(keys)

@@ -178,12 +178,6 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
             )
 
 
-def differing_keys(a: dict, b: dict) -> list[str]:
-    """Dotted names of the keys in which two nested configs differ."""
-    a, b = flatten(a), flatten(b)
-    return [key for key in sorted(a | b) if a.get(key) != b.get(key)]
-
-
 def flatten(tree: dict, prefix: str = "") -> dict:
     """{dotted key: value} of a nested dict."""
     flat = {}

@@ -11,7 +11,7 @@ from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.flag_values import check_output
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.config import RESUMABLE, default_config, differing_keys, flatten
+from refusion_jax.config import RESUMABLE, default_config, flatten
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
@@ -49,15 +49,14 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allow
                 raise UserError(f"--workdir={workdir}: {path.name} in it is no directory")
     if not (workdir / "config.json").exists():
         return []
-    there, here = (json.loads(c.to_json()) for c in (read_config(workdir), config))
-    different = [key for key in differing_keys(there, here) if key.split(".")[0] not in RESUMABLE]
+    there, here = (flatten(json.loads(c.to_json())) for c in (read_config(workdir), config))
+    different = [key for key in sorted(here) if there[key] != here[key] and key.split(".")[0] not in RESUMABLE]
     changed = [key for key in different if key in allowed or key.split(".")[0] in allowed]
     if other := [key for key in different if key not in changed]:
         raise UserError(
             f"--workdir={workdir} holds a run with another config (differs in {', '.join(other)}): "
             f"give the flags it was started with, another --workdir, or --allow_change"
         )
-    there, here = flatten(there), flatten(here)
     return [f"{key}: {there[key]} -> {here[key]}" for key in changed]
 
 

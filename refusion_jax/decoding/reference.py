@@ -36,28 +36,44 @@ class ReferenceDecoder:
         self.request, self.ids = request, TokenIds.of(request.settings, model.config)
         model = model.rounded(request.settings.weights, request.settings.cache if keeps_cache else "same")
         self.model, self.phases, self.margin = nnx.split(model), [], 1.0
+        self.vocab_size = model.config.vocab_size
         tokens, places = request.given
         self.given = dict(zip(places, tokens, strict=True))  # place in the text -> token
         self.places = [at for start, length, _ in request.gaps for at in range(start, start + length)]
         self.last_given = max(places)
 
     def forward(
-        self, phase: str, tokens: list[int], places: list[int], visible: Bool[np.ndarray, "n n"]
+        self,
+        phase: str,
+        tokens: list[int],
+        places: list[int] | None = None,
+        visible: Bool[np.ndarray, "n n"] | None = None,
     ) -> Float32[np.ndarray, "n V"]:
         """Runs one forward and gives the probabilities at every token.
 
         Args:
           phase: name of the forward.
           tokens: n of them.
-          places: of each in the text.
-          visible: which tokens (columns) each token (row) attends to.
+          places: of each in the text; by default 0, 1, ...
+          visible: which tokens (columns) each token (row) attends to; by default itself and those before it.
         """
         self.phases.append(phase)
         n = len(tokens)
         size = max(_LENGTH, 1 << (n - 1).bit_length())
         fed, at, seen = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros((size, size), bool)
-        fed[:n], at[:n], seen[:n, :n] = tokens, places, visible
+        fed[:n], at[:n] = tokens, range(n) if places is None else places
+        seen[:n, :n] = np.tri(n, dtype=bool) if visible is None else visible
         return np.asarray(_probabilities(*self.model, fed, at, seen))[:n]
+
+    def denoise(
+        self, phase: str, text: dict[int, int], places: list[int] | None = None
+    ) -> Float32[np.ndarray, "length V"]:
+        """Feeds places of a text, all by default, each of which attends to all of them: probabilities by place."""
+        fed = [*range(self.request.length)] if places is None else places
+        p = np.full((self.request.length, self.vocab_size), np.nan, np.float32)
+        tokens = [text.get(place, self.ids.mask_id) for place in fed]
+        p[fed] = self.forward(phase, tokens, fed, np.ones((len(fed), len(fed)), bool))
+        return p
 
     def best(self, p: Float32[np.ndarray, "V"], place: int) -> int:
         """The most probable token among those that may be chosen at a place."""

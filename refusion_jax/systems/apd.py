@@ -175,9 +175,9 @@ def reference(model: Transformer, request: Request) -> dict:
     while places:
         ahead = places[: s.lookahead]
         n = len(text) + len(ahead)
-        p = plain.forward("draft", text + [plain.ids.mask_id] * len(ahead), [*range(n)], np.ones((n, n), bool))
+        p = plain.denoise("draft", dict(enumerate(text)), [*range(n)])
         drafts = [plain.best(p[place - shift], place) for place in ahead]
-        q = check.forward("check", text + drafts, [*range(n)], np.tril(np.ones((n, n), bool)))
+        q = check.forward("check", text + drafts)
         least, accepted = np.finfo(np.float32).tiny, 0
         for place, draft in zip(ahead, drafts, strict=True):
             both = (x[: plain.ids.num_tokens] for x in (p[place - shift], q[place - 1]))

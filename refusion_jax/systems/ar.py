@@ -91,11 +91,10 @@ class LeftToRight(Continuer):
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, commits = ReferenceDecoder(model, request), []
-    tokens, places = list(plain.given.values()), list(plain.given)
+    tokens = list(plain.given.values())
     for place in plain.places:
-        p = plain.forward("next", tokens, places, np.tril(np.ones((len(tokens), len(tokens)), bool)))
+        p = plain.forward("next", tokens)
         tokens.append(plain.best(p[-1], place))
-        places.append(place)
         commits.append((tokens[-1], place))
         if tokens[-1] == plain.ids.eos_id:
             break

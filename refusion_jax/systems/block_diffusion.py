@@ -65,7 +65,6 @@ _BLOCK = 32  # as in the paper
 
 CONFIG_KEYS = {
     "block_size": Setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096),
-    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
 }
 
 
@@ -89,7 +88,6 @@ class ComplementaryMasks(Objective):
 
     mask_id: int
     block_size: int
-    eps: float
 
     @property
     def pattern(self) -> ComplementaryBlocks:
@@ -102,7 +100,7 @@ class ComplementaryMasks(Objective):
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         first = index - index % self.block_size  # of the block
 
-        p, u = draw_levels(keys, rows, self.eps)
+        p, u = draw_levels(keys, rows)
         p, owner, start = (jnp.take_along_axis(x, first, axis=1) for x in (p, rows.segment_ids, positions))
         is_own = rows.segment_ids == owner
         source = jax.lax.cummax(jnp.where(is_own, index, 0), axis=1)  # after the owner's end: its last token

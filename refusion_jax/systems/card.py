@@ -17,8 +17,8 @@ Decoding, in blocks of K masks after the text, with at most T passes a block: ea
 p > `threshold`, and the last pass all that are left. One more pass over the finished block commits its keys and values.
 The first token of a block is predicted at the last token of the text before it, the others at the place before theirs.
 
-From the paper: noise, weights, blocks and passes. Our choices: whether C_n itself counts in w_n, in which the paper's
-formulas differ, is set by `own_mask`; the sum is divided by the response tokens, as the paper does not define the
+From the paper: noise, weights, blocks and passes. Our choices: C_n itself counts in w_n, in which the paper's formulas
+differ; the sum is divided by the response tokens, as the paper does not define the
 normalization; a pass that would reveal nothing is taken as the last, since later ones would see the same text; places
 after a revealed EOS are not decoded.
 
@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
@@ -61,7 +60,6 @@ CONFIG_KEYS = {
     ),
     "beta": Setting(1.0, "in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6),
     "decay": Setting(0.5, "how fast the count of a mask decays with distance (p)", at_least=0, at_most=1),
-    "own_mask": Setting(True, "whether a token's own mask counts in its weight"),
 }
 
 
@@ -76,15 +74,13 @@ class SoftTail(Objective):
     tail: float
     beta: float
     decay: float
-    own_mask: bool
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks tokens near the ends of responses; each response token is labelled at the token before it."""
         is_masked, ratio = self._draw(rows, keys)
         positions = text_positions(rows.segment_ids)
         counts = context_masks(is_masked, positions > 0, self.decay)
-        # Label n stands at n - 1. Without `own_mask`, its weight counts the masks up to n - 1 as well.
-        counts = next_in_row(counts) if self.own_mask else counts
+        counts = next_in_row(counts)  # label n stands at n - 1
         has_label = precedes_response(rows)
         labels = jnp.maximum(jnp.sum(has_label), 1).astype(jnp.float32)
         return Batch(
@@ -199,8 +195,7 @@ def reference(model: Transformer, request: Request) -> dict:
     while start < end:
         for left in reversed(range(s.passes)):
             tokens = [text.get(place, plain.ids.mask_id) for place in range(start + s.draft_length)]
-            seen = np.tril(np.ones((len(tokens), len(tokens)), bool))
-            p = plain.forward("reveal", tokens, [*range(len(tokens))], seen)
+            p = plain.forward("reveal", tokens)
             masks = [place for place in range(start, min(start + s.draft_length, end)) if place not in text]
             best = {place: plain.best(p[place - 1], place) for place in masks}
             sure = [place for place in masks if plain.above(p[place - 1][best[place]], s.threshold)]

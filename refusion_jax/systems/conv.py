@@ -24,7 +24,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.cli.settings import setting
@@ -89,8 +88,7 @@ def reference(model: Transformer, request: Request) -> dict:
     shift, n = model.config.shifted, len(plain.places)
     text, steps = dict(plain.given), min(s.steps or n, n)
     for step in range(steps):
-        tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
-        p = plain.forward("denoise", tokens, [*range(len(tokens))], np.ones((len(tokens), len(tokens)), bool))
+        p = plain.denoise("denoise", text)
         best = {place: plain.best(p[place - shift], place) for place in plain.places if place not in text}
         near = {place: sum(abs(place - at) <= s.conv_window // 2 for at in text) for place in best}
         scores = {at: float(p[at - shift][best[at]]) * math.tanh(near[at]) for at in best}

@@ -23,7 +23,7 @@ From the paper and the authors' code: mask, noise, 1 / p, pipeline, blocks of 16
 bidirectional teacher into this model; here the labels are the tokens themselves, and training starts from scratch or
 from `init_from`. Our choices: noise up to 1 (`most`; 0.7 in the paper), since a newly opened block is all masks, which
 a model without a teacher has to learn; increments are scaled by each document's own number of blocks, not by the
-largest of the batch; at most `blocks_in_flight` blocks are fed, so that shapes are static; mask and padding are never
+largest of the batch; at most four blocks are fed, so that shapes are static; mask and padding are never
 chosen.
 
 Axes: B rows, T row length, C text length, N tokens to decode, K block length, W blocks in flight, F = W K tokens fed,
@@ -62,6 +62,7 @@ from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 16  # as in the paper
+_IN_FLIGHT = 4  # blocks that one forward feeds, at most
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
 
 CONFIG_KEYS = {
@@ -147,9 +148,6 @@ class PipelineSettings(shared.Settings):
         0, f"Tokens of a block; 0: as the model was trained, or {_BLOCK} if unknown", scope="compiled",
         at_least=0, at_most=2**24,
     )  # fmt: skip
-    blocks_in_flight: int = setting(
-        4, "Blocks that one forward feeds, at most", scope="compiled", at_least=2, at_most=2**16
-    )
     threshold: float = setting(0.9, "Tokens more probable than this are committed at once", at_least=0, at_most=1)
 
     @classmethod
@@ -198,7 +196,7 @@ class Pipeline(Decoder):
         """
         check_no_templates(requests)
         own, N = requests[0].settings, most_new_tokens(requests)
-        width = own.block_length * min(own.blocks_in_flight, -(-N // own.block_length))
+        width = own.block_length * min(_IN_FLIGHT, -(-N // own.block_length))
         return cls(
             ids=shared.TokenIds.of(own, model),
             width=width,
@@ -287,7 +285,7 @@ def reference(model: Transformer, request: Request) -> dict:
         return 1.0 if block < 0 else sum(place in text for place in blocks[block]) / K
 
     while not plain.is_complete(text):
-        room = opened < len(blocks) and opened - cached < s.blocks_in_flight
+        room = opened < len(blocks) and opened - cached < _IN_FLIGHT
         if room and share(opened - 1) >= _OPEN_AT and plain.ids.eos_id not in dict(commits):
             opened += 1
         places = [*range(first + opened * K)]

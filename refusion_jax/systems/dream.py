@@ -36,20 +36,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
-from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, next_in_row, text_positions
-from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
+from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems import masked
-from refusion_jax.systems.interface import ConfigSection, Objective, System
+from refusion_jax.systems import llada, masked
+from refusion_jax.systems.interface import ConfigSection, System
 
-CONFIG_KEYS = {
-    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
-    "padding": PADDING,
-    "shuffle": SHUFFLE,
+CONFIG_KEYS = llada.CONFIG_KEYS | {
     "cart_p": Setting(0.3, "how fast a clean token's weight falls with the distance to it", above=0, at_most=1),
 }
 
@@ -57,24 +53,17 @@ LAST_TIME = 1e-3  # the times of decoding run from 1 to this, as in the authors'
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftedDiffusion(Objective):
+class ShiftedDiffusion(llada.MaskedDiffusion):
     """1 / M * sum over the M masked tokens of the batch of CART weight * CE."""
 
-    coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
-    pattern: ClassVar[Pattern] = BIDIRECTIONAL
     shifted: ClassVar[bool] = True
 
-    mask_id: int
-    eps: float
-    padding: float
-    shuffle: bool
     cart_p: float
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document; labels are shifted by one place."""
-        rows = pad_answers(shuffle_documents(rows, keys) if self.shuffle else rows, keys, self.padding)
+        rows, is_masked, p = self.draw(rows, keys)
         positions = text_positions(rows.segment_ids)
-        is_masked, p = draw_masks(rows, keys, self.eps)
         is_masked = is_masked & (positions > 0)
         is_clean = (rows.segment_ids > 0) & ~is_masked
         weight = is_masked * cart_weights(is_clean, rows.segment_ids, self.cart_p)
@@ -195,8 +184,7 @@ def reference(model: Transformer, request: Request) -> dict:
         return best - second if request.settings.confidence == "margin" else best
 
     for count in _counts(request):
-        tokens = [text.get(place, plain.ids.mask_id) for place in range(request.length)]
-        p = plain.forward("denoise", tokens, [*range(len(tokens))], np.ones((len(tokens), len(tokens)), bool))
+        p = plain.denoise("denoise", text)
         masks = [place for place in plain.places if place not in text]
         for place in plain.first({place: surety(p[place - 1], place) for place in masks}, count):
             text[place] = plain.best(p[place - 1], place)

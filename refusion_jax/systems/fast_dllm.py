@@ -235,8 +235,7 @@ def reference(model: Transformer, request: Request) -> dict:
     for block in (plain.places[i : i + length] for i in range(0, n, length)):
         while not plain.is_complete(text) and not all(place in text for place in block):
             then = tokens(whole)
-            p = plain.forward("whole", then, whole, np.ones((len(whole), len(whole)), bool))
-            commit(p, block, whole, block[:1] if shift and s.reuse != "none" else ())
+            commit(plain.denoise("whole", text), block, whole, block[:1] if shift and s.reuse != "none" else ())
             fed = block if s.reuse == "dual" else [*range(block[0], request.length)]
             while s.reuse != "none" and not plain.is_complete(text) and not all(place in text for place in block):
                 sees = np.ones((len(whole) + len(fed),) * 2, bool)

@@ -40,7 +40,6 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float32, Int32, Key, Shaped
 
 from refusion_jax.batch.batch import Batch, mean_over
@@ -209,7 +208,7 @@ def reference(model: Transformer, request: Request) -> dict:
     masks = [plain.ids.mask_id] * (request.settings.stride - 1)
     while len(text) < end and plain.ids.eos_id not in text[start:]:
         fed = text + drafts + masks
-        p = plain.forward("draft", fed, [*range(len(fed))], np.tril(np.ones((len(fed), len(fed)), bool)))
+        p = plain.forward("draft", fed)
         best = [plain.best(row, at + 1) for at, row in enumerate(p)][len(text) - 1 :]
         accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
         is_whole = accepted == len(drafts)

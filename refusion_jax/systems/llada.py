@@ -26,13 +26,13 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Bool, Float32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
-from refusion_jax.cli.settings import Setting, setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
@@ -40,11 +40,7 @@ from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
 
-CONFIG_KEYS = {
-    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
-    "padding": PADDING,
-    "shuffle": SHUFFLE,
-}
+CONFIG_KEYS = {"padding": PADDING, "shuffle": SHUFFLE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +51,12 @@ class MaskedDiffusion(Objective):
     pattern: ClassVar[Pattern] = BIDIRECTIONAL
 
     mask_id: int
-    eps: float
     padding: float
     shuffle: bool
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document."""
-        rows = pad_answers(shuffle_documents(rows, keys) if self.shuffle else rows, keys, self.padding)
-        is_masked, p = draw_masks(rows, keys, self.eps)
+        rows, is_masked, p = self.draw(rows, keys)
         response_length = jnp.maximum(per_document_sum(rows.is_response, rows.segment_ids), 1)
         return Batch(
             inputs=jnp.where(is_masked, self.mask_id, rows.tokens),
@@ -72,6 +66,11 @@ class MaskedDiffusion(Objective):
             weights={"mdm": is_masked / (count_documents(rows.segment_ids) * p * response_length)},
             diagnostics={"mask_ratio": p},
         )
+
+    def draw(self, rows: Rows, keys: Key[Array, "B"]) -> tuple[Rows, Bool[Array, "B T"], Float32[Array, "B T"]]:
+        """(the rows, padded after some answers; which tokens are masked; the probability of it)."""
+        rows = pad_answers(shuffle_documents(rows, keys) if self.shuffle else rows, keys, self.padding)
+        return rows, *draw_masks(rows, keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +120,7 @@ def reference(model: Transformer, request: Request) -> dict:
         fed = [place for place in range(request.length) if place not in left_out]
         steps = min(s.steps // -(-n // length) or len(block), len(block))
         for step in range(steps):
-            tokens = [text.get(place, plain.ids.mask_id) for place in fed]
-            p = np.full((request.length, model.config.vocab_size), np.nan, np.float32)
-            p[fed] = plain.forward("denoise", tokens, fed, np.ones((len(fed), len(fed)), bool))
+            p = plain.denoise("denoise", text, fed)
             best = {place: plain.best(p[place], place) for place in block if place not in text}
             count = len(block) // steps + (step < len(block) % steps)
             new = {place: best[place] for place in plain.first({at: p[at][best[at]] for at in best}, count)}

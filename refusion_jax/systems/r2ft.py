@@ -5,7 +5,7 @@ Per document t ~ U(0, 1) and p = (1 - eps) t + eps; each response token is maske
 the n masked places of a document is the data; the rejected text repeats a phrase there: the first 1 to `longest_phrase`
 of these tokens, with a length drawn per document. With C and R the summed cross-entropies of chosen and rejected text,
 
-    loss of a document = -log sigmoid((beta_rejected R - beta_chosen C) / n - gamma) + anchor C / n
+    loss of a document = -log sigmoid((beta_rejected R - beta_chosen C) / n) + anchor C / n
 
 and the loss is the mean over the documents of the batch. Both texts are predicted at the masked tokens themselves (not
 shifted), from the same input. It is fed twice, because each input token has one label. Example with a phrase of two:
@@ -18,7 +18,8 @@ From the authors' code (github.com/ybseo-ac/Conv, r2ft_tools.py): the loss, its 
 read the paper. They mask one run of tokens between two places of the text, or all but such a run, and repeat a phrase
 that is visible next to the masks, up to 14 tokens of it. Our choices: tokens are masked one by one, as the base model
 is trained; the phrase consists of the first masked tokens; no padding after answers, as the base model already knows
-where they end; the mean over documents, not their sum; documents without masked tokens count with 0.
+where they end; the mean over documents, not their sum; documents without masked tokens count with 0; the chosen text
+need not win by a margin.
 
 Axes: B rows, T row length.
 """
@@ -40,12 +41,10 @@ from refusion_jax.systems import llada
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 CONFIG_KEYS = {
-    "eps": llada.CONFIG_KEYS["eps"],
     "beta_chosen": Setting(1.0, "weight of the chosen text's log-probability in the preference", above=0, at_most=1e3),
     "beta_rejected": Setting(
         1.0, "weight of the rejected text's log-probability in the preference", above=0, at_most=1e3
     ),
-    "gamma": Setting(0.0, "margin by which the chosen text must win, in nats a masked token", at_least=0, at_most=1e3),
     "anchor": Setting(0.1, "weight of the chosen text's own cross-entropy", at_least=0, at_most=1e3),
     "longest_phrase": Setting(8, "tokens of a repeated phrase, at most", at_least=1, at_most=4096),
 }
@@ -60,36 +59,26 @@ class Twice(Pattern):
         return 0 * index, 1 + index // (length // 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Preference:
-    """The loss terms from the cross-entropies of both halves; see the docstring of the module."""
-
-    gamma: float
-
-    def __call__(self, cross_entropy: Float32[Array, "B T2"], batch: Batch) -> dict[str, Float32[Array, ""]]:
-        """The terms `preference` and `mdm`, the cross-entropy of the chosen text."""
-        T = cross_entropy.shape[1] // 2
-        cost, share = batch.weights["preference"] * cross_entropy, batch.weights["mdm"][:, :T]
-        margin = per_document_sum(cost[:, T:] - cost[:, :T], batch.visibility.segment_ids[:, :T])
-        return {
-            "preference": jnp.sum(
-                share * jax.nn.softplus(self.gamma - margin)
-            ),  # the shares of a document sum to 1 / documents
-            "mdm": jnp.sum(share * cross_entropy[:, :T]),
-        }
+def preference(cross_entropy: Float32[Array, "B T2"], batch: Batch) -> dict[str, Float32[Array, ""]]:
+    """The terms `preference` and `mdm`, the cross-entropy of the chosen text."""
+    T = cross_entropy.shape[1] // 2
+    cost, share = batch.weights["preference"] * cross_entropy, batch.weights["mdm"][:, :T]
+    margin = per_document_sum(cost[:, T:] - cost[:, :T], batch.visibility.segment_ids[:, :T])
+    return {
+        "preference": jnp.sum(share * jax.nn.softplus(-margin)),  # the shares of a document sum to 1 / documents
+        "mdm": jnp.sum(share * cross_entropy[:, :T]),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
 class RejectRepetition(Objective):
-    """The mean over documents of -log sigmoid(margin - gamma) + anchor * CE."""
+    """The mean over documents of -log sigmoid(margin) + anchor * CE."""
 
     pattern: ClassVar[Pattern] = Twice()
 
     mask_id: int
-    eps: float
     beta_chosen: float
     beta_rejected: float
-    gamma: float
     anchor: float
     longest_phrase: int
 
@@ -101,7 +90,7 @@ class RejectRepetition(Objective):
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document; feeds the text twice, with two labels."""
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
-        is_masked, p = draw_masks(rows, keys, self.eps)
+        is_masked, p = draw_masks(rows, keys)
         count = per_document_sum(is_masked, rows.segment_ids)
         rejected = jnp.take_along_axis(rows.tokens, self._repeated(is_masked, index, positions, keys), axis=1)
         each = is_masked / jnp.maximum(count, 1).astype(jnp.float32)
@@ -116,7 +105,7 @@ class RejectRepetition(Objective):
                 "mdm": _join(each / count_documents(rows.segment_ids), 0 * each),
             },
             diagnostics={"mask_ratio": _join(p, p)},
-            combine=Preference(self.gamma),
+            combine=preference,
         )
 
     def _repeated(

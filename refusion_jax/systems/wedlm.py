@@ -24,7 +24,7 @@ keys and values are committed without a further forward, and as many masks are a
 fills all masks with entropy + `distance_penalty` * (places after the first mask) < `entropy_threshold`, or else the
 one with the smallest value.
 
-From the paper and the authors' code: layout, both losses, order, window and rule. Our choices: gamma is at least `eps`;
+From the paper and the authors' code: layout, both losses, order, window and rule. Our choices: gamma is at least 0.001;
 the normalization, which the paper does not define; blocks are counted from the start of the row, so that the first one
 of a document may be short; places after a filled EOS are neither decoded nor fed.
 
@@ -56,7 +56,6 @@ from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 CONFIG_KEYS = {
     "block_size": Setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=4096),
-    "eps": Setting(1e-3, "least probability of masking a token", above=0, below=1),
 }
 
 
@@ -68,7 +67,6 @@ class ReorderedBlocks(Objective):
 
     mask_id: int
     block_size: int
-    eps: float
 
     @property
     def pattern(self) -> CausalStreams:
@@ -80,7 +78,7 @@ class ReorderedBlocks(Objective):
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         start = index - jnp.minimum(positions, index % self.block_size)  # where the document's part of the block begins
 
-        gamma, u = draw_levels(keys, rows, self.eps)
+        gamma, u = draw_levels(keys, rows)
         gamma = jnp.take_along_axis(gamma, start, axis=1)
         is_masked = rows.is_response & (u < gamma)
         order = jnp.argsort(2 * start + is_masked, axis=1, stable=True)
@@ -190,7 +188,7 @@ def reference(model: Transformer, request: Request) -> dict:
         ]
         order = [*sorted(place for place in text if place < end), *masks]
         tokens = [text.get(place, plain.ids.mask_id) for place in order]
-        p = plain.forward("fill", tokens, order, np.tril(np.ones((len(order), len(order)), bool)))[-len(masks) :]
+        p = plain.forward("fill", tokens, order)[-len(masks) :]
         score = [
             -float(np.sum(row[row > 0] * np.log(row[row > 0]))) + s.distance_penalty * (place - first)
             for row, place in zip(p, masks, strict=True)
