@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
@@ -138,7 +137,7 @@ def reference(model: Transformer, request: Request) -> dict:
             if before:
                 drafts = [text[before[-1] + i % (len(text) - before[-1])] for i in range(s.draft_length)]
         fed = text + drafts
-        p = plain.forward("next", fed, [*range(len(fed))], np.tri(len(fed), dtype=bool))
+        p = plain.forward("next", fed)
         best = [plain.best(p[at], at + 1) for at in range(len(text) - 1, len(fed))]
         accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
         for token in best[: accepted + 1]:
