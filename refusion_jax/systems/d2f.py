@@ -236,8 +236,8 @@ class Pipeline(Decoder):
 
         index = s.cache.length[:, None] + jnp.arange(F)[None]
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, s.text.shape[1] - 1), axis=1)
-        block = np.arange(F) // K
-        logits, cache = kv.extend(model, s.cache, tokens, index, (block[:, None] >= block)[None])
+        block = jnp.arange(F) // K
+        logits, cache = kv.extend(model, s.cache, tokens, index, (block[:, None] >= block[None])[None])
 
         proposal = masked.propose(logits, s, w, self.ids)
         by_block = (len(index), F // K, K)
