@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,26 @@ def test_the_environment_of_the_parent_stays_hidden(monkeypatch):
     program = "import os\nfor i in range(1, 100): open(f'/proc/{i}/environ').read()"
     assert "FileNotFoundError" in failed(program)
     assert sandbox.run("import os; assert os.getpid() < 10").passed  # no process of ours can be named
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "import os; os.memfd_create('more')",
+        "import socket; socket.socket(40, socket.SOCK_STREAM)",  # AF_VSOCK, to the host of a virtual machine
+        "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+        "import os; os.pidfd_open(os.getpid())",
+        *(
+            f"import ctypes, os; c = ctypes.CDLL(None, use_errno=True); c.syscall({number}, 0, 4096, 0o1600) == -1 and "
+            f"ctypes.get_errno() == 1 and os.abort()"
+            for number in (29, 425, 250, 321, 319 | 1 << 30)  # shmget, io_uring_setup, keyctl, bpf, memfd_create of x32
+            if platform.machine() == "x86_64"
+        ),
+    ],
+)
+def test_system_calls_that_no_limit_covers_are_refused(call):
+    assert re.search("Operation not permitted|exit code 134", failed(call))
+    assert sandbox.run("import asyncio, socket; asyncio.run(asyncio.sleep(0)); socket.socketpair()").passed
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")

@@ -10,11 +10,13 @@ library only and imports no other module of ours. Where the isolation fails, it 
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import platform
 import resource
 import signal
+import struct
 import sys
 import time
 
@@ -37,6 +39,31 @@ _JOIN_SESSION_KEYRING = 1  # <linux/keyctl.h>
 _CAPABILITIES_V3 = 0x20080522
 _MOUNT_SETATTR = 442  # on every architecture
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+# System calls (<asm/unistd.h>) that no answer to a problem needs. Some make memory that no limit covers, some reach
+# other processes or the keys of the user, some hand work to the kernel that it does by other rules.
+_FORBIDDEN = {
+    "x86_64": {
+        "memory": (29, 319, 447),  # shmget, memfd_create, memfd_secret
+        "processes": (101, 310, 311, 434, 438),  # ptrace, process_vm_readv, process_vm_writev, pidfd_open, pidfd_getfd
+        "keys": (248, 249, 250),  # add_key, request_key, keyctl
+        "kernel": (298, 321, 323, 425, 426, 427),  # perf_event_open, bpf, userfaultfd, io_uring_*
+    },
+    "aarch64": {
+        "memory": (194, 279, 447),
+        "processes": (117, 270, 271, 434, 438),
+        "keys": (217, 218, 219),
+        "kernel": (241, 280, 282, 425, 426, 427),
+    },
+}
+_SOCKET = {"x86_64": 41, "aarch64": 198}
+_FAMILIES = (1, 2, 10)  # of sockets: those of Unix and IP, which lead nowhere, as the network namespace is empty
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # <linux/audit.h>
+_X32 = 0x40000000  # in the numbers of x86_64's second table of system calls
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # <linux/bpf_common.h>
+_ALLOW, _DENY, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000  # <linux/seccomp.h>
+_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -125,6 +152,24 @@ def drop_capabilities() -> None:
     _call("capset", header, none)
 
 
+def forbid_system_calls() -> None:
+    """Has the kernel refuse `_FORBIDDEN` and other families of sockets, with EPERM, and end whoever changes the ABI."""
+    machine = platform.machine()
+    numbers = [number for group in _FORBIDDEN[machine].values() for number in group]
+    filters = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL)]
+    filters += [(_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
+    for number in numbers:
+        filters += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
+    filters += [(_EQUAL, 1, 0, _SOCKET[machine]), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _ARGUMENT)]
+    for family in _FAMILIES:
+        filters += [(_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW)]
+    filters += [(_RETURN, 0, 0, _DENY)]
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in filters)
+    code = ctypes.create_string_buffer(code)
+    program = struct.pack("HP", len(filters), ctypes.addressof(code))
+    _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0)
+
+
 def set_limits(job: dict) -> None:
     """Sets the resource limits of each process, and the number of processes in all."""
     for what, most in (
@@ -151,6 +196,8 @@ def become(job: dict, done: int) -> None:
     for descriptor, number in ((nothing, 0), (nothing, 1), (done, 3)):
         os.dup2(descriptor, number)
     set_limits(job)
+    if job["isolated"]:
+        forbid_system_calls()
     os.execve(job["python"], [job["python"], "-I", "-S", "-B", "-c", _RUN, "program.py"], {})
 
 
