@@ -34,7 +34,7 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import choose_method, load_for, load_model, load_tokenizer
+from refusion_jax.checkpoints.load import choose_method, load_for, load_model, load_tokenizer, weights_stamp
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
@@ -196,7 +196,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
         name=str(checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[1]),
         method=method,
         flags=asked,
-        fingerprint=harness.fingerprint(model),
+        fingerprint=harness.key_of(weights_stamp(checkpoint, settings), settings.weights, _DTYPE.value),
         journal=hosts.open_journal(output / "journal"),
         chat=has_template if _CHAT.value is None else _CHAT.value,
         thinking=_THINKING.value,

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.progress import track
 
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_for, read_model_config
+from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_for, read_model_config, weights_stamp
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
@@ -52,7 +52,7 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.distributed.storage import absolute, write_file
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
@@ -87,27 +87,17 @@ def useless_flags() -> list[str]:
 
 def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[str, str]:
     """What the answers of this call depend on, by name."""
-    own = requests[0].settings
-    places = [_CHECKPOINT.value, *filter(None, (getattr(own, name) for name in own.auxiliary_models))]
-    files = [path for place in places for path in weight_files(epath.Path(place))]
     whole_batch = scope(type(requests[0].settings), "batch")
     settings = [
         {key: x for key, x in dataclasses.asdict(request.settings).items() if key not in whole_batch}
         for request in requests
     ]
     parts = {
-        "model": [(str(absolute(path)), path.stat().mtime, path.stat().length) for path in files],
+        "model": weights_stamp(_CHECKPOINT.value, requests[0].settings),
         "prompts": [(id, request.prompt, request.template) for id, request in zip(ids, requests, strict=True)],
         "settings": [settings, _STOP.value, _DTYPE.value],
     }
     return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
-
-
-def weight_files(checkpoint: epath.Path) -> list[epath.Path]:
-    """What changes whenever the weights do: the files of a Hugging Face directory, or the directory of a step."""
-    if is_huggingface(checkpoint):
-        return sorted(path for path in checkpoint.iterdir() if path.suffix == ".safetensors")
-    return [find_step(checkpoint)[1]]
 
 
 def check_place(checkpoint: epath.Path, output: epath.Path | None) -> None:

@@ -17,6 +17,7 @@ from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.decoding.auxiliary import check_vocabulary, lacking, missing, with_auxiliaries
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.distributed.storage import absolute
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.lora import combine
@@ -78,6 +79,18 @@ def load_for(
             raise SettingError("decode", name, other, f"has another tokenizer than {path}")
         auxiliary[name] = load_model(other, dtype, mesh, settings.weights)
     return with_auxiliaries(load_model(path, dtype, mesh, settings.weights), **auxiliary)
+
+
+def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float, int]]:
+    """(path, time, size) of what changes whenever the weights do, those of auxiliary models included."""
+    files = []
+    for place in [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]:
+        directory = epath.Path(place)
+        if huggingface.is_huggingface(directory):
+            files += sorted(file for file in directory.iterdir() if file.suffix == ".safetensors")
+        else:
+            files.append(find_step(directory)[1])
+    return [(str(absolute(file)), file.stat().mtime, file.stat().length) for file in files]
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -79,7 +77,7 @@ class EvaluatedModel(TemplateLM):
           name: where the model came from.
           method: name of the decoder.
           flags: decode settings from the command line; they override those of tasks and requests.
-          fingerprint: of the weights, since a journal may hold answers of other ones.
+          fingerprint: changes with the weights, since a journal may hold answers of other ones.
           journal: of all answers; None: they are kept in memory only.
           chat: whether prompts are rendered by the tokenizer's chat template.
           thinking: `enable_thinking` of the chat template; None: as in training.
@@ -303,48 +301,6 @@ def key_of(*parts: object) -> str:
 def _number(*parts: object) -> int:
     """A digest below 2^32, for seeding draws."""
     return int(key_of(*parts)[:8], 16)
-
-
-def fingerprint(model: Transformer) -> str:
-    """A digest of every weight of a model and its auxiliary ones, and of their shapes; the same on any devices."""
-    models = [part for _, part in nnx.iter_modules(model) if isinstance(part, Transformer)]
-    weights, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(model)))
-    sums = jax.device_get([_sums(x) for _, x in weights])
-    described = [
-        [jax.tree_util.keystr(path), x.shape, str(x.dtype), *(part.tolist() for part in own)]
-        for (path, x), own in zip(weights, sums, strict=True)
-    ]
-    return key_of([dataclasses.asdict(part.config) for part in models], described)
-
-
-def _sums(x: jax.Array) -> list[jax.Array]:
-    """Sums of digests of the elements' bits and places, layer by layer: a CPU holds all of a call's."""
-    if x.ndim < 3:
-        return [_sum(x, None)]
-    return [_sum(x, number) for number in range(len(x))]
-
-
-@jax.jit
-def _sum(x: jax.Array, layer: int | None) -> jax.Array:
-    """[2] uint32 for an array or one layer of it.
-
-    Sums of integers do not depend on their order, and so not on how the array is split over devices.
-    """
-    x = x if layer is None else x[layer]
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    digests = (_mixed(bits + _mixed(place + jnp.uint32(seed))) for seed in (0, 1 << 31))
-    return jnp.stack([jnp.sum(digest, dtype=jnp.uint32) for digest in digests])
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Each uint32 as another one that looks random (the last steps of MurmurHash3, of x + a constant)."""
-    x = x + jnp.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def _shown(items: Iterable[Any], total: int, what: str) -> Iterable[Any]:
