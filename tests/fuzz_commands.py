@@ -145,7 +145,7 @@ class Calls:
             "plan": ["--config=configs/quickstart.py", "--topology=v9:2x2"],
             "drill": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
             "quickstart": [f"--workdir={directory}/none"],
-            "bench": [rng.choice(["decode", "serve", "train", "gpu", "none", ""]), f"--checkpoint={directory}/none"],
+            "bench": [rng.choice(["decode", "serve", "gpu", "none", ""]), f"--checkpoint={directory}/none"],
         }[command]
         return command, [*base, f"--{rng.choice(FLAGS[command].split())}={rng.choice(NASTY)}"]
 

@@ -23,19 +23,21 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 from absl import flags
 
+from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL, Visibility
-from refusion_jax.benchmarks import _markdown as markdown
 from refusion_jax.benchmarks import authors
 from refusion_jax.benchmarks import decode as decoding
-from refusion_jax.benchmarks import train as training
+from refusion_jax.benchmarks._markdown import table
 from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
+from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
@@ -44,6 +46,7 @@ from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.triton import triton_attention
 from refusion_jax.systems.api import DecodeSettings, decode
 from refusion_jax.systems.registry import default_system
+from refusion_jax.training.program import train_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,16 +180,33 @@ def trained(size: str) -> dict:
     shape = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K}
     shape |= {"head_dim": H, "intermediate_size": F, "vocab_size": V, "tie_word_embeddings": tied}
     config.model.update(shape)
-    rows = training.make_rows(np.array([config.row_length]), config.batch_size, config.row_length, pack=True)
-    rows.tokens[:] %= V - 2
-    seconds = float(np.median(training.interleaved({"step": training.ours(config, rows)}, 5)["step"]))
+    seconds = step_seconds(config)
     tokens = config.batch_size * config.row_length
     flops = tokens * train_flops_per_token(model_config(config), CAUSAL.keys_seen(config.row_length))
     peak = peak_flops(jax.devices()[0].device_kind)
     record = {"size": size, "batch_size": config.batch_size, "row_length": config.row_length, "remat": config.remat}
-    return record | {
-        "ms": 1e3 * seconds, "tokens_per_second": tokens / seconds, "mfu": peak and flops / seconds / peak
-    }  # fmt: skip
+    record |= {"ms": 1e3 * seconds, "tokens_per_second": tokens / seconds}
+    return record | {"mfu": peak and flops / seconds / peak}
+
+
+def step_seconds(config: ml_collections.ConfigDict) -> float:
+    """Median seconds of a training step on all devices, on rows of one document, a third of it its prompt."""
+    mesh = make_mesh(config.mesh)
+    program = train_program(config, model_config(config), mesh)
+    with jax.set_mesh(mesh):
+        state = program.initial_state()
+        shape = config.batch_size, config.row_length
+        tokens = np.random.default_rng(0).integers(5, min(4000, config.model.vocab_size - 2), shape, np.int32)
+        is_response = np.broadcast_to(np.arange(shape[1]) >= shape[1] // 3, shape)
+        rows = Rows(tokens, np.ones(shape, np.int32), is_response)
+        rows = jax.device_put(rows, sharding.sharding(mesh, "batch", "length"))
+        seconds = []
+        for _ in range(6):  # the first time it compiles
+            began = time.perf_counter()
+            state, metrics = program.step(state, rows)
+            metrics["loss"].block_until_ready()
+            seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds[1:]))
 
 
 def decoded(size: str, rows: int, new_tokens: int) -> list[dict]:
@@ -227,53 +247,44 @@ def section(head: dict, records: list[dict], command: str = "") -> str:
       records: of all parts, including those that failed or were skipped.
       command: that measured them.
     """
-    lines = [f"## On a GPU: {head['device']}, jax {head['jax']}", ""]
+    parts = [f"## On a GPU: {head['device']}, jax {head['jax']}"]
     if head["rehearsal"]:
-        lines += ["A rehearsal with tiny shapes: these figures mean nothing.", ""]
-    measured = [record for record in records if not {"failed", "skipped"} & set(record)]
-    checks = [(r, k) for r in measured if "ratio" not in r for k in r if k.endswith("error") or k == "same"]
-    lines += table(
-        ("against the CPU", "", "value"),
-        [(" ".join((r["part"], r.get("decoder", ""))).strip(), k.replace("_", " "), f"{r[k]:.3g}") for r, k in checks],
-    )
-    lines += table(
-        ("training", "rows", "tokens per row", "ms per step", "tokens/s", "MFU"),
-        [
-            (
-                r["size"], str(r["batch_size"]), f"{r['row_length']:,}", f"{r['ms']:.1f}",
-                f"{r['tokens_per_second']:,.0f}", f"{r['mfu']:.1%}" if r["mfu"] else "",
-            )
-            for r in measured if "mfu" in r
-        ],
-    )  # fmt: skip
-    lines += table(
-        ("decoding", "setup", "batch", "tokens/s", "tokens/forward", "ms/forward", "of bandwidth"),
-        [
-            (
-                r["size"], f"`{r['setup']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
-                f"{r['tokens_per_forward']:.2f}", f"{r['ms_per_forward']:.2f}", f"{r['of_bandwidth']:.0%}",
-            )
-            for r in measured if "of_bandwidth" in r
-        ],
-    )  # fmt: skip
-    lines += table(
-        ("against the authors' code", "setup", "batch", "tokens/s", "theirs", "ratio"),
-        [
-            (
-                r["size"], f"`{r['setup']}`", str(r["batch_size"]), f"{r['tokens_per_second']:,.0f}",
-                f"{r['their_tokens_per_second']:,.0f}", f"{r['ratio'][1]:.2f}",
-            )
-            for r in measured if "ratio" in r
-        ],
-    )  # fmt: skip
-    missing = [record for record in records if record not in measured]
-    lines += table(
-        ("not measured", "why"),
-        [(r["part"], " ".join(r.get("failed", r.get("skipped", "")).replace("|", "/").split())) for r in missing],
-    )
-    return "\n".join([*lines, "```bash", command, "```", ""])
+        parts.append("A rehearsal with tiny shapes: these figures mean nothing.")
 
+    def add(title: str, chosen: list[dict], columns: dict[str, Callable[[dict], str]]) -> None:
+        if chosen:
+            rows = ([cell(record) for cell in columns.values()] for record in chosen)
+            parts.append(table([title, *list(columns)[1:]], rows))
 
-def table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A table and an empty line; nothing for one without rows."""
-    return [markdown.table(names, rows), ""] if rows else []
+    missing = [record for record in records if {"failed", "skipped"} & set(record)]
+    measured = [record for record in records if record not in missing]
+    checks = [
+        {"of": " ".join((r["part"], r.get("decoder", ""))).strip(), "what": key.replace("_", " "), "value": r[key]}
+        for r in measured
+        for key in r
+        if "ratio" not in r and (key.endswith("error") or key == "same")
+    ]
+    columns = {"of": lambda r: r["of"], "": lambda r: r["what"], "value": lambda r: f"{r['value']:.3g}"}
+    add("against the CPU", checks, columns)
+    size = {"size": lambda r: r["size"]}
+    speed = {"tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}"}
+    columns = size | {
+        "rows": lambda r: str(r["batch_size"]),
+        "tokens per row": lambda r: f"{r['row_length']:,}",
+        "ms per step": lambda r: f"{r['ms']:.1f}",
+        **speed,
+        "MFU": lambda r: f"{r['mfu']:.1%}" if r["mfu"] else "",
+    }
+    add("training", [r for r in measured if "mfu" in r], columns)
+    setup = size | {"setup": lambda r: f"`{r['setup']}`", "batch": lambda r: str(r["batch_size"]), **speed}
+    columns = setup | {
+        "tokens/forward": lambda r: f"{r['tokens_per_forward']:.2f}",
+        "ms/forward": lambda r: f"{r['ms_per_forward']:.2f}",
+        "of bandwidth": lambda r: f"{r['of_bandwidth']:.0%}",
+    }
+    add("decoding", [r for r in measured if "of_bandwidth" in r], columns)
+    theirs = {"theirs": lambda r: f"{r['their_tokens_per_second']:,.0f}", "ratio": lambda r: f"{r['ratio'][1]:.2f}"}
+    add("against the authors' code", [r for r in measured if "ratio" in r], setup | theirs)
+    why = {"why": lambda r: " ".join(r.get("failed", r.get("skipped")).replace("|", "/").split())}
+    add("not measured", missing, {"part": lambda r: r["part"]} | why)
+    return "\n\n".join([*parts, f"```bash\n{command}\n```"]) + "\n"
