@@ -42,6 +42,7 @@ _SLICES = flags.DEFINE_integer(
     "Slices, joined by the data-centre network; sets --config.mesh.replica to as many, unless it is given: `train` "
     "needs that flag",
     lower_bound=1,
+    upper_bound=1024,
 )
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
 _WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")

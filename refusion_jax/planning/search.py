@@ -4,9 +4,11 @@ Rows per forward are changed by gradient accumulation, which does not change the
 compiled up to its buffer assignment, which takes a few seconds. `chips` counts JAX devices here, two per chip on TPU7x.
 """
 
+import bisect
 import copy
 import dataclasses
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -72,7 +74,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
     until = time.monotonic() + FIX_SECONDS
 
     def fits(flags: dict) -> bool:
-        if all(_get(config, key) == value for key, value in flags.items()):
+        if not _changes(config, flags):
             return False  # it is what a fix is looked for
         changed = with_flags(config, flags)
         try:
@@ -94,7 +96,12 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
             least = {"remat": _SMALL, "accumulation": counts[-1]}
             split = {"mesh.data": 1, "mesh.fsdp": -1, "mesh.replica": slices}
             found = next((flags for flags in (least | split, least | {"remat": _SMALLEST}) if fits(flags)), {})
-    return as_flags({key: value for key, value in found.items() if _get(config, key) != value})
+    return as_flags(_changes(config, found))
+
+
+def _changes(config: ml_collections.ConfigDict, flags: dict) -> dict:
+    """The flags that say something else than the config."""
+    return {key: value for key, value in flags.items() if operator.attrgetter(key)(config) != value}
 
 
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
@@ -116,19 +123,9 @@ def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int
 
 
 def _first_that_fits(counts: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The first of some counts, of which each takes less memory than the one before it; None where none fits.
-
-    Most often it is one of the first: strides double until one fits, then the last stride is halved.
-    """
-    low, high, last = 0, 0, len(counts) - 1
-    while high > last or not fits(counts[high]):
-        if high >= last:
-            return None
-        low, high = high + 1, min(2 * high + 1, last)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(counts[middle]) else (middle + 1, high)
-    return counts[low]
+    """The first of some counts, of which each takes less memory than the one before it; None where none fits."""
+    at = bisect.bisect_left(counts, True, key=fits)
+    return counts[at] if at < len(counts) else None
 
 
 def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections.ConfigDict:
@@ -141,12 +138,6 @@ def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections
 def as_flags(flags: dict) -> str:
     """As on a command line."""
     return " ".join(f"--config.{key}={value}" for key, value in flags.items())
-
-
-def _get(config: ml_collections.ConfigDict, key: str):
-    for name in key.split("."):
-        config = config[name]
-    return config
 
 
 def _accumulations(config: ml_collections.ConfigDict, chips: int) -> list[int]:
