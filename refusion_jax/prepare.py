@@ -3,7 +3,7 @@
   python -m refusion_jax.prepare --input='my/*.jsonl' --output=prepared/mine --tokenizer=my.model --row_length=4096
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path=prepared/mine
 
-Reads .jsonl, .ndjson, .json (a list), Parquet and ArrayRecord; other files are plain text, compressed ones are refused.
+Reads .jsonl, .ndjson, .json (a list) and Parquet; other files are plain text, compressed ones are refused.
 An object has a query and a response, or messages (of which --turns are answers), or a text. A prompt with its response
 is never cut. Memory does not grow with the input. Killed, the same command goes on where it was; the number of
 workers changes no byte.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-from array_record.python.array_record_module import ArrayRecordWriter
 
 GOOD = json.dumps({"query": "one two", "response": "three four"}).encode()
 VALUES = [None, 1, 1.5, True, [], {}, "", "x", "three", ["three"], "\ud800", "\x00", "\u2028", 10**400, "ü" * 50]
@@ -15,7 +14,7 @@ VALUES = [None, 1, 1.5, True, [], {}, "", "x", "three", ["three"], "\ud800", "\x
 def write_files(directory: Path, count: int, seed: int = 0) -> None:
     """Writes `count` files, of which most have something wrong with them."""
     rng = random.Random(seed)
-    makers = [*(_jsonl,) * 4, _list, _table, _records, _text]
+    makers = [*(_jsonl,) * 4, _list, _table, _text]
     for index in range(count):
         made = rng.choice(makers)(rng, directory)
         suffix, content = made
@@ -73,15 +72,6 @@ def _table(rng, directory: Path) -> tuple[str, bytes]:
     path = directory / ".table"
     pyarrow.parquet.write_table(pyarrow.table({name: columns[name] for name in names}), path)
     return ".parquet", _taken(path)
-
-
-def _records(rng, directory: Path) -> tuple[str, bytes]:
-    path = directory / ".records"
-    writer = ArrayRecordWriter(str(path), "group_size:1")
-    for _ in range(rng.randrange(4)):
-        writer.write(_line(rng))
-    writer.close()
-    return ".array_record", _taken(path)
 
 
 def _taken(path: Path) -> bytes:

@@ -3,7 +3,6 @@
 import pyarrow
 import pyarrow.parquet
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 from test_prepare import write_pairs
 
 from refusion_jax.data.examples import Example, Fields
@@ -23,11 +22,7 @@ def test_every_kind_of_file_gives_the_same_examples_whole_or_in_pieces(tmp_path)
     pairs = write_pairs(tmp_path / "a.jsonl", 100)
     table = pyarrow.table({"query": [q for q, _ in pairs], "response": [r for _, r in pairs], "image": [b"x"] * 100})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=9)
-    writer = ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
-    for line in (tmp_path / "a.jsonl").read_bytes().splitlines():
-        writer.write(line)
-    writer.close()
-    for suffix in ("jsonl", "parquet", "array_record"):
+    for suffix in ("jsonl", "parquet"):
         path = str(tmp_path / f"a.{suffix}")
         for size in (1, 300, 1 << 20):
             splits = splits_of(path, size)

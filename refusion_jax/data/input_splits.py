@@ -1,8 +1,7 @@
 """Reads input files as examples, in splits of bounded size that can be read independently.
 
 A split is a range of a file: of bytes (a line belongs to the split in which it begins; plain text is cut after a
-newline), of row groups of a Parquet file, or of records of an ArrayRecord file. Splits are a function of the files and
-the requested size.
+newline) or of row groups of a Parquet file. Splits are a function of the files and the requested size.
 """
 
 import codecs
@@ -15,7 +14,6 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from array_record.python.array_record_module import ArrayRecordReader
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
@@ -36,7 +34,6 @@ from refusion_jax.data.examples import (
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
-_KINDS |= {".array_record": "array_record", ".arrayrecord": "array_record"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +41,8 @@ class InputSplit:
     """A part of an input file."""
 
     path: str
-    kind: str  # text | jsonl | json | parquet | array_record
-    start: int  # bytes, row groups or records
+    kind: str  # text | jsonl | json | parquet
+    start: int  # bytes or row groups
     end: int
     size: int  # bytes, about
 
@@ -100,7 +97,7 @@ def whole(path: str) -> InputSplit:
     """A file as one split."""
     size = epath.Path(path).stat().length
     kind = _KINDS.get(Path(path).suffix.lower(), "text")
-    return InputSplit(path, kind, 0, max(len(_units(path, kind, size)), 1) if kind == "parquet" else size, size)
+    return InputSplit(path, kind, 0, max(len(_row_groups(path)), 1) if kind == "parquet" else size, size)
 
 
 def splits_of(path: str, size: int) -> list[InputSplit]:
@@ -109,29 +106,24 @@ def splits_of(path: str, size: int) -> list[InputSplit]:
     if file.kind in ("text", "jsonl"):
         starts = range(0, max(file.size, 1), size)
         return [InputSplit(path, file.kind, s, min(s + size, file.size), min(size, file.size - s)) for s in starts]
-    if file.kind == "json" or not (units := _units(path, file.kind, file.size)):
+    if file.kind == "json" or not (groups := _row_groups(path)):
         return [file]
     splits, start, held = [], 0, 0
-    for end, unit in enumerate(units, 1):
-        held += unit
-        if held >= size or end == len(units):
+    for end, group in enumerate(groups, 1):
+        held += group
+        if held >= size or end == len(groups):
             splits.append(InputSplit(path, file.kind, start, end, held))
             start, held = end, 0
     return splits
 
 
-def _units(path: str, kind: str, size: int) -> list[int]:
-    """Bytes of each row group or record; empty if the file cannot be read, which is reported when it is read."""
-    try:
-        if kind == "parquet":
-            from refusion_jax.data.tables import row_group_sizes  # pyarrow, 60 MB, only where there is such a file
+def _row_groups(path: str) -> list[int]:
+    """Bytes of each row group; empty if the file cannot be read, which is reported when it is read."""
+    from refusion_jax.data.tables import row_group_sizes  # pyarrow, 60 MB, only where there is such a file
 
-            return row_group_sizes(path)
-        reader = ArrayRecordReader(path)
-        records = reader.num_records()  # 0 of a broken file
-        reader.close()
-        return [size // records] * records
-    except Exception:  # noqa: BLE001  these libraries raise anything on a broken file
+    try:
+        return row_group_sizes(path)
+    except Exception:  # noqa: BLE001  pyarrow raises anything on a broken file
         return []
 
 
@@ -149,10 +141,10 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
 
             yield from read_row_groups(part.path, part.start, part.end, fields)
         else:
-            reader = {"text": _text, "jsonl": _json_lines, "json": _json_list, "array_record": _array_records}
+            reader = {"text": _text, "jsonl": _json_lines, "json": _json_list}
             yield from reader[part.kind](part, fields)
-    except (OSError, RuntimeError) as error:  # ArrayRecord raises RuntimeError
-        yield Bad(part.path, getattr(error, "strerror", None) or first_line(error), "unreadable file")
+    except OSError as error:
+        yield Bad(part.path, error.strerror or first_line(error), "unreadable file")
 
 
 def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
@@ -206,24 +198,3 @@ def _json_list(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     else:
         for number, item in enumerate(items, 1):
             yield from to_examples(item, f"{path}: item {number}", fields)
-
-
-def _array_records(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
-    """Each record is a JSON object, or a text."""
-    reader = ArrayRecordReader(part.path)
-    if not reader.num_records():  # it does not raise where the file is broken
-        yield Bad(part.path, "not a whole ArrayRecord file, or one without records", "unreadable file")
-        return
-    for index in range(part.start, min(part.end, reader.num_records())):
-        where = f"{part.path}: record {index + 1}"
-        try:
-            (record,) = reader.read([index])
-        except Exception as error:  # noqa: BLE001  raises no exception of its own
-            yield Bad(where, f"cannot be read: {first_line(error)}", "unreadable file")
-            continue
-        if record.lstrip()[:1] == b"{":
-            yield from parse(record, where, fields)
-        else:
-            text = decode(record, where)
-            yield text if isinstance(text, Bad) else checked(None, text, where)
-    reader.close()
