@@ -59,7 +59,7 @@ def main() -> None:
     if _VERIFY.value:
         console.print(f"{_DATA.value}: all {verify(_DATA.value):,} rows are as they were written", highlight=False)
         return
-    data = PreparedRows(_DATA.value, verify=True)
+    data = PreparedRows(_DATA.value)
     if _ROW.value >= len(data):
         raise UserError(f"--row={_ROW.value}: {_DATA.value} holds rows 0 to {len(data) - 1}")
     file = find_tokenizer_file(epath.Path(_DATA.value))

@@ -179,6 +179,13 @@ def test_a_record_that_the_disk_takes_half_of_is_an_error(tmp_path, monkeypatch)
     assert not store.records
 
 
+def test_config_keys_that_are_new_or_gone_make_no_other_comparison(tmp_path):
+    ResultStore(tmp_path / "all", {"keys": {"seed": 1, "gone": 2}}).close()
+    ResultStore(tmp_path / "all", {"keys": {"seed": 1, "new": {"a": 3}}}).close()
+    with pytest.raises(UserError, match=r"holds another comparison \(differs in keys\)"):
+        ResultStore(tmp_path / "all", {"keys": {"seed": 2}})
+
+
 def test_records_are_kept_whatever_cuts_off_the_last(tmp_path):
     store = ResultStore(tmp_path / "all", {"budget": "tiny"})
     store.add("one", {"x": 1})

@@ -78,7 +78,7 @@ def write_pairs(path, count, seed=0):
 
 def documents(path):
     """(prompt ids, response ids) of all documents of a prepared directory, sorted."""
-    rows, found = PreparedRows(str(path), verify=True), []
+    rows, found = PreparedRows(str(path)), []
     for index in range(len(rows)):
         row = rows[index]
         for segment in range(1, row["segment_ids"].max() + 1):

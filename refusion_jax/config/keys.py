@@ -126,7 +126,6 @@ _DATA = {
         "`prepare`; append :held_out to tasks, families or stdlib for a disjoint held-out set",
     ),
     "weights": Setting((), "share of each prepared directory in data.path, such as (3,1); empty: by their rows"),
-    "verify": Setting(False, "compare each prepared row that is read with its checksum"),
     "tokenizer": Setting(
         "",
         "a sentencepiece model or Hugging Face tokenizer.json; empty: that of prepared data, or a new one of "

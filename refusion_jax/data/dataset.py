@@ -85,20 +85,11 @@ def _open_prepared(
 ) -> tuple[Tokenizer, RowSource]:
     """Opens prepared directories and their tokenizer."""
     data = config.data
-    parts = [PreparedRows(path, data.verify) for path in paths]
     file = data.tokenizer or find_tokenizer_file(workdir) or find_tokenizer_file(epath.Path(paths[0]))
     if not file:
         raise UserError(f"{paths[0]} holds no tokenizer; name the one it was made with by --config.data.tokenizer")
     tokenizer = load_tokenizer_file(file, data.mask_piece, data.thinking)
-    for part in parts:
-        if part.manifest.row_length != config.row_length:
-            raise UserError(
-                f"--config.row_length={config.row_length}: {part.path} holds rows of {part.manifest.row_length} "
-                f"tokens; give that, or prepare it again"
-            )
-        if part.manifest.tokenizer != tokenizer_hash(tokenizer):
-            raise UserError(f"{part.path} was made with another tokenizer than {file}; prepare it again with that one")
-        _try(part)
+    parts = [_prepared_rows(config, path, tokenizer, str(file)) for path in paths]
     weights = tuple(data.weights) or tuple(len(part) for part in parts)
     if len(weights) != len(parts) or not all(isinstance(w, int | float) and w > 0 for w in weights):
         raise UserError(
@@ -133,22 +124,22 @@ def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer
             raise UserError(str(error).replace("--config.data.path", f"--config.{key}")) from error
         documents = usable(tokenize(examples, tokenizer, config.row_length), data.on_error)
         return pack(documents, config.row_length)
-    rows = PreparedRows(path, config.data.verify)
+    return _prepared_rows(config, path, tokenizer, "the run's")
+
+
+def _prepared_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, whose: str) -> PreparedRows:
+    """A prepared directory whose rows fit the run."""
+    rows = PreparedRows(path)
     if rows.row_length != config.row_length:
         raise UserError(
-            f"--config.{key}: {path} holds rows of {rows.row_length} tokens, not of --config.row_length="
-            f"{config.row_length}; prepare it with that"
+            f"--config.row_length={config.row_length}: {path} holds rows of {rows.row_length} tokens; give that, or "
+            f"prepare it again"
         )
     if rows.manifest.tokenizer != tokenizer_hash(tokenizer):
-        raise UserError(f"--config.{key}: {path} was made with another tokenizer than the run's; prepare it with that")
-    _try(rows)
-    return rows
-
-
-def _try(rows: PreparedRows) -> None:
-    """Reads one row, which tells whether the manifest is that of the files, before a run's directory is made."""
+        raise UserError(f"{path} was made with another tokenizer than {whose}; prepare it again with that one")
     if len(rows):
-        rows[0]
+        rows[0]  # tells whether the manifest is that of the files, before a run's directory is made
+    return rows
 
 
 def corpus(examples: list[Example]) -> Iterator[str]:

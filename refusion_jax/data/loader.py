@@ -7,6 +7,7 @@ Axes: B rows of the global batch, H of them that a host reads, T row length.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grain
 import jax
@@ -18,33 +19,13 @@ from refusion_jax.data.interface import RowSource
 from refusion_jax.data.order import RowOrder
 
 
-def global_batches(
-    rows: RowSource,
-    sharding: NamedSharding,
-    *,
-    batch_size: int,
-    seed: int,
-    first_step: int,
-    last_step: int,
-    batch_of: Callable[[int], int] = int,
-) -> Iterator[Rows]:
-    """Yields the global batch of each step from first_step up to last_step, already on the devices.
+def global_batches(rows: RowSource, sharding: NamedSharding, *, batch_size: int, **steps: Any) -> Iterator[Rows]:
+    """Yields the global batch [B, T] of each step, already on the devices, with this sharding.
 
-    This host reads only the rows that its own devices hold.
-
-    Args:
-      rows: the data set.
-      sharding: of a [B, T] batch.
-      batch_size: B.
-      seed: of the shuffle.
-      first_step: where to begin; constant time, wherever it is.
-      last_step: one after the last.
-      batch_of: which batch of the order a step trains on; its own unless rows are left out.
+    This host reads only the rows that its own devices hold; the other arguments are those of `host_batches`.
     """
     shape = (batch_size, rows.row_length)
-    steps = {"batch_size": batch_size, "seed": seed, "first_step": first_step, "last_step": last_step}
-    steps |= {"batch_of": batch_of}
-    for batch in host_batches(rows, _local_rows(sharding, shape), **steps):
+    for batch in host_batches(rows, _local_rows(sharding, shape), batch_size=batch_size, **steps):
         yield Rows(**{name: jax.make_array_from_process_local_data(sharding, x, shape) for name, x in batch.items()})
 
 

@@ -22,19 +22,17 @@ from refusion_jax.data.rows import check_row, decode_row
 class PreparedRows(RowSource):
     """A prepared directory with random access; each file is opened when it is first read."""
 
-    def __init__(self, path: str, verify: bool = False):
+    def __init__(self, path: str):
         """Reads the manifest.
 
         Args:
           path: the directory, local or gs://.
-          verify: compare each row that is read with its checksum.
 
         Raises:
           UserError: where the directory is unfinished, or a file of it is missing or of another size.
         """
         self.path = path
         self.manifest: Manifest = read_manifest(path)
-        self._verify = verify
         self._dtype = np.dtype(f"<u{self.manifest.token_bytes}")
         directory = epath.Path(path)
         for shard in self.manifest.shards:
@@ -65,8 +63,7 @@ class PreparedRows(RowSource):
             record = self._records[index]
         except (ValueError, IndexError, RuntimeError) as error:
             raise UserError(f"{self.path}: row {index} cannot be read: {' '.join(str(error).split())[:200]}") from error
-        if self._verify:
-            check_row(record, f"{self.path}: row {index}")
+        check_row(record, f"{self.path}: row {index}")
         return record
 
     @property

@@ -139,7 +139,7 @@ def verify(path: str) -> int:
     Raises:
       UserError: naming the first file or row that differs.
     """
-    rows = PreparedRows(path, verify=True)
+    rows = PreparedRows(path)
     for shard in rows.manifest.shards:
         if file_checksum(epath.Path(path) / shard.file) != shard.checksum:
             raise UserError(f"{path}/{shard.file}: the checksum is not the manifest's; the file was damaged")

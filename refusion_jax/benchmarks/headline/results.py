@@ -16,6 +16,7 @@ import jax
 
 from refusion_jax.benchmarks.headline.experiment import Experiment
 from refusion_jax.cli.errors import UserError
+from refusion_jax.config import flatten
 from refusion_jax.distributed.append_log import AppendLog
 from refusion_jax.distributed.cores import available_cores
 from refusion_jax.distributed.json_files import parse_json, read_json
@@ -178,11 +179,14 @@ class ResultStore:
           UserError: where the directory holds another comparison, or another process is using it.
         """
         about, path = directory / "comparison.json", directory / "measurements.jsonl"
-        if about.exists() and (there := read_json(about)) != call:
-            other = sorted(name for name in call if there.get(name) != call[name])
-            raise UserError(
-                f"--output={directory} holds another comparison (differs in {', '.join(other)}): name another directory"
-            )
+        if about.exists():
+            there, here = flatten(read_json(about)), flatten(call)  # a key that is new or gone since changes nothing
+            other = sorted({key.split(".")[0] for key in there.keys() & here.keys() if there[key] != here[key]})
+            if other:
+                raise UserError(
+                    f"--output={directory} holds another comparison (differs in {', '.join(other)}): name another "
+                    f"directory"
+                )
         if not about.exists():
             write_file(about, json.dumps(call, indent=2) + "\n")
         self._log = AppendLog(path)
