@@ -20,8 +20,7 @@ from test_prepare import make, tokenizer_file, write_pairs
 from refusion_jax import UserError
 from refusion_jax.data import prepared as prepared_module
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.loader import epochs, host_batches, row_order
-from refusion_jax.data.order import RowOrder
+from refusion_jax.data.loader import RowOrder, epochs, host_batches, row_order
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.evaluation.heldout import find_held_out
 from refusion_jax.training.inspection import verify

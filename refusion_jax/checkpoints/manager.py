@@ -28,8 +28,7 @@ from refusion_jax.checkpoints.directory import (
     remove_unfinished,
     saved_steps,
 )
-from refusion_jax.checkpoints.orbax_tracebacks import silence_orbax_tracebacks
-from refusion_jax.checkpoints.writer import Items, make_checkpointer, restoring
+from refusion_jax.checkpoints.writer import Items, make_checkpointer, restoring, silence_orbax_tracebacks
 from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.processes import all_agree

@@ -8,8 +8,7 @@ from absl import logging
 from etils import epath
 
 from refusion_jax.checkpoints.directory import check_whole, find_step, is_step, saved_steps
-from refusion_jax.checkpoints.orbax_tracebacks import silence_orbax_tracebacks
-from refusion_jax.checkpoints.writer import Items, make_checkpointer
+from refusion_jax.checkpoints.writer import Items, make_checkpointer, silence_orbax_tracebacks
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.distributed.storage import absolute
 

@@ -1,10 +1,16 @@
-"""Orbax checkpointers that write checksums of all files before the checkpoint gets its final name."""
+"""Orbax checkpointers that write checksums of all files before the checkpoint gets its final name, and fail quietly."""
 
+import functools
+import logging
 import math
+import sys
+import traceback
+import warnings
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging as absl_logging
 from etils import epath
 
 from refusion_jax.checkpoints import checksums
@@ -14,6 +20,9 @@ _LATE = "_CHECKPOINT_METADATA"  # Orbax adds the time of the commit to this file
 # Threads of a save wait up to 300 s, and the process with them, for directories that a full disk does not let be made.
 _AT_ONCE = ocp.options.AsyncOptions(create_directories_asynchronously=False)
 _IN_FLIGHT = 0.05  # of a host's part of the state: so much of each item may be on its way to storage
+_OF_ORBAX = (
+    "(.*serialize.*|.*CheckpointHandler.*|_create_paths|cancellable)"  # coroutines, by what a save on a full disk left
+)
 
 
 def make_checkpointer(state: Any) -> ocp.AsyncCheckpointer:
@@ -85,3 +94,31 @@ class _OwnChecksums:
 
     def cancel(self) -> None:
         """There is nothing to cancel."""
+
+
+@functools.cache
+def silence_orbax_tracebacks() -> None:
+    """Suppresses the tracebacks of failed saves.
+
+    Orbax logs one itself. Every other write that was under way prints one more: for tasks or coroutines that were never
+    awaited, when they are garbage-collected, or after their event loop has ended.
+    """
+    absl_logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
+    logging.getLogger("asyncio").addFilter(lambda record: not _is_of_orbax(record.exc_info))
+    warnings.filterwarnings("ignore", f"coroutine '{_OF_ORBAX}' was never awaited", RuntimeWarning)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _is_of_orbax(exc_info: Any) -> bool:
+    if not exc_info:
+        return False
+    if "tensorstore" in str(exc_info[1]):  # its futures have no frames
+        return True
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc_info[2]))
+    return any(name.partition(".")[0] == "orbax" for name in names)

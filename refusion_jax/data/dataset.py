@@ -14,8 +14,8 @@ from refusion_jax.data.fast_tokenizer import (
     tokenizer_hash,
 )
 from refusion_jax.data.interface import RowSource, Tokenizer
+from refusion_jax.data.loader import block_counts
 from refusion_jax.data.manifest import is_prepared
-from refusion_jax.data.order import block_counts
 from refusion_jax.data.packing import pack, tokenize, usable
 from refusion_jax.data.prepared import MixedRows, PreparedRows
 from refusion_jax.data.sources import read_examples

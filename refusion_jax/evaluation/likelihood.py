@@ -9,7 +9,8 @@ Axes: B rows of a forward, T tokens of a row, V vocabulary.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +235,7 @@ def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tup
 def score(model: Transformer, feeds: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
     """(sum of weight * log p(label), whether every label is the most probable token) of each feed."""
     results: list = [None] * len(feeds)
-    for number, (log_p, is_best) in _run(model, feeds, _log_probabilities):
+    for number, (log_p, is_best) in _run(model, feeds):
         weights = feeds[number].weights
         total = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
         results[number] = float(total), bool(is_best[weights > 0].all())
@@ -274,17 +275,15 @@ def token_scores(
     how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
     feeds = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]
     scores: list[list[TokenScore]] = [[] for _ in texts]
-    for at, (log_p, _, best, best_log_p) in _run(model, feeds, _with_best):
+    for at, (log_p, _, best, best_log_p) in _run(model, feeds):
         fed = np.flatnonzero(feeds[at].weights)
         in_text_order = fed[np.argsort(feeds[at].places[fed])]
         scores[numbers[at]] = [TokenScore(float(log_p[i]), int(best[i]), float(best_log_p[i])) for i in in_text_order]
     return scores
 
 
-def _run(
-    model: Transformer, feeds: Sequence[ScoredTokens], program: Callable
-) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """(number of a feed, what a program says of its tokens) of all feeds, packed into rows."""
+def _run(model: Transformer, feeds: Sequence[ScoredTokens]) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """(number of a feed, the `log_probabilities` of its tokens) of all feeds, packed into rows."""
     if not feeds:
         return
     longest, mesh = max(map(len, feeds)), mesh_of(model)
@@ -296,7 +295,7 @@ def _run(
     packed = fit([len(feed) for feed in feeds], T)
     for rows in (packed[at : at + B] for at in range(0, len(packed), B)):
         with jax.set_mesh(mesh):
-            arrays = fetch(program(graphdef, params, _lay_out(feeds, rows, B, T)))
+            arrays = fetch(_jitted(graphdef, params, _lay_out(feeds, rows, B, T)))
         for row, numbers in enumerate(rows):
             at = 0
             for number in numbers:
@@ -321,12 +320,7 @@ def _lay_out(feeds: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: in
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _log_probabilities(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    return log_probabilities(nnx.merge(graphdef, params), a)[:2]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _with_best(graphdef, params, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+def _jitted(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     return log_probabilities(nnx.merge(graphdef, params), a)
 
 

@@ -33,7 +33,6 @@ import jax
 from etils import epath
 
 from refusion_jax.distributed.append_log import AppendLog, parse_log
-from refusion_jax.distributed.proc import started
 from refusion_jax.distributed.storage import read_file
 
 FILE = "events.jsonl"
@@ -128,8 +127,11 @@ def when_ready(outputs: Any) -> float:
 
 def process_age() -> float:
     """Seconds since this process was started, imports included; 0 where the system does not tell."""
-    ticks = started(os.getpid())  # since boot, time asleep included
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return 0.0
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # since boot, time asleep included
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read_log(path: epath.Path) -> str:
