@@ -17,18 +17,7 @@ from conftest import ROOT, run, start
 from test_config import load
 
 from refusion_jax import UserError
-from refusion_jax.benchmarks.headline.experiment import (
-    BUDGETS,
-    Experiment,
-    ablations,
-    adapted_run,
-    first_rates,
-    held_out,
-    next_rate,
-    operating_points,
-    trial_run,
-    whole_run,
-)
+from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment
 from refusion_jax.benchmarks.headline.results import ResultStore
 from refusion_jax.data import families
 from refusion_jax.data.sources import held_out_problems
@@ -37,24 +26,28 @@ from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
 CONFIGS = load(ROOT / "configs" / "headline.py")
 
 
+def asked_for(budget: str, systems=(("ar", 1),), start: str = "") -> Experiment:
+    return Experiment(budget, BUDGETS[budget], CONFIGS(budget), "c.py", dict(systems), start, False, "the command")
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("system", trainable())
 def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
-    size, config = BUDGETS[budget], CONFIGS(budget)
-    points = operating_points(system, size, config)
+    size, asked = BUDGETS[budget], asked_for(budget)
+    points = asked.points(system)
     alone = {name for name in decoders_for(system) if not find_decoder(name).settings.auxiliary_models}
     assert {point.decoder for point in points} == alone
-    points += [point for own in ablations(system, size, config).values() for point in own]
+    points += [point for own in asked.ablations(system).values() for point in own]
     for point in points:
         settings = point.settings(size.new_tokens, 16)
         assert settings.new_tokens == size.new_tokens  # no decoder writes more than the others
-    labels = [(point.decoder, point.label) for point in operating_points(system, size, config)]
+    labels = [(point.decoder, point.label) for point in asked.points(system)]
     assert len(set(labels)) == len(labels)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_family_is_asked_for_and_none_of_it_is_trained_on(budget):
-    config, (validation, test) = CONFIGS(budget), held_out(CONFIGS(budget), BUDGETS[budget])
+    config, (validation, test) = CONFIGS(budget), asked_for(budget).held_out()
     mixture = families.mixture(config.data.difficulty)
     assert {problem.family for problem in validation} == set(mixture.families)
     trained = {asked(mixture, p) for p in mixture.problems("train", 3000, config.seed)}
@@ -68,7 +61,7 @@ def asked(mixture, problem):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_what_chooses_the_settings_does_not_score_them(budget):
-    validation, test = held_out(CONFIGS(budget), BUDGETS[budget])
+    validation, test = asked_for(budget).held_out()
     assert not {p.query for p in validation} & {p.query for p in test}
     assert Counter(p.family for p in validation) == Counter(p.family for p in test)
     by_loss = {p.query for p in held_out_problems(CONFIGS(budget).data)}  # which chooses the learning rates
@@ -81,23 +74,23 @@ def test_what_chooses_the_settings_does_not_score_them(budget):
 
 
 def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
-    config, budget = CONFIGS("small"), BUDGETS["small"]
-    rates = first_rates(budget, config)
-    assert rates == [multiple * config.learning_rate for multiple in (0.5, 1, 2, 4)]
-    assert not first_rates(BUDGETS["tiny"], CONFIGS("tiny"))
-    run = trial_run("ar", rates[0], budget, config, "c.py")
-    assert run.changes["learning_rate"] == rates[0]
-    assert run.changes["steps"] * budget.sweep == config.steps
+    config, asked = CONFIGS("small"), asked_for("small")
+    losses = {}
+    for multiple in (0.5, 1, 2, 4):
+        losses[asked.next_rate(losses)] = abs(multiple - 1)
+    assert list(losses) == [multiple * config.learning_rate for multiple in (0.5, 1, 2, 4)]
+    assert asked.next_rate(losses) is None
+    run = asked.trial("ar", 0.001)
+    assert run.changes["learning_rate"] == 0.001
+    assert run.changes["steps"] * asked.budget.sweep == config.steps
 
 
 @pytest.mark.parametrize(("best", "tried"), [(3e-3, []), (9e-3, [0.016]), (0.03, [0.016, 0.032, 0.064]), (1e-5, 3)])
 def test_the_best_learning_rate_is_looked_for_until_it_lies_between_worse_ones(best, tried):
-    budget, config = BUDGETS["small"], CONFIGS("small")
-    losses = {rate: abs(np.log(rate / best)) for rate in first_rates(budget, config)}
-    more = []
-    while rate := next_rate(losses, budget):
+    asked, losses = asked_for("small"), {}
+    while rate := asked.next_rate(losses):
         losses[rate] = abs(np.log(rate / best))
-        more.append(rate)
+    more = list(losses)[len(asked.budget.rates) :]
     if tried == 3:  # it is below all of them, and the search ends
         assert more == [0.0005, 0.00025, 0.000125]
     else:
@@ -106,13 +99,13 @@ def test_the_best_learning_rate_is_looked_for_until_it_lies_between_worse_ones(b
 
 
 def test_where_no_learning_rate_was_tried_none_is_looked_for():
-    assert next_rate({}, BUDGETS["tiny"]) is None
+    assert asked_for("tiny").next_rate({}) is None
 
 
 def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(tmp_path):
     config = CONFIGS("small")
-    start = whole_run("ar", 2, 0.004, "c.py")
-    run = adapted_run("refusion", start, 0.002, config, "c.py", tmp_path)
+    asked = asked_for("small")
+    run = asked.adaptation("refusion", asked.whole("ar", 2, 0.004), 0.002, tmp_path)
     assert 2 * run.changes["steps"] == config.steps
     assert run.changes["init_from"] == str(tmp_path / "runs" / "ar_seed2" / "checkpoints" / str(config.steps // 2))
     mixture = families.mixture(config.data.difficulty)
@@ -120,14 +113,14 @@ def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(
         {problem.query for problem in mixture.problems("train", 2000, seed)} for seed in (2, run.changes["seed"])
     )
     assert len(first & second) < 0.1 * len(second)  # some families have few problems, and repeat them in any draw
-    assert run.name != whole_run("refusion", 2, 0.002, "c.py").name
+    assert run.name != asked.whole("refusion", 2, 0.002).name
 
 
 def test_a_budget_is_made_smaller_by_flags():
     small = BUDGETS["small"]
     assert small.changed(tune=True) == small
     assert small.changed(tune=True, seeds=1).seeds == 1
-    assert not first_rates(small.changed(tune=False, seeds=1), CONFIGS("small"))
+    assert not small.changed(tune=False, seeds=1).rates
 
 
 def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():
@@ -139,15 +132,15 @@ def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():
 
 def test_a_system_may_have_its_own_number_of_seeds_and_adapts_no_more_models_than_there_are():
     systems = {"ar": 2, "card": 1, "refusion": 3}
-    asked = Experiment("small", BUDGETS["small"], CONFIGS("small"), "c.py", systems, "ar", False, "the command")
+    asked = asked_for("small", systems, "ar")
     assert asked.seeds == [("ar", 0), ("card", 0), ("refusion", 0), ("ar", 1), ("refusion", 1), ("refusion", 2)]
     assert asked.adapted == {"card": 1, "refusion": 2}
     assert not dataclasses.replace(asked, start="").adapted
 
 
 def test_adapting_needs_a_checkpoint_and_a_record_in_the_middle():
-    config = CONFIGS("small")
-    asked = Experiment("small", BUDGETS["small"], config, "c.py", {"ar": 1, "card": 1}, "ar", False, "the command")
+    asked = asked_for("small", {"ar": 1, "card": 1}, "ar")
+    config = asked.config
     asked.check()
     config.log_every = config.steps // 2 - 1
     with pytest.raises(UserError, match=f"step {config.steps // 2}, in the middle, is not logged"):
@@ -208,7 +201,7 @@ def test_records_are_kept_whatever_cuts_off_the_last(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--budget=huge"], "--budget=huge: unknown; known: tiny, small, gpu"),
+        (["--budget=huge"], "--budget=huge: value should be one of <tiny|small|gpu>"),
         ([], "--output=: name a directory"),
         (["--output={dir}", "--systems=gan"], "--systems=gan: unknown; known: ar, "),
         (
@@ -267,7 +260,6 @@ from absl import flags
 from refusion_jax.benchmarks import headline
 from refusion_jax.benchmarks.headline import comparison
 from refusion_jax.benchmarks.headline.results import ResultStore
-from refusion_jax.benchmarks.headline.experiment import whole_run
 
 own = flags.FlagValues()
 headline.define_flags(own)
@@ -277,7 +269,7 @@ comparison.train = lambda *_: print("trained") or {"losses": losses, "seconds": 
 comparison.load_tokenizer = comparison.check_fit = lambda *_: None
 whole = comparison.Comparison(Path(sys.argv[1]), asked, ResultStore(Path(sys.argv[1]), {}))
 for seed in (0, 1):
-    whole._trained(whole_run("ar", seed, 1e-3, asked.file))
+    whole._trained(asked.whole("ar", seed, 1e-3))
 """
 
 

@@ -51,7 +51,7 @@ _MOST_SEEDS = 100
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
-    flags.DEFINE_string("budget", "tiny", f"How much is spent: {' | '.join(BUDGETS)}", flag_values=own)
+    flags.DEFINE_enum("budget", "tiny", [*BUDGETS], "How much is spent", flag_values=own)
     flags.DEFINE_string("output", None, "Directory of the comparison: made, or gone on with", flag_values=own)
     seeds = {"lower_bound": 1, "upper_bound": _MOST_SEEDS, "flag_values": own}
     flags.DEFINE_integer("seeds", None, "Runs of each system, in place of the budget's number", **seeds)
@@ -88,8 +88,6 @@ def _experiment(own: flags.FlagValues) -> Experiment:
     Raises:
       UserError: naming the flag that is at fault.
     """
-    if own.budget not in BUDGETS:
-        raise UserError(f"--budget={own.budget}: unknown; known: {', '.join(BUDGETS)}")
     if not own.output:
         raise UserError("--output=: name a directory for the comparison")
     budget = BUDGETS[own.budget].changed(own.tune, seeds=own.seeds, speed_proxy=own.speed_proxy)

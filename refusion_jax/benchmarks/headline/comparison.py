@@ -16,20 +16,7 @@ import jax
 
 from refusion_jax.benchmarks.headline import results
 from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
-from refusion_jax.benchmarks.headline.experiment import (
-    BATCH_SIZES,
-    Experiment,
-    Point,
-    Run,
-    ablations,
-    adapted_run,
-    first_rates,
-    held_out,
-    next_rate,
-    operating_points,
-    trial_run,
-    whole_run,
-)
+from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Experiment, Point, Run
 from refusion_jax.benchmarks.headline.measure import (
     PROXY_PROBLEMS,
     PROXY_REPEATS,
@@ -65,7 +52,7 @@ class Comparison:
         self._directory, self._asked, self._store = directory, experiment, store
         self._config, self._budget = experiment.config, experiment.budget
         self._mixture = mixture(self._config.data.difficulty)
-        self._validation, self._test = held_out(self._config, self._budget)
+        self._validation, self._test = experiment.held_out()
         self._began, self._commit = time.monotonic(), commit()
 
     def run(self) -> Results:
@@ -107,31 +94,26 @@ class Comparison:
 
     def _train_all(self) -> tuple[list[Trained], list[tuple[Run, Trained]]]:
         """(runs that tried learning rates; runs whose models are measured, with their records)."""
-        asked, config, sweep, rates = self._asked, self._config, [], {}
+        asked, sweep, rates = self._asked, [], {}
         for system in asked.systems:
             trials = self._tried(system)
             sweep += trials
-            rates[system] = min(trials, key=_final_loss)["learning_rate"] if trials else config.learning_rate
-        runs = [whole_run(system, seed, rates[system], asked.file) for system, seed in asked.seeds]
+            rates[system] = min(trials, key=_final_loss)["learning_rate"] if trials else self._config.learning_rate
+        runs = [asked.whole(system, seed, rates[system]) for system, seed in asked.seeds]
         models = [(run, self._trained(run)) for run in runs]
         first_halves = {run.seed: (run, record) for run, record in models if run.system == asked.start}
         for system, count in asked.adapted.items():
             for seed in range(count):
                 start, half = first_halves[seed]
-                run = adapted_run(system, start, rates[system], config, asked.file, self._directory)
+                run = asked.adaptation(system, start, rates[system], self._directory)
                 models.append((run, _continued(half, self._trained(run))))
         return sweep, models
 
     def _tried(self, system: str) -> list[Trained]:
         """A short run for each learning rate that is tried."""
-
-        def tried(rate: float) -> Trained:
-            run = trial_run(system, rate, self._budget, self._config, self._asked.file)
-            return self._trained(run, "try")
-
-        found = [tried(rate) for rate in first_rates(self._budget, self._config)]
-        while rate := next_rate({trial["learning_rate"]: _final_loss(trial) for trial in found}, self._budget):
-            found.append(tried(rate))
+        found = []
+        while rate := self._asked.next_rate({trial["learning_rate"]: _final_loss(trial) for trial in found}):
+            found.append(self._trained(self._asked.trial(system, rate), "try"))
         return found
 
     def _trained(self, run: Run, verb: str = "train") -> Trained:
@@ -150,7 +132,7 @@ class Comparison:
     def _at_every_point(self, run: Run) -> list[Scored]:
         """Measures the model of a run at all its operating points."""
         found, decoder = [], None
-        for point in self._points(run.system):
+        for point in self._asked.points(run.system):
             if point.decoder != decoder:
                 jax.clear_caches()  # compiled programs use memory mappings, and a process can have only 65,530
             decoder = point.decoder
@@ -167,7 +149,7 @@ class Comparison:
         found, last = [], self._config.steps
         every, keep = self._config.checkpoint.every, self._config.checkpoint.keep
         for step in [*range(every, last, every), last][-keep:]:
-            for title, points in ablations(run.system, self._budget, self._config).items():
+            for title, points in self._asked.ablations(run.system).items():
                 for point in points:
 
                     def make(point: Point = point, step: int = step) -> dict[str, Any]:
@@ -241,13 +223,10 @@ class Comparison:
         stored = self._stored(f"time {len(entries)} settings{f' at {shape}' * bool(shape)} ({checksum:08x})", make)
         return [record | {name: stored[name] for name in ("commit", "where")} for record in stored["timings"]]
 
-    def _points(self, system: str) -> list[Point]:
-        return operating_points(system, self._budget, self._config)
-
     def _point(self, curve: Curve, measured: Measured) -> Point:
         """The operating point that was measured."""
         key = curve.decoder, measured.settings
-        return next(point for point in self._points(curve.system) if (point.decoder, point.label) == key)
+        return next(point for point in self._asked.points(curve.system) if (point.decoder, point.label) == key)
 
     def _workdir(self, run: Run) -> Path:
         return self._directory / "runs" / run.name

@@ -62,6 +62,53 @@ BUDGETS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run: its directory and its flags."""
+
+    system: str
+    seed: int
+    name: str  # of its directory
+    changes: Mapping[str, Any]  # config keys and their values
+    config: str  # file and variant
+    start: str = ""  # the system that trained the weights it starts from; random ones if empty
+
+    def flags(self, directory: Path) -> list[str]:
+        """The flags of `train`."""
+        changes = {"objective": self.system, "seed": self.seed} | dict(self.changes)
+        return [
+            f"--config={self.config}",
+            f"--workdir={directory / 'runs' / self.name}",
+            *(f"--config.{name}={value}" for name, value in changes.items()),
+        ]
+
+    def command(self, directory: Path) -> str:
+        """The command line."""
+        return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A decoder with settings."""
+
+    decoder: str
+    changes: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """Its settings in one line, as `bench decode --setup` takes them."""
+        return " ".join(
+            f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.changes.items()
+        )
+
+    def __str__(self) -> str:
+        return f"{self.decoder} {self.label}"
+
+    def settings(self, new_tokens: int, batch_size: int) -> Settings:
+        """The settings of the decoder."""
+        return DecodeSettings(self.decoder, max_new_tokens=new_tokens, batch_size=batch_size, **self.changes)
+
+
+@dataclasses.dataclass(frozen=True)
 class Experiment:
     """What is asked for."""
 
@@ -104,139 +151,82 @@ class Experiment:
         if self.start and half % c.log_every:
             raise UserError(f"{flag}: step {half}, in the middle, is not logged with log_every={c.log_every}")
 
+    def next_rate(self, losses: Mapping[float, float]) -> float | None:
+        """The learning rate to try next, by the held-out losses of those that were tried; None where enough were.
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A training run: its directory and its flags."""
+        After the budget's it is twice the highest or half the lowest, where that one is the best so far.
+        """
+        first = [multiple * self.config.learning_rate for multiple in self.budget.rates]
+        if len(losses) < len(first):
+            return first[len(losses)]
+        if not losses or len(losses) >= len(first) + _FURTHER_RATES:
+            return None
+        best = min(losses, key=losses.get)
+        return {max(losses): 2 * best, min(losses): best / 2}.get(best)
 
-    system: str
-    seed: int
-    name: str  # of its directory
-    changes: Mapping[str, Any]  # config keys and their values
-    config: str  # file and variant
-    start: str = ""  # the system that trained the weights it starts from; random ones if empty
+    def trial(self, system: str, rate: float) -> Run:
+        """A short run that tries a learning rate, with the whole schedule of warmup and decay."""
+        c = self.config
+        steps = max(1, c.steps // self.budget.sweep)
+        shorter = {"steps": steps, "warmup_steps": min(c.warmup_steps, max(1, steps // 4)), "eval.every": steps}
+        return Run(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, self.file)
 
-    def flags(self, directory: Path) -> list[str]:
-        """The flags of `train`."""
-        changes = {"objective": self.system, "seed": self.seed} | dict(self.changes)
-        return [
-            f"--config={self.config}",
-            f"--workdir={directory / 'runs' / self.name}",
-            *(f"--config.{name}={value}" for name, value in changes.items()),
-        ]
+    def whole(self, system: str, seed: int, rate: float) -> Run:
+        """The run that is measured."""
+        return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, self.file)
 
-    def command(self, directory: Path) -> str:
-        """The command line."""
-        return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
+    def adaptation(self, system: str, start: Run, rate: float, directory: Path) -> Run:
+        """A run that takes the second half of the steps, from another system's weights after the first half.
 
+        Both halves together have the steps and, of other problems, about the tokens of a whole run.
+        """
+        c, workdir = self.config, directory / "runs" / start.name
+        half = c.steps // 2
+        changes = {
+            "seed": start.seed + _NEW_PROBLEMS,
+            "steps": half,
+            "data.examples": max(1, c.data.examples // 2),
+            "data.tokenizer": str(workdir / "tokenizer.model"),
+            "init_from": str(workdir / "checkpoints" / str(half)),
+            "learning_rate": rate,
+        }
+        name = f"{system}_from_{start.system}_seed{start.seed}"
+        return Run(system, start.seed, name, changes, self.file, start.system)
 
-def first_rates(budget: Budget, config: ml_collections.ConfigDict) -> list[float]:
-    """The learning rates that are tried for every system."""
-    return [multiple * config.learning_rate for multiple in budget.rates]
+    def points(self, system: str) -> list[Point]:
+        """The operating points of all decoders that serve a system's models."""
+        own = self.budget.new_tokens, self._trained(system)
+        decoders = {name: find_decoder(name).settings for name in decoders_for(system)}
+        return [Point(name, point) for name, settings in decoders.items() for point in settings.operating_points(*own)]
 
+    def ablations(self, system: str) -> dict[str, list[Point]]:
+        """The ablations that the system defines, by title, and its default decoder at its first point."""
+        own = systems()[system]
+        found = {"over training": self.points(system)[:1]}
+        for title, ablation in own.experiments.ablations.items():
+            changes = ablation(self.budget.new_tokens, self._trained(system))
+            found[title] = [Point(next(iter(own.decoders)), change) for change in changes]
+        return found
 
-def next_rate(losses: Mapping[float, float], budget: Budget) -> float | None:
-    """The learning rate to try next: twice the highest or half the lowest, where that one is the best so far.
+    def _trained(self, system: str) -> dict[str, Any]:
+        """The system's own config keys."""
+        section = systems()[system].section.name
+        return self.config[section].to_dict() if section else {}
 
-    Args:
-      losses: the held-out loss of each learning rate that was tried.
-      budget: of the comparison.
+    def held_out(self) -> tuple[list[Problem], list[Problem]]:
+        """The problems that are decoded, the same for every run, and none of which is trained on.
 
-    Returns:
-      None where the best one lies between others, or where enough were tried.
-    """
-    if not losses or len(losses) >= len(budget.rates) + _FURTHER_RATES:
-        return None
-    best = min(losses, key=losses.get)
-    return {max(losses): 2 * best, min(losses): best / 2}.get(best)
-
-
-def trial_run(system: str, rate: float, budget: Budget, config: ml_collections.ConfigDict, file: str) -> Run:
-    """A short run that tries a learning rate, with the whole schedule of warmup and decay."""
-    steps = max(1, config.steps // budget.sweep)
-    shorter = {"steps": steps, "warmup_steps": min(config.warmup_steps, max(1, steps // 4)), "eval.every": steps}
-    return Run(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, file)
-
-
-def whole_run(system: str, seed: int, rate: float, file: str) -> Run:
-    """The run that is measured."""
-    return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, file)
-
-
-def adapted_run(
-    system: str, start: Run, rate: float, config: ml_collections.ConfigDict, file: str, directory: Path
-) -> Run:
-    """A run that takes the second half of the steps, from another system's weights after the first half.
-
-    Both halves together have the steps and, of other problems, about the tokens of a whole run.
-    """
-    workdir, half = directory / "runs" / start.name, config.steps // 2
-    changes = {
-        "seed": start.seed + _NEW_PROBLEMS,
-        "steps": half,
-        "data.examples": max(1, config.data.examples // 2),
-        "data.tokenizer": str(workdir / "tokenizer.model"),
-        "init_from": str(workdir / "checkpoints" / str(half)),
-        "learning_rate": rate,
-    }
-    return Run(system, start.seed, f"{system}_from_{start.system}_seed{start.seed}", changes, file, start.system)
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A decoder with settings."""
-
-    decoder: str
-    changes: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        """Its settings in one line, as `bench decode --setup` takes them."""
-        return " ".join(
-            f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in self.changes.items()
-        )
-
-    def __str__(self) -> str:
-        return f"{self.decoder} {self.label}"
-
-    def settings(self, new_tokens: int, batch_size: int) -> Settings:
-        """The settings of the decoder."""
-        return DecodeSettings(self.decoder, max_new_tokens=new_tokens, batch_size=batch_size, **self.changes)
-
-
-def operating_points(system: str, budget: Budget, config: ml_collections.ConfigDict) -> list[Point]:
-    """The operating points of all decoders that serve a system's models."""
-    return [
-        Point(decoder, changes)
-        for decoder in decoders_for(system)
-        for changes in find_decoder(decoder).settings.operating_points(budget.new_tokens, _trained(system, config))
-    ]
-
-
-def ablations(system: str, budget: Budget, config: ml_collections.ConfigDict) -> dict[str, list[Point]]:
-    """The ablations that the system defines, by title, and its default decoder at its first point."""
-    own, trained = systems()[system], _trained(system, config)
-    found = {
-        title: [Point(next(iter(own.decoders)), changes) for changes in ablation(budget.new_tokens, trained)]
-        for title, ablation in own.experiments.ablations.items()
-    }
-    return {"over training": operating_points(system, budget, config)[:1]} | found
-
-
-def held_out(config: ml_collections.ConfigDict, budget: Budget) -> tuple[list[Problem], list[Problem]]:
-    """The problems that are decoded, the same for every run, and none of which is trained on.
-
-    Returns:
-      (validation problems, which choose the settings; test problems, which score the chosen ones: others, and as many
-      of each family).
-    """
-    all_of_them = mixture(config.data.difficulty)
-    count, draws = budget.problems, _DRAWS * budget.problems
-    wanted = collections.Counter(problem.family for problem in all_of_them.problems("test", count, seed=0))
-    validation = _different(all_of_them.problems("test", draws, seed=0), wanted, set())
-    known = {problem.query for problem in validation}
-    by_loss = {problem.query for problem in held_out_problems(config.data)}  # which chooses the learning rates
-    return validation, _different(all_of_them.problems("test", draws, seed=1), wanted, known, by_loss)
+        Returns:
+          (validation problems, which choose the settings; test problems, which score the chosen ones: others, and as
+          many of each family).
+        """
+        data, count = self.config.data, self.budget.problems
+        every, draws = mixture(data.difficulty), _DRAWS * count
+        wanted = collections.Counter(problem.family for problem in every.problems("test", count, seed=0))
+        validation = _different(every.problems("test", draws, seed=0), wanted, set())
+        known = {problem.query for problem in validation}
+        by_loss = {problem.query for problem in held_out_problems(data)}  # which chooses the learning rates
+        return validation, _different(every.problems("test", draws, seed=1), wanted, known, by_loss)
 
 
 def _different(
@@ -244,11 +234,7 @@ def _different(
 ) -> list[Problem]:
     """As many problems of each family as are wanted, all different; those of a family with too few are repeated.
 
-    Args:
-      drawn: problems, of all families.
-      wanted: number of problems by family.
-      known: queries that are left out.
-      avoided: queries that are only taken where a family has no others.
+    Known queries are left out, and those to be avoided are only taken where a family has no others.
     """
     found = {problem.query: problem for problem in drawn if problem.query not in known}
     chosen = []
@@ -257,9 +243,3 @@ def _different(
         own.sort(key=lambda problem: problem.query in avoided)  # is stable
         chosen += itertools.islice(itertools.cycle(own), count)
     return random.Random(0).sample(chosen, len(chosen))  # in which families take turns: the first ones are timed
-
-
-def _trained(system: str, config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The system's own config keys."""
-    section = systems()[system].section.name
-    return config[section].to_dict() if section else {}
