@@ -145,7 +145,7 @@ BAD = {
         ["bench", "calibration", "--compile", "--output={dir}"],
         ": is a directory",
     ),
-    "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: unknown; known: tiny"),
+    "unknown size": (["bench", "decode", "--size=9b"], "--size=9b: value should be one of <tiny|"),
     "output is a directory": (["generate", "--checkpoint={run}", "--prompt=x", "--output={dir}"], "is a directory"),
     "tokenizer of nothing": (["train_tokenizer", "--input={dir}/none.txt", "--output={dir}/t.model"], "does not exist"),
     "goodput of nothing": (["goodput", "--workdir={dir}"], "holds no events.jsonl of a training run"),

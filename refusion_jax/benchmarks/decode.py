@@ -57,7 +57,7 @@ def define_flags(own: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=own)
     number = functools.partial(flags.DEFINE_integer, flag_values=own, lower_bound=1)
     text("checkpoint", None, "Trained weights; random ones by default")
-    text("size", "tiny", f"Shape of random weights: {', '.join(SIZES)}")
+    flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
     dtypes = ["float32", "bfloat16"]
     flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and computation", flag_values=own)
     flags.DEFINE_list("batch_sizes", ["1", "8", "32"], "Rows at once, each measured", flag_values=own)
@@ -83,8 +83,6 @@ def read_shared(own: flags.FlagValues) -> dict[str, Any]:
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a setup and batch size, then a table."""
-    if own.size not in SIZES:
-        raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()

@@ -172,14 +172,11 @@ def answers(checkpoint: str, count: int) -> list[dict]:
 
 def trained(size: str) -> dict:
     """Milliseconds of a training step on full rows, and its MFU against the documented peak."""
-    D, L, N, K, H, F, V, tied = decoding.SIZES[size]
-    is_tiny = size == "tiny"
+    is_tiny, shape = size == "tiny", decoding.shape_of(size)
     config = default_config()
     config.batch_size, config.row_length = (2, 128) if is_tiny else (8, 2048)
     config.dtype = "float32" if is_tiny else "bfloat16"
-    shape = {"hidden_size": D, "num_hidden_layers": L, "num_attention_heads": N, "num_key_value_heads": K}
-    shape |= {"head_dim": H, "intermediate_size": F, "vocab_size": V, "tie_word_embeddings": tied}
-    config.model.update(shape)
+    config.model.update({name: getattr(shape, name) for name in config.model})
     seconds = step_seconds(config)
     tokens = config.batch_size * config.row_length
     flops = tokens * train_flops_per_token(model_config(config), CAUSAL.keys_seen(config.row_length))

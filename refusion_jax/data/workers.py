@@ -24,26 +24,18 @@ from refusion_jax.data.shards import SPLITS, Report, Settings, digests, make_sha
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.storage import write_file
 
-
-@dataclasses.dataclass
-class _Worker:
-    """What a worker keeps between chunks."""
-
-    tokenizer: Tokenizer
-    settings: Settings
-    output: epath.Path
-
-
-_worker: _Worker | None = None  # one a process
+_tokenizer: Tokenizer  # of this process, and what it works by
+_settings: Settings
+_output: epath.Path
 
 
 def _start(settings: Settings, output: str) -> None:
-    global _worker
+    global _tokenizer, _settings, _output
+    _settings, _output = settings, epath.Path(output)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece, settings.thinking)
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        tokenizer.threads = 1
-    _worker = _Worker(tokenizer, settings, epath.Path(output))
+    _tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece, settings.thinking)
+    if isinstance(_tokenizer, SentencePieceTokenizer):
+        _tokenizer.threads = 1
     if parent := multiprocessing.parent_process():
         threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
 
@@ -105,18 +97,18 @@ class Pool:
 
 def write_digests(index: int, chunk: list[InputSplit]) -> Report:
     """Writes the digests of a chunk's examples."""
-    save(_worker.output / PROGRESS / f"digests-{index:05}.npy", digests(chunk, _worker.settings.fields))
+    save(_output / PROGRESS / f"digests-{index:05}.npy", digests(chunk, _settings.fields))
     return Report()
 
 
 def write_shard(index: int, chunk: list[InputSplit]) -> Report:
     """Makes the shards of a chunk, then writes its report."""
-    progress, settings = _worker.output / PROGRESS, _worker.settings
+    progress, settings = _output / PROGRESS, _settings
     name = f"rows-{index:05}.array_record"
-    names = dict(zip(SPLITS, (_worker.output / name, _worker.output / "held_out" / name), strict=True))
+    names = dict(zip(SPLITS, (_output / name, _output / "held_out" / name), strict=True))
     duplicates = set(load(progress / f"duplicates-{index:05}.npy").tolist()) if settings.dedup else set()
     dropped: list[Bad] = []
-    report = make_shard(chunk, names, settings, _worker.tokenizer, duplicates, dropped)
+    report = make_shard(chunk, names, settings, _tokenizer, duplicates, dropped)
     if not (report.first_bad and settings.on_error == "stop"):
         lines = "".join(
             json.dumps({"where": str(bad.where), "kind": bad.kind, "reason": bad.reason}) + "\n" for bad in dropped

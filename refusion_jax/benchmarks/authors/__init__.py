@@ -55,7 +55,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_string("checkout", None, "Clone of the authors' repository; its code is run", flag_values=own)
     flags.DEFINE_string("python", sys.executable, "Interpreter that has torch and transformers", flag_values=own)
     flags.DEFINE_string("checkpoint", None, "Trained weights; random ones by default", flag_values=own)
-    flags.DEFINE_string("size", "tiny", f"Shape of random weights: {', '.join(SIZES)}", flag_values=own)
+    flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and computation", flag_values=own)
     flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
     flags.DEFINE_integer("count", 40, "How many prompts, the first ones", 1, 100_000, flag_values=own)
@@ -73,8 +73,6 @@ def main(own: flags.FlagValues) -> None:
     """
     if not own.checkout or not (pathlib.Path(own.checkout) / "generate.py").is_file():
         raise UserError(f"--checkout={own.checkout or ''}: must be a clone of https://github.com/ML-GSAI/ReFusion")
-    if own.size not in SIZES:
-        raise UserError(f"--size={own.size}: unknown; known: {', '.join(SIZES)}")
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     table = Table("setup", "batch", "tokens/s", "theirs", "ratio", "least, most", "same answers")
