@@ -45,7 +45,7 @@ from refusion_jax.distributed.storage import write_file
 from refusion_jax.systems.registry import find_system, trainable
 
 _PROBLEMS = "families"  # the source of problems that this benchmark needs
-_FORMAT = 6  # of the stored records, raised where they or the problems change
+_FORMAT = 5  # of the stored records, raised where they or the problems change
 _MOST_SEEDS = 100
 
 
