@@ -4,8 +4,9 @@
   python -m refusion_jax.convert --format=huggingface --from=gs://bucket/runs/mine --to=export --dtype=bfloat16
 
 Directories are local or in an object store. Families that can be read: Llama (SmolLM2, too), Mistral, OLMo 2, Qwen2 and
-Qwen3. Weights are spread over all devices here; JAX_PLATFORMS=cpu keeps them in the host's memory. Tokenizer files are
-carried along. `generate` reads both kinds of directory as they are.
+Qwen3; and what the authors of other systems released (systems/README.md). Weights are spread over all devices here;
+JAX_PLATFORMS=cpu keeps them in the host's memory. Tokenizer files are carried along. `generate` reads both kinds of
+directory as they are.
 """
 
 import math
@@ -26,6 +27,7 @@ from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import read_file, write_file
 from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.systems.registry import releases
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read, local or gs://")
 _TO = flags.DEFINE_string("to", None, "Directory to make, local or gs://")
@@ -53,13 +55,14 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
     Raises:
       UserError: where the directory cannot be read, or nobody names a mask token.
     """
-    config = huggingface.read_model_config(source, find_tokenizer(source, mask_token_id), mask_token_id)
+    tokenizer = find_tokenizer(source, mask_token_id)
+    config = huggingface.read_model_config(source, tokenizer, mask_token_id, releases())
     if config.mask_token_id < 0:
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
     _, params = abstract_transformer(config, dtype, mesh_over_all(config.hidden_size))
     with Progress() as progress:
         task = progress.add_task("reading", total=huggingface.count_tensors(params))
-        params = huggingface.load_params(source, params, lambda: progress.advance(task))
+        params = huggingface.load_params(source, params, lambda: progress.advance(task), releases())
     save_params(target, params)
     write_model_config(target, config, find_objective(source))
 

@@ -22,7 +22,7 @@ from refusion_jax.model import huggingface
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.lora import combine
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.registry import decoders_for, default_system, plain_system
+from refusion_jax.systems.registry import decoders_for, default_system, plain_system, releases
 
 
 def load_model(
@@ -35,7 +35,7 @@ def load_model(
 
     Args:
       path: the directory of a run or its checkpoints/, for the newest checkpoint; the directory of one step; or a
-        Hugging Face directory of one of `model.families.FAMILIES`.
+        Hugging Face directory of one of `model.families.FAMILIES`, or as the authors of a system released it.
       dtype: of weights and computation, "float32" or "bfloat16".
       mesh: from `sharding.make_mesh`; the first device by default.
       weights: "same", or "int8": rounded in host memory, so that the devices never hold the unrounded weights.
@@ -100,14 +100,14 @@ def read_model_config(path: epath.Path) -> ModelConfig:
       UserError: where there is none.
     """
     if huggingface.is_huggingface(path):
-        return huggingface.read_model_config(path, find_tokenizer(path))
+        return huggingface.read_model_config(path, find_tokenizer(path), releases=releases())
     return run_directory.read_model_config(find_step(path)[0])
 
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights with the shapes, dtypes and shardings of the target."""
     if huggingface.is_huggingface(path):
-        return huggingface.load_params(path, target)
+        return huggingface.load_params(path, target, releases=releases())
     adapted = run_directory.read_adapters(find_step(path)[0])
     if adapted is None:
         return restore_params(path, target)
@@ -183,7 +183,7 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
     if file is None:
         return None
     if mask_token_id is None and huggingface.is_huggingface(directory):
-        mask_token_id = huggingface.read_mask_token_id(directory)
+        mask_token_id = huggingface.read_config(directory, releases()).mask_token_id
     elif mask_token_id is None and (directory / "model.json").exists():
         mask_token_id = run_directory.read_model_config(directory).mask_token_id
     return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
@@ -200,7 +200,7 @@ def find_objective(path: epath.Path) -> str | None:
     A Hugging Face directory without a mask token is a plain language model; one line says so.
     """
     if huggingface.is_huggingface(path):
-        named = huggingface.read_objective(path)
+        named = huggingface.read_config(path, releases()).refusion_jax.objective
         if named or not _lacks_mask(path):
             return named
         plain = plain_system().name
@@ -211,7 +211,7 @@ def find_objective(path: epath.Path) -> str | None:
 
 
 def _lacks_mask(path: epath.Path) -> bool:
-    if huggingface.read_mask_token_id(path) is not None:
+    if huggingface.read_config(path, releases()).mask_token_id is not None:
         return False
     tokenizer = find_tokenizer(path)
     return tokenizer is None or tokenizer.adds_mask

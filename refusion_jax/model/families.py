@@ -7,6 +7,27 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+# Ours -> theirs, with the number of the layer for {}. A weight of `lora.INPUTS` is transposed.
+NAMES = {
+    "embed_tokens": "model.embed_tokens.weight",
+    "attention_norm": "model.layers.{}.input_layernorm.weight",
+    "q_proj": "model.layers.{}.self_attn.q_proj.weight",
+    "k_proj": "model.layers.{}.self_attn.k_proj.weight",
+    "v_proj": "model.layers.{}.self_attn.v_proj.weight",
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias",
+    "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    "o_proj": "model.layers.{}.self_attn.o_proj.weight",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "gate_proj": "model.layers.{}.mlp.gate_proj.weight",
+    "up_proj": "model.layers.{}.mlp.up_proj.weight",
+    "down_proj": "model.layers.{}.mlp.down_proj.weight",
+    "final_norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -16,7 +37,7 @@ class Family:
     qk_norm: str = ""  # RMSNorm of queries and keys before RoPE: "head": each head, "all": all heads together
     qkv_bias: bool = False
     norm_after: bool = False  # RMSNorm of what attention and mlp give, not of what they read
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # weights that are named otherwise
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from NAMES
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json; other values are refused
 
 
@@ -27,49 +48,28 @@ FAMILIES = {
         "Olmo2ForCausalLM",
         qk_norm="all",
         norm_after=True,
-        names={"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+        names={
+            "attention_norm": "model.layers.{}.post_attention_layernorm.weight",
+            "mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+        },
         fixed={"attention_bias": False},
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed={"use_sliding_window": False}),  # and 2.5
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", fixed={"attention_bias": False, "use_sliding_window": False}),
 }
 
-# Ours -> (theirs, how many leading axes of ours, without that of the layers, are the input; 0: the same order of axes).
-LAYER_WEIGHTS = {
-    "attention_norm": ("input_layernorm.weight", 0),
-    "q_proj": ("self_attn.q_proj.weight", 1),
-    "k_proj": ("self_attn.k_proj.weight", 1),
-    "v_proj": ("self_attn.v_proj.weight", 1),
-    "q_bias": ("self_attn.q_proj.bias", 0),
-    "k_bias": ("self_attn.k_proj.bias", 0),
-    "v_bias": ("self_attn.v_proj.bias", 0),
-    "q_norm": ("self_attn.q_norm.weight", 0),
-    "k_norm": ("self_attn.k_norm.weight", 0),
-    "o_proj": ("self_attn.o_proj.weight", 2),
-    "mlp_norm": ("post_attention_layernorm.weight", 0),
-    "gate_proj": ("mlp.gate_proj.weight", 1),
-    "up_proj": ("mlp.up_proj.weight", 1),
-    "down_proj": ("mlp.down_proj.weight", 1),
-}
-OTHER_WEIGHTS = {
-    "embed_tokens": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-}
 
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Models that the authors of a system released: those of a family under a `model_type` of their own.
 
-def layer_tensor(family: str, name: str, layer: int) -> tuple[str, int]:
-    """The tensor that holds a weight of one layer.
-
-    Args:
-      family: one of FAMILIES.
-      name: of LAYER_WEIGHTS.
-      layer: from 0.
-
-    Returns:
-      (its name, how many leading axes of our weight of a layer are the input).
+    Of several with one model_type, the first counts whose `fixed` a config.json agrees with.
     """
-    theirs, inputs = LAYER_WEIGHTS[name]
-    if other := FAMILIES[family].names.get(name):
-        theirs = f"{other}.weight"
-    return f"model.layers.{layer}.{theirs}", inputs
+
+    model_type: str
+    family: str  # of FAMILIES
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of config.json: theirs -> ours
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from the family's
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json, in our keys
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json; other values are refused
+    ignored: tuple[str, ...] = ()  # keys of config.json that change nothing

@@ -7,7 +7,8 @@ table says which is which, and both directions follow from it.
 import functools
 import json
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +21,10 @@ from safetensors.numpy import save_file
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.distributed.storage import replacing, write_file
-from refusion_jax.model.families import FAMILIES, OTHER_WEIGHTS, layer_tensor
+from refusion_jax.model.families import FAMILIES, NAMES, Release
+from refusion_jax.model.lora import INPUTS
 from refusion_jax.model.shape import to_model_config
 from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -34,7 +36,14 @@ _COPIED = (  # of config.json into ModelConfig and back
     *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
 )
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
+_IGNORED = (  # keys of config.json that change nothing, in what authors released
+    *("_name_or_path", "architectures", "auto_map", "attention_dropout", "initializer_range", "torch_dtype", "dtype"),
+    *("transformers_version", "use_cache", "max_window_layers", "sliding_window", "layer_types"),
+)
 SHARD_BYTES = 4 << 30  # of the shards we write
+
+Releases = Mapping[str, Sequence[Release]]  # by the name of the system
+NONE: Releases = types.MappingProxyType({})
 
 
 class _Ours(pydantic.BaseModel):
@@ -45,7 +54,7 @@ class _Ours(pydantic.BaseModel):
     block_size: int = 0
 
 
-class _Config(pydantic.BaseModel):
+class Config(pydantic.BaseModel):
     """What we read of a config.json; defaults are those of transformers."""
 
     model_config = pydantic.ConfigDict(strict=True)
@@ -78,7 +87,7 @@ def is_huggingface(path: epath.Path) -> bool:
 
 
 def read_model_config(
-    path: epath.Path, tokenizer: Tokenizer | None = None, mask_token_id: int | None = None
+    path: epath.Path, tokenizer: Tokenizer | None = None, mask_token_id: int | None = None, releases: Releases = NONE
 ) -> ModelConfig:
     """The shape that config.json describes.
 
@@ -87,11 +96,12 @@ def read_model_config(
       tokenizer: of the model; rows of the embedding after its ids are padding and never predicted. Where it has more
         ids than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
       mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.
+      releases: as for `read_config`.
 
     Raises:
-      UserError: where the file is unreadable, lacks a size, or describes an architecture that is none of FAMILIES.
+      UserError: as `read_config`.
     """
-    file, given = path / "config.json", _read_config(path)
+    file, given = path / "config.json", read_config(path, releases)
     theta, scaling = _rope(file, given)
     shape = {name: getattr(given, name) for name in _COPIED}
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
@@ -119,40 +129,51 @@ def read_model_config(
     return to_model_config(file, shape | ids | described | ours)
 
 
-def read_mask_token_id(path: epath.Path) -> int | None:
-    """The mask token that config.json names, if it does.
+def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
+    """config.json in the terms of the family whose layers the model has.
+
+    Args:
+      path: the directory.
+      releases: what authors released, by the name of the system.
 
     Raises:
-      UserError: where the file cannot be read.
+      UserError: where it cannot be read, or describes something else than a family or release that we read.
     """
-    return _read_config(path).mask_token_id
+    return _read_config(path, releases)[0]
 
 
-def read_objective(path: epath.Path) -> str | None:
-    """The system that trained a model which `save` wrote, where it is known.
-
-    Raises:
-      UserError: where the file cannot be read.
-    """
-    return _read_config(path).refusion_jax.objective
-
-
-def _read_config(path: epath.Path) -> _Config:
-    """config.json, of a family that we read."""
+def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[str, str]]:
+    """(config.json, the names of the tensors)."""
     file = path / "config.json"
     given = read_json(file)
-    family = FAMILIES.get(str(given.get("model_type")))
-    fixed = {"model_type": given.get("model_type") if family else "", "hidden_act": "silu"}
-    for key, value in (fixed | dict(family.fixed if family else {})).items():
+    model_type = str(given.get("model_type"))
+    found = [(system, one) for system, some in releases.items() for one in some if one.model_type == model_type]
+    found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
+    system, release = found[0] if found else (None, Release(model_type, model_type))
+    family = FAMILIES.get(release.family)
+    fixed = {"hidden_act": "silu"} | dict(family.fixed if family else {"model_type": ""}) | release.fixed
+    for key, value in fixed.items():
         if given.get(key, value) != value:
             raise UserError(
                 f"{file}: {key}={json.dumps(given[key])[:60]} is not supported; of Hugging Face models we read those "
-                f"of model_type {', '.join(FAMILIES)} with that family's defaults"
+                f"of model_type {', '.join([*FAMILIES, *_model_types(releases)])} with that family's defaults"
             )
-    return read_json(file, _Config, extra="ignore")
+    known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
+    if system and (unknown := sorted(given.keys() - known)):
+        raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
+    given = release.defaults | given | {ours: given[key] for key, ours in release.keys.items() if key in given}
+    if system:
+        ours = {key: given[key] for key in _OURS if key in given}
+        given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
+    given = {key: value for key, value in given.items() if key in Config.model_fields}
+    return to_type(given, Config, f"{file} cannot be read"), NAMES | dict(family.names) | release.names
 
 
-def _rope(file: epath.Path, given: _Config) -> tuple[float, tuple[float, ...]]:
+def _model_types(releases: Releases) -> list[str]:
+    return sorted({one.model_type for some in releases.values() for one in some})
+
+
+def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...]]:
     """(rope_theta, rope_scaling) of a ModelConfig."""
     new = given.rope_parameters or {}
     scaling = given.rope_scaling or new
@@ -169,7 +190,10 @@ def _first(token_id: int | list[int] | None) -> int:
 
 
 def load_params(
-    path: epath.Path, target: dict[str, Any], progress: Callable[[], None] = lambda: None
+    path: epath.Path,
+    target: dict[str, Any],
+    progress: Callable[[], None] = lambda: None,
+    releases: Releases = NONE,
 ) -> dict[str, Any]:
     """Reads all weights, tensor by tensor, straight into (sharded) arrays.
 
@@ -179,13 +203,14 @@ def load_params(
       path: the Hugging Face directory.
       target: shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros.
       progress: called after each tensor.
+      releases: as for `read_config`.
 
     Raises:
       UserError: as `Tensors`; where a tensor would be left over; and where a weight is infinite or not a number, in the
         file or in the target's dtype.
     """
-    tensors, config = Tensors(path), _read_config(path)
-    _refuse_others(tensors, config, target)
+    tensors, (config, names) = Tensors(path), _read_config(path, releases)
+    _refuse_others(tensors, config, names, target)
 
     def place(name: str, tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
         placed = _place(tensor, target)
@@ -197,7 +222,7 @@ def load_params(
     params = {}
     for name in [name for name in target if name != "layers"]:
         rows = () if name == "final_norm" else (config.vocab_size,)
-        theirs, shape = OTHER_WEIGHTS[name], rows + target[name].shape[len(rows) :]
+        theirs, shape = names[name], rows + target[name].shape[len(rows) :]
         params[name] = place(theirs, tensors.read(theirs, shape), target[name])
     params["layers"] = {}
     for name, goal in target["layers"].items():
@@ -206,7 +231,7 @@ def load_params(
         )
         stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
         for index in range(goal.shape[0]):
-            theirs, inputs = layer_tensor(config.model_type, name, index)
+            theirs, inputs = names[name].format(index), INPUTS.get(name, 0)
             tensor = tensors.read(theirs, _their_shape(layer.shape, inputs))
             tensor = (tensor.T if inputs else tensor).reshape(layer.shape)
             stacked = _put(stacked, place(theirs, tensor, layer), index)
@@ -214,19 +239,19 @@ def load_params(
     return params
 
 
-def _refuse_others(tensors: Tensors, config: _Config, target: dict[str, Any]) -> None:
+def _refuse_others(tensors: Tensors, config: Config, names: Mapping[str, str], target: dict[str, Any]) -> None:
     """Refuses tensors that would be left over: without them it would be another model.
 
     Raises:
       UserError: naming the file and the tensor.
     """
-    known = {OTHER_WEIGHTS[name] for name in target if name != "layers"}
+    known = {names[name] for name in target if name != "layers"}
     for name, stacked in target["layers"].items():
-        known |= {layer_tensor(config.model_type, name, index)[0] for index in range(stacked.shape[0])}
+        known |= {names[name].format(index) for index in range(stacked.shape[0])}
     for name in sorted(tensors.names - known):
-        if name == "lm_head.weight":  # of tied weights, which some save twice
+        if name == names["lm_head"]:  # of tied weights, which some save twice
             shape = (config.vocab_size, config.hidden_size)
-            if np.array_equal(*(tensors.read(OTHER_WEIGHTS[own], shape) for own in ("lm_head", "embed_tokens"))):
+            if np.array_equal(tensors.read(name, shape), tensors.read(names["embed_tokens"], shape)):
                 continue
         if not name.endswith(".rotary_emb.inv_freq"):  # which follows from rope_theta
             raise UserError(f"{tensors.place_of(name)}: {name} has no place in the model that config.json describes")
@@ -312,14 +337,13 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
 
 def _their_tensors(params: dict[str, Any], family: str) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
     """Every tensor by its Hugging Face name: (bytes, what brings it to the host)."""
-    found = {}
-    for name, theirs in OTHER_WEIGHTS.items():
-        if name in params:
-            found[theirs] = params[name].nbytes, functools.partial(_on_host, params[name], None, 0)
+    found, names = {}, NAMES | dict(FAMILIES[family].names)
+    for name in [name for name in params if name != "layers"]:
+        found[names[name]] = params[name].nbytes, functools.partial(_on_host, params[name], None, 0)
     for name, stacked in params["layers"].items():
         for layer in range(len(stacked)):
-            theirs, inputs = layer_tensor(family, name, layer)
-            found[theirs] = stacked.nbytes // len(stacked), functools.partial(_on_host, stacked, layer, inputs)
+            on_host = functools.partial(_on_host, stacked, layer, INPUTS.get(name, 0))
+            found[names[name].format(layer)] = stacked.nbytes // len(stacked), on_host
     return found
 
 

@@ -25,13 +25,14 @@ Decoding, block by block: a forward over the block reveals all tokens with p > `
 probable one, in the first sub-block that has masks. When no mask is left, one more forward over the finished block
 commits its keys and values, and its last token predicts the first token of the next block.
 
-Based on a description of the paper and of the authors' code, neither of which we have read: masks and complementary
-copies, shift and mean, order of decoding. The authors give each copy a clean text of its own; here both share one,
-which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole blocks. Here rows are
-packed: a noisy block belongs to the document of its first token; after the end of that document it holds repeats of
-the EOS in place of the next document, whose labels in this block are lost. They are masked and predicted like others,
-because a decoder fills them before it knows where the text ends. Blocks are counted from the start of the row, so the
-documents of a row are shuffled: packed by length, their places would tell it.
+Decoding gives the tokens of the code that the authors released (tests/test_releases.py), except after prompts of just
+one block, which it does not feed. Training is based on a description of the paper and of their code, neither of which
+we have read: masks and complementary copies, shift and mean. The authors give each copy a clean text of its own; here
+both share one, which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole
+blocks. Here rows are packed: a noisy block belongs to the document of its first token; after the end of that document
+it holds repeats of the EOS in place of the next document, whose labels in this block are lost. They are masked and
+predicted like others, because a decoder fills them before it knows where the text ends. Blocks are counted from the
+start of the row, so the documents of a row are shuffled: packed by length, their places would tell it.
 Their approximate cache inside a block, off by default, is left out. Places after a revealed EOS are not decoded, but
 fed as masks.
 
@@ -58,6 +59,7 @@ from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
+from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
@@ -158,6 +160,7 @@ class BlockByBlock(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
+    shift: ClassVar[int] = 1  # a token is predicted so many places before it
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
@@ -172,15 +175,15 @@ class BlockByBlock(Continuer):
         return requests[0].settings.block_size
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
-        """The initial state: prompts are cached in whole blocks, except the block of the last given token."""
+        """The initial state: prompts are cached in whole blocks, except the one that predicts the first new token."""
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
-        return self.start_text(FilledText, layout, keys, kv.Cache(entries, (given.length - 1) // K * K))
+        return self.start_text(FilledText, layout, keys, kv.Cache(entries, (given.length - self.shift) // K * K))
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
-        """One forward over each row's block: reveals tokens, or commits it and reveals the first token of the next."""
+        """One forward over each row's block: reveals tokens, or commits it and, if shifted, reveals one of the next."""
         offset, own = jnp.arange(self.width)[None], s.settings
-        at = s.cache.length[:, None] + offset  # [B, K]; each predicts the token after it
+        at = s.cache.length[:, None] + offset  # [B, K]
         fed = jnp.where(at < s.end[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
         real, choosable = mask_logits(logits, None, self.ids)
@@ -189,21 +192,22 @@ class BlockByBlock(Continuer):
         is_done = ~jnp.any(open_here, axis=1)
         part = offset // own.sub_block[:, None]
         here = jnp.min(jnp.where(open_here, part, self.width), axis=1, keepdims=True)
-        after = next_in_row(open_here & (part == here))  # shifted: one place earlier
-        readable = jnp.where(is_done[:, None], offset == self.width - 1, after)
-        chosen = sample(choosable, readable, s.keys, at + 1, own)
+        readable = open_here & (part == here)
+        if self.shift:  # the first token of a block is read from the last one before it
+            readable = jnp.where(is_done[:, None], offset == self.width - 1, next_in_row(readable))
+        chosen = sample(choosable, readable, s.keys, at + self.shift, own)
         confidence = jnp.where(readable, probability(real, chosen), -1.0)
         is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
         reveals = readable & ((confidence > own.threshold[:, None]) | is_best)
         cache = kv.commit(cache, jnp.where(s.active & is_done, self.width, 0))
-        return s.fill(cache, reveals, chosen, at + 1, self.ids)
+        return s.fill(cache, reveals, chosen, at + self.shift, self.ids)
 
 
-def reference(model: Transformer, request: Request) -> dict:
+def reference(model: Transformer, request: Request, shift: int = 1) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, s, commits = ReferenceDecoder(model, request), request.settings, []
     text, end, K = dict(plain.given), request.length, request.settings.block_size
-    start = (len(text) - 1) // K * K
+    start = (len(text) - shift) // K * K
     while any(place not in text for place in range(end)):
         tokens = [text.get(at, plain.ids.mask_id) if at < end else plain.ids.mask_id for at in range(start + K)]
         block = np.arange(start + K) // K
@@ -211,15 +215,16 @@ def reference(model: Transformer, request: Request) -> dict:
         p = plain.forward("reveal" if masks else "commit", tokens, [*range(start + K)], block[:, None] >= block[None])
         if masks:
             masks = [at for at in masks if (at - start) // s.sub_block == (masks[0] - start) // s.sub_block]
-            best = {at: plain.best(p[at - 1], at) for at in masks}
-            sure = {at: p[at - 1][best[at]] for at in masks}
+            best = {at: plain.best(p[at - shift], at) for at in masks}
+            sure = {at: p[at - shift][best[at]] for at in masks}
             revealed = [at for at in masks if plain.above(sure[at], s.threshold)]
             if not revealed:
                 plain.margin = min(plain.margin, *np.diff(sorted(sure.values())[-2:]), 1.0)
                 revealed = [max(masks, key=sure.__getitem__)]
         else:
             start += K
-            best, revealed = {start: plain.best(p[start - 1], start)}, [start]
+            revealed = [start] if shift else []
+            best = {at: plain.best(p[at - 1], at) for at in revealed}
         for at in revealed:
             if at < end:
                 text[at] = best[at]
@@ -234,4 +239,13 @@ SYSTEM = System(
     decoders={"block_diffusion": BlockByBlock},
     references={"block_diffusion": reference},
     section=ConfigSection("block_diffusion", CONFIG_KEYS, block_key="block_size"),
+    releases=(
+        Release(
+            "Fast_dLLM_Qwen",
+            "qwen2",
+            keys={"bd_size": "block_size"},
+            defaults={"mask_token_id": 151665, "block_size": _BLOCK},
+            ignored=("conplemenrary_mask",),  # of training
+        ),
+    ),
 )

@@ -41,6 +41,7 @@ from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import llada, masked
 from refusion_jax.systems.interface import ConfigSection, System
@@ -200,4 +201,12 @@ SYSTEM = System(
     decoders={"dream": Denoise},
     references={"dream": reference},
     section=ConfigSection("dream", CONFIG_KEYS),
+    releases=(
+        Release(
+            "Dream",
+            "qwen2",
+            defaults={"mask_token_id": 151666, "shifted": True},
+            fixed={"use_mrope": False},
+        ),
+    ),
 )

@@ -53,6 +53,7 @@ from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
+from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
@@ -221,10 +222,14 @@ def reference(model: Transformer, request: Request) -> dict:
     return plain.result(commits, len(plain.phases))
 
 
+_IGNORED = ("attn_implementation", "fuse_cross_entropy")
+
 SYSTEM = System(
     name="idlm",
     objective=AllMasked,
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
     section=ConfigSection("idlm", CONFIG_KEYS, block_key="block_size"),
+    # In the layout of SDAR, whose blocks are longer: 1, 2 or 3 masks in what they train.
+    releases=tuple(Release("sdar", "qwen3", fixed={"block_size": n}, ignored=_IGNORED) for n in (1, 2, 3)),
 )

@@ -19,6 +19,7 @@ from refusion_jax.batch.visibility import Pattern
 from refusion_jax.cli.settings import Setting
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
+from refusion_jax.model.families import Release
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.scoring import Scoring
@@ -94,6 +95,7 @@ class System:
     section: ConfigSection = ConfigSection()
     decodes: tuple[str, ...] = ()  # other systems whose models its decoders serve; PLAIN in one system
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
+    releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
     experiments: Experiments = Experiments()
     is_default: bool = False  # whether it is trained by default; true for one system
 

@@ -35,6 +35,7 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
+from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, System
@@ -151,6 +152,60 @@ def scoring_forward(text: ScoredText) -> ScoredTokens:
 
 SCORING = Scoring(scoring_forward, is_bound=True)
 
+RELEASE = Release(  # LLaDA-8B and LLaDA 1.5
+    "llada",
+    "llama",
+    keys={
+        "d_model": "hidden_size",
+        "embedding_size": "vocab_size",
+        "max_sequence_length": "max_position_embeddings",
+        "mlp_hidden_size": "intermediate_size",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "n_layers": "num_hidden_layers",
+        "weight_tying": "tie_word_embeddings",
+    },
+    names={
+        name: f"model.transformer.{theirs}.weight"
+        for name, theirs in {
+            "embed_tokens": "wte",
+            "attention_norm": "blocks.{}.attn_norm",
+            "q_proj": "blocks.{}.q_proj",
+            "k_proj": "blocks.{}.k_proj",
+            "v_proj": "blocks.{}.v_proj",
+            "o_proj": "blocks.{}.attn_out",
+            "mlp_norm": "blocks.{}.ff_norm",
+            "gate_proj": "blocks.{}.ff_proj",
+            "up_proj": "blocks.{}.up_proj",
+            "down_proj": "blocks.{}.ff_out",
+            "final_norm": "ln_f",
+            "lm_head": "ff_out",
+        }.items()
+    },
+    defaults={"rms_norm_eps": 1e-5},
+    fixed={
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "multi_query_attention": None,
+        "rope": True,
+        "scale_logits": False,
+    },
+    ignored=(
+        *("alibi_bias_max", "attention_layer_norm_with_affine", "embedding_dropout", "flash_attention"),
+        *("init_cutoff_factor", "init_device", "init_fn", "init_std", "mlp_ratio", "precision", "residual_dropout"),
+        *("rope_full_precision", "train_max_sequence_length"),
+    ),
+)
+
 SYSTEM = System(
     name="llada",
     objective=MaskedDiffusion,
@@ -159,4 +214,5 @@ SYSTEM = System(
     section=ConfigSection("llada", CONFIG_KEYS),
     decodes=("r2ft",),
     scoring=SCORING,
+    releases=(RELEASE,),
 )

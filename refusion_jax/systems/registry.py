@@ -16,6 +16,7 @@ from refusion_jax import systems as folder
 from refusion_jax.cli.errors import SettingError, UserError, first_line
 from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.model.families import Release
 from refusion_jax.systems.interface import PLAIN, System
 
 ENTRY_POINTS = "refusion_jax.systems"
@@ -131,6 +132,11 @@ def default_system() -> System:
 def plain_system() -> System:
     """The system that decodes plain language models."""
     return next(system for system in systems().values() if PLAIN in system.decodes)
+
+
+def releases() -> dict[str, tuple[Release, ...]]:
+    """What the authors of the systems released, by the name of the system."""
+    return {name: system.releases for name, system in systems().items()}
 
 
 def trainable() -> list[str]:

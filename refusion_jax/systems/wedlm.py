@@ -51,6 +51,7 @@ from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
 from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
@@ -206,10 +207,16 @@ def reference(model: Transformer, request: Request) -> dict:
     return plain.result(commits, len(plain.phases))
 
 
+_MASK = {"mask_token_id": 151665}  # of their engine, where a config.json names none
+
 SYSTEM = System(
     name="wedlm",
     objective=ReorderedBlocks,
     decoders={"wedlm": SlidingWindow},
     references={"wedlm": reference},
     section=ConfigSection("wedlm", CONFIG_KEYS),
+    releases=(
+        Release("wedlm", "qwen2", defaults=_MASK, fixed={"qk_norm": False, "attention_bias": True}),
+        Release("wedlm", "qwen3", defaults=_MASK, fixed={"qk_norm": True, "attention_bias": False}),
+    ),
 )

@@ -1,0 +1,199 @@
+"""Records what the authors' code computes of tiny models in the layout that they released, into tests/releases.json.
+
+  python tests/record_releases.py NAME CODE [GENERATE]
+
+NAME is one of RECIPES. CODE is the folder of their configuration and modelling code, which their Hugging Face
+directories carry; GENERATE the folder of their generate.py, where that is elsewhere. Run it by an interpreter that has
+torch and the transformers they ask for (4.53; wedlm: 4.57). Weights are not recorded but drawn by `weights_of`.
+"""
+
+import importlib
+import json
+import sys
+import types
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+FILE = Path(__file__).parent / "releases.json"
+MASK, EOS, PAD = 40, 41, 42
+ORDINARY = 40  # ids below are neither
+QWEN = {
+    "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 48, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "rope_scaling": None, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": EOS, "pad_token_id": PAD, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
+    "max_window_layers": 2, "sliding_window": None, "use_sliding_window": False, "torch_dtype": "float32",
+}  # fmt: skip
+SDAR = QWEN | {
+    "architectures": ["SDARForCausalLM"], "model_type": "sdar", "attention_bias": False, "head_dim": 8,
+    "attn_implementation": "flex_attention", "mask_token_id": MASK, "fuse_cross_entropy": True,
+}  # fmt: skip
+RECIPES = {
+    "llada": {
+        "config": {
+            "activation_type": "silu", "alibi": False, "alibi_bias_max": 8.0, "architectures": ["LLaDAModelLM"],
+            "attention_dropout": 0.0, "attention_layer_norm": False, "attention_layer_norm_with_affine": True,
+            "bias_for_layer_norm": False, "block_group_size": 1, "block_type": "llama", "d_model": 32,
+            "embedding_dropout": 0.0, "embedding_size": 48, "eos_token_id": EOS, "flash_attention": False,
+            "include_bias": False, "include_qkv_bias": False, "init_cutoff_factor": None, "init_device": "cpu",
+            "init_fn": "mitchell", "init_std": 0.02, "input_emb_norm": False, "layer_norm_type": "rms",
+            "layer_norm_with_affine": True, "mask_token_id": MASK, "max_sequence_length": 256, "mlp_hidden_size": 48,
+            "mlp_ratio": 4, "model_type": "llada", "multi_query_attention": None, "n_heads": 4, "n_kv_heads": 4,
+            "n_layers": 2, "pad_token_id": EOS, "precision": "amp_bf16", "residual_dropout": 0.0,
+            "rms_norm_eps": 1e-5, "rope": True, "rope_full_precision": True, "rope_theta": 500000.0,
+            "scale_logits": False, "use_cache": False, "vocab_size": 48, "weight_tying": False,
+        },
+        "classes": ("configuration_llada.LLaDAConfig", "modeling_llada.LLaDAModelLM"),
+        "settings": [{"max_new_tokens": 16}, {"max_new_tokens": 16, "steps": 8, "block_length": 8}],
+    },
+    "dream": {
+        "config": QWEN | {
+            "architectures": ["DreamModel"], "model_type": "Dream", "mask_token_id": MASK, "use_mrope": False,
+        },
+        "classes": ("configuration_dream.DreamConfig", "modeling_dream.DreamModel"),
+        "settings": [{"max_new_tokens": 16, "steps": 16}, {"max_new_tokens": 16, "steps": 6, "confidence": "maskgit"}],
+    },
+    "block_diffusion": {
+        "config": QWEN | {
+            "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 8,
+            "conplemenrary_mask": True, "layer_types": ["full_attention"] * 2,
+        },
+        "classes": ("configuration.Fast_dLLM_QwenConfig", "modeling.Fast_dLLM_QwenForCausalLM"),
+        "settings": [{"threshold": 0.9, "sub_block": 8}, {"threshold": 0.3, "sub_block": 4}],
+    },
+    "sdar": {
+        "config": SDAR | {"block_size": 4, "debug": False, "ep_size": 1, "micro_forward": False,
+                          "skip_checkpoint": False, "use_deepep": False},
+        "classes": ("configuration_sdar.SDARConfig", "modeling_sdar.SDARForCausalLM"),
+        "settings": [{"threshold": 0.85}, {"threshold": 0.3}],
+    },
+    "idlm": {
+        "config": SDAR | {"block_size": 3},
+        "classes": ("configuration_sdar.SDARConfig", "modeling_sdar.SDARForCausalLM"),
+        "settings": [],
+    },
+    "wedlm": {
+        "config": QWEN | {
+            "architectures": ["WeDLMForCausalLM"], "model_type": "wedlm", "attention_bias": False, "head_dim": 8,
+            "qk_norm": True, "mask_token_id": MASK,
+        },
+        "classes": ("configuration_wedlm.WeDLMConfig", "modeling_wedlm.WeDLMForCausalLM"),
+        "settings": [],
+    },
+    "wedlm 2.5": {
+        "config": QWEN | {
+            "architectures": ["WeDLMForCausalLM"], "model_type": "wedlm", "attention_bias": True, "qk_norm": False,
+            "mask_token_id": MASK,
+        },
+        "classes": ("configuration_wedlm.WeDLMConfig", "modeling_wedlm.WeDLMForCausalLM"),
+        "settings": [],
+    },
+}  # fmt: skip
+CAUSAL = ("idlm", "wedlm", "wedlm 2.5")  # by what mask their logits are compared; the others: every token sees all
+
+
+def weights_of(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Random weights by their names: norms about 1, and a head that hardly chooses special tokens."""
+    weights = {}
+    for name, shape in shapes.items():
+        draw = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape).astype(np.float32)
+        is_norm = len(shape) == 1 and name.endswith("weight")
+        weights[name] = 1 + 0.1 * draw if is_norm else 0.3 * draw
+        if shape[0] == 48 and not name.endswith(("wte.weight", "embed_tokens.weight")):
+            weights[name][ORDINARY:] = 0
+    return weights
+
+
+def prompts() -> list[list[int]]:
+    """Of several lengths."""
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, ORDINARY, length).tolist() for length in (3, 8, 9, 13, 16, 21)]
+
+
+def answer(name: str, model, module: dict, prompt: list[int], s: dict) -> list[int]:
+    """What their code decodes after a prompt, greedily."""
+    import torch
+
+    given = torch.tensor([prompt])
+    if name == "llada":
+        n, block = s["max_new_tokens"], s.get("block_length", s["max_new_tokens"])
+        text = module["generate"].generate(
+            model, given, steps=s.get("steps", n), gen_length=n, block_length=block, mask_id=MASK
+        )
+    elif name == "dream":
+        text = model.diffusion_generate(
+            given, max_new_tokens=s["max_new_tokens"], steps=s["steps"], temperature=0.0, eps=1e-3,
+            alg={"maskgit": "maskgit_plus"}.get(s.get("confidence"), "entropy"), mask_token_id=MASK,
+        )  # fmt: skip
+    elif name == "block_diffusion":
+        text = model.generate(
+            given, 24, mask_id=MASK, threshold=s["threshold"], small_block_size=s["sub_block"], block_size=8,
+            stop_token=EOS, temperature=0,
+        )[0]  # fmt: skip
+    else:  # it has no greedy decoding: the most probable token is drawn
+        torch.multinomial = lambda p, num_samples: p.argmax(dim=-1, keepdim=True)
+        text = module["generate"].block_diffusion_generate(
+            model, {"input_ids": given}, MASK, gen_length=16, block_length=4, denoising_steps=4,
+            confidence_threshold=s["threshold"],
+        )  # fmt: skip
+    return text[0, len(prompt) :].tolist()
+
+
+def main(name: str, code: str, generate: str = "") -> None:
+    """Adds or replaces the record of one release."""
+    import torch
+    import transformers  # noqa: F401  before what it would take for installed
+
+    for module in ("flash_attn", "flash_attn.ops", "flash_attn.ops.triton", "flash_attn.ops.triton.layer_norm"):
+        sys.modules[module] = stub = types.ModuleType(module)  # of a kernel for GPUs, which SDAR's code imports
+        stub.__spec__ = importlib.machinery.ModuleSpec(module, None)
+        stub.rms_norm_fn = lambda x, weight, bias, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    loss = types.ModuleType("loss")
+    loss.FusedLinearDiffusionCrossEntropyLoss = None
+    folder = Path(code).resolve()
+    sys.path.insert(0, str(folder.parent))
+    sys.modules[f"{folder.name}.fused_linear_diffusion_cross_entropy"] = loss
+    recipe = RECIPES[name]
+    config_class, model_class = (
+        getattr(importlib.import_module(f"{folder.name}.{place.split('.')[0]}"), place.split(".")[1])
+        for place in recipe["classes"]
+    )
+    modules = {}
+    if generate:
+        sys.path.insert(0, generate)
+        modules["generate"] = importlib.import_module("generate")
+    place = importlib.import_module(model_class.__module__)
+    place.flash_attn_func = lambda q, k, v, causal, softmax_scale: torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), scale=softmax_scale, enable_gqa=True
+    ).transpose(1, 2)
+    torch.manual_seed(0)
+    model = model_class(config_class(**recipe["config"])).float().eval()
+    shapes = {n: list(t.shape) for n, t in model.state_dict().items() if not n.endswith("inv_freq")}
+    weights = {n: torch.tensor(w) for n, w in weights_of(shapes).items()}
+    left = model.load_state_dict(weights, strict=False)
+    assert not left.unexpected_keys, left
+    tokens = torch.tensor([prompts()[-1], prompts()[-1][::-1]])
+    sees = torch.ones(21, 21).tril() if name in CAUSAL else torch.ones(21, 21)
+    if name in ("sdar", "idlm"):
+        out = model(tokens, attention_mask=sees[None], use_cache=False)
+    elif name == "block_diffusion":  # their forward reads blocks: one that holds all tokens
+        out = model(tokens, block_size=21, use_cache=True, update_past_key_values=False)
+    else:
+        out = model(tokens)
+    with torch.no_grad():
+        cases = [
+            {"prompt": prompt, "settings": s, "answer": answer(name, model, modules, prompt, s)}
+            for s in recipe["settings"]
+            for prompt in prompts()
+        ]
+    records = json.loads(FILE.read_text()) if FILE.exists() else {}
+    logits = np.round(out.logits.detach().numpy().astype(float), 5)[:, ::5].tolist()
+    records[name] = {"tensors": shapes, "tokens": tokens.tolist(), "logits": logits, "cases": cases}
+    lines = [f"{json.dumps(key)}: {json.dumps(records[key])}" for key in sorted(records)]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
