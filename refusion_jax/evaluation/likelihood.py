@@ -235,7 +235,7 @@ def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tup
 def score(model: Transformer, feeds: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
     """(sum of weight * log p(label), whether every label is the most probable token) of each feed."""
     results: list = [None] * len(feeds)
-    for number, (log_p, is_best) in _run(model, feeds):
+    for number, (log_p, is_best, *_) in _run(model, feeds):
         weights = feeds[number].weights
         total = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
         results[number] = float(total), bool(is_best[weights > 0].all())
