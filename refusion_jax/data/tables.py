@@ -16,7 +16,9 @@ from refusion_jax.data.examples import (
     to_examples,
 )
 
-_ROWS = 256  # read at a time
+_ROWS = 256  # read at a time, at most
+_BATCH = 1 << 28  # bytes of a column's longest value times the rows read at a time
+_EXPANDS, _SMALL = 1000, 64 << 20  # a row group larger than _SMALL that expands more than _EXPANDS times is refused
 _TURNS = (*CONVERSATION_FIELDS, *QUERY_FIELDS, *RESPONSE_FIELDS)  # columns that may hold turns
 
 
@@ -35,7 +37,8 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
             table = pyarrow.parquet.ParquetFile(file)
             row = sum(table.metadata.row_group(group).num_rows for group in range(start))
             columns = [name for name in table.schema_arrow.names if _may_be_read(table, name, fields)]
-            for batch in table.iter_batches(_ROWS, range(start, end), columns or None):
+            rows = _rows_at_a_time(table.metadata, range(start, end), columns)
+            for batch in table.iter_batches(rows, range(start, end), columns or None):
                 for item in batch.to_pylist():
                     row += 1
                     present = {name: value for name, value in item.items() if value is not None}
@@ -43,6 +46,24 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
     except Exception as error:  # noqa: BLE001  of a date out of range or a column twice it is none of pyarrow's own
         reason = " ".join(str(error).split())[:200]
         yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {reason}", "unreadable file")
+
+
+def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, columns: list[str]) -> int:
+    """How many rows may be in memory at once, were each as long as the metadata lets it be.
+
+    Raises:
+      ValueError: for a row group that was made to exhaust the memory.
+    """
+    longest = 1
+    for group in map(metadata.row_group, groups):
+        for column in map(group.column, range(group.num_columns)):
+            if columns and column.path_in_schema.split(".")[0] not in columns:
+                continue
+            expanded, stored = column.total_uncompressed_size, column.total_compressed_size
+            if expanded > max(_SMALL, _EXPANDS * stored):
+                raise ValueError(f"{stored:,} bytes of {column.path_in_schema} expand to {expanded:,}")
+            longest = max(longest, expanded)
+    return max(1, min(_ROWS, _BATCH // longest))
 
 
 def _may_be_read(table: pyarrow.parquet.ParquetFile, name: str, fields: Fields) -> bool:
