@@ -119,12 +119,6 @@ class Continuer(Decoder):
     settings: ClassVar[type[Settings]] = Settings
     copies_prefix: ClassVar[bool] = True
 
-    ids: TokenIds
-    width: int  # tokens of a row that one forward feeds
-    new_tokens: int  # at most, in a row
-    cache_length: int
-    chunk: int  # given tokens per forward of the prefill
-
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         """A decoder with the smallest sizes that serve all of these requests.
@@ -150,10 +144,6 @@ class Continuer(Decoder):
     def scored(self, model: Transformer, rows: int) -> int:
         """No more places of a row than it decodes."""
         return super().scored(model, rows) * min(self.width, self.new_tokens) // self.width
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens)
 
     def start(self, state: type[_State], layout: Layout, keys: Key[Array, "B"], cache: Cache, **own: Any) -> _State:
         """The initial state of some rows.

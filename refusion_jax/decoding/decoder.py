@@ -4,12 +4,13 @@ Axes: R requests admitted at once, B rows of the batch.
 """
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from jaxtyping import Array, Bool, Int32, Key
 
-from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.distributed.sharding import shard_count_here
@@ -33,6 +34,7 @@ class State(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
     """A decoding algorithm with its compiled sizes: a frozen, hashable dataclass, static under `jit`."""
 
@@ -43,7 +45,9 @@ class Decoder(abc.ABC):
 
     ids: TokenIds
     width: int  # tokens of a row that one forward feeds, at most
-    cache_length: int  # entries of a row's cache; 0 without one
+    new_tokens: int  # of a row, at most
+    cache_length: int = 0  # entries of a row's cache; 0 without one
+    chunk: int = 0  # given tokens that one forward of the prefill feeds, for decoders with `copies_prefix`
 
     @classmethod
     @abc.abstractmethod
@@ -54,9 +58,9 @@ class Decoder(abc.ABC):
           UserError: where the decoder cannot serve a request.
         """
 
-    @abc.abstractmethod
     def lay_out(self, requests: Sequence[Request]) -> Any:
         """The requests as a tree of numpy arrays with leading axis R; runs on the host."""
+        return Layout.of(requests, self.cache_length or self.width, self.new_tokens)
 
     @abc.abstractmethod
     def init(self, model: Transformer, layout: Any, keys: Key[Array, "R"]) -> State:

@@ -83,24 +83,15 @@ class State(masked.MaskedText):
     cache: kv.Cache  # of the verifier: all tokens but the last
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftAndCheck(Decoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
     copies_prefix: ClassVar[bool] = True
 
-    ids: shared.TokenIds
-    width: int  # C, tokens of the longest text
-    new_tokens: int  # N, at most, in a row
     lookahead: int  # K
-    chunk: int  # given tokens that one forward of the verifier's prefill takes
     shifted: bool
-
-    @property
-    def cache_length(self) -> int:
-        """Entries of the verifier's cache, drafts included."""
-        return self.width + self.lookahead
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
@@ -110,12 +101,14 @@ class DraftAndCheck(Decoder):
           UserError: for templates, as a left-to-right model does not see the text after a gap.
         """
         check_no_templates(requests)
-        s, N = requests[0].settings, most_new_tokens(requests)
+        s, N, C = requests[0].settings, most_new_tokens(requests), text_capacity(requests)
+        K = min(s.lookahead, N)
         return cls(
             ids=shared.TokenIds.of(s, model),
-            width=text_capacity(requests),
+            width=C,
             new_tokens=N,
-            lookahead=min(s.lookahead, N),
+            cache_length=C + K,  # of the verifier, drafts included
+            lookahead=K,
             chunk=prefill_chunk(requests),
             shifted=model.shifted,
         )

@@ -174,17 +174,13 @@ class State(masked.MaskedText):
     opened: Int32[Array, "B"]  # blocks opened so far
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline(Decoder):
-    """The decoder with its compiled sizes."""
+    """The decoder with its compiled sizes: F is the width, C + F the length of the cache."""
 
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
 
-    ids: shared.TokenIds
-    width: int  # F
     prompt: int  # P, given tokens of a row at most, which the prefill takes at once
-    cache_length: int  # C + F
-    new_tokens: int  # N, at most, in a row
     block_length: int  # K
 
     @classmethod
@@ -210,10 +206,6 @@ class Pipeline(Decoder):
     def prefill_width(self) -> int:
         """All given tokens."""
         return self.prompt
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.cache_length, self.new_tokens)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""

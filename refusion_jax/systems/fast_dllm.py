@@ -124,12 +124,8 @@ class BlockCache(masked.MaskedDecoder):
           UserError: for templates, as the places that are fed must be contiguous.
         """
         check_no_templates(requests)
-        return dataclasses.replace(super().for_requests(requests, model), reuse=requests[0].settings.reuse)
-
-    @property
-    def cache_length(self) -> int:
-        """C, or 0 where nothing is kept."""
-        return 0 if self.reuse == "none" else self.width
+        own, reuse = super().for_requests(requests, model), requests[0].settings.reuse
+        return dataclasses.replace(own, reuse=reuse, cache_length=0 if reuse == "none" else own.width)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state; there is no prefill, as the first forward runs over the whole text."""

@@ -139,17 +139,13 @@ class MaskedSettings(shared.Settings):
         return super().traced() | {"block_length": self.block_length}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedDecoder(Decoder):
-    """A masked decoder with its compiled sizes."""
+    """A masked decoder with its compiled sizes; C, the width, holds the longest text."""
 
     settings: ClassVar[type[MaskedSettings]]
-    cache_length: ClassVar[int] = 0
     always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
 
-    ids: TokenIds
-    width: int  # C, tokens of the longest text
-    new_tokens: int  # N, at most, in a row
     block_length: int  # K, at most, in a block
     merge: int
     shifted: bool  # whether the token at j is read from the logits at j - 1
@@ -174,10 +170,6 @@ class MaskedDecoder(Decoder):
             shifted=shifted,
             rule=own.selection_rule(),
         )
-
-    def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode and settings of some requests."""
-        return Layout.of(requests, self.width, self.new_tokens)
 
     def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         """The initial state; there is no prefill."""

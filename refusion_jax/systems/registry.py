@@ -4,7 +4,6 @@ Other packages add systems by entry points in the group `refusion_jax.systems`, 
 may call before `default_config`.
 """
 
-import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -106,14 +105,12 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
             if not hasattr(objective, member):
                 yield "its objective", member
     for name, decoder in system.decoders.items():
-        fields = {field.name for field in dataclasses.fields(decoder)} if dataclasses.is_dataclass(decoder) else set()
-        needed = ["ids", "width", "cache_length", "settings"] + ["chunk"] * getattr(decoder, "copies_prefix", False)
-        for member in [n for n in needed if n not in fields and not hasattr(decoder, n)]:
-            yield f"its decoder {name!r}", member
-        for member in sorted(getattr(decoder, "__abstractmethods__", ())):
-            yield f"its decoder {name!r}", member
         if not issubclass(decoder, Decoder):
             yield f"its decoder {name!r}", "base class Decoder"
+        for member in sorted(decoder.__abstractmethods__):
+            yield f"its decoder {name!r}", member
+        if not hasattr(decoder, "settings"):
+            yield f"its decoder {name!r}", "settings"
         if name not in system.references:
             yield f"its decoder {name!r}", "reference"
 

@@ -87,7 +87,7 @@ class State(Continuation):
         return self.record.count
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafting(Continuer):
     """The decoder with its compiled sizes."""
 
@@ -99,8 +99,15 @@ class Drafting(Continuer):
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         """The smallest sizes that serve all of these requests."""
-        s, chunk = requests[0].settings, prefill_chunk(requests)
-        own = cls(TokenIds.of(s, model), 0, most_new_tokens(requests), 0, chunk, s.slot_size, s.fed_tokens)
+        s = requests[0].settings
+        own = cls(
+            ids=TokenIds.of(s, model),
+            width=0,
+            new_tokens=most_new_tokens(requests),
+            chunk=prefill_chunk(requests),
+            slot_size=s.slot_size,
+            fed_tokens=s.fed_tokens,
+        )
         reach, prefixes = own.most
         width = reach * (1 + prefixes)
         return dataclasses.replace(own, width=width, cache_length=text_capacity(requests) + width)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.requests import Request, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -79,7 +79,7 @@ class Needs(NamedTuple):
     may_plan: Bool[Array, "B"]  # whether the next plan can be fed ahead of time
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotDecoder(Decoder):
     """The decoder with its compiled sizes; subclasses have the methods that raise NotImplementedError here."""
 
@@ -87,14 +87,10 @@ class SlotDecoder(Decoder):
     copies_prefix: ClassVar[bool] = True
     draws_drafts: ClassVar[bool]  # whether a temperature draws the tokens that are read at drafts
 
-    ids: TokenIds
     slot_size: int  # K
     slots: int  # at most, in a row
     block_slots: int  # M, at most, in a serial block
-    width: int  # W, tokens of a row that one forward feeds, at most
     budget: int  # tokens up to which a forward of a shard may speculate, if requests set it
-    cache_length: int
-    chunk: int  # given tokens of a forward of the prefill
 
     @property
     def block(self) -> int:
@@ -111,6 +107,7 @@ class SlotDecoder(Decoder):
             slots=max(len(slots_of(request)[0]) for request in requests),
             block_slots=block_slots,
             width=K * max(map(cls.slots_of_a_forward, requests)),
+            new_tokens=most_new_tokens(requests),
             budget=max(request.settings.budget for request in requests),
             cache_length=text_capacity(requests) + block_slots * K,
             chunk=prefill_chunk(requests),
