@@ -12,9 +12,9 @@ from flax import nnx
 
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import memory, running_batch
+from refusion_jax.decoding import memory, queue
+from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.requests import Given, Request, prepare
-from refusion_jax.decoding.running_batch import mesh_of
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for, shorten
@@ -41,10 +41,8 @@ def test_nothing_is_transferred_while_the_device_decodes():
     requests = prepare(PROMPTS, settings(), model.config)
     graphdef, params = nnx.split(model)
     decoder = decoder_for(requests, model.config)
-    newcomers = jax.device_put(running_batch.newcomers(dict(enumerate(requests[:2])), 2, 4, decoder))
-    lowered = jax.jit(running_batch.decode_once, static_argnums=(0, 3, 4)).lower(
-        graphdef, params, newcomers, 4, decoder
-    )
+    newcomers = jax.device_put(queue.newcomers(dict(enumerate(requests[:2])), 2, 4, decoder))
+    lowered = jax.jit(queue.decode_once, static_argnums=(0, 3, 4)).lower(graphdef, params, newcomers, 4, decoder)
     assert "while" in lowered.as_text()
     assert not [word for word in ("callback", "infeed", "outfeed") if word in lowered.as_text()]
     program = lowered.compile()
@@ -82,9 +80,9 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
 def test_an_admission_prefills_as_many_rows_as_it_admits_up_to_the_next_power_of_two(requests, sizes, monkeypatch):
     """One request of 512 tokens took as long as eight: admission was compiled for an eighth of the rows alone."""
     model, prefilled = sharp_model(), []
-    monkeypatch.setattr(running_batch, "_admit", lambda *args: prefilled.append(len(args[3].rows)) or args[2])
+    monkeypatch.setattr(queue, "_admit", lambda *args: prefilled.append(len(args[3].rows)) or args[2])
     prompts = prepare([[BOS, 5]] * requests, settings("ar", new=8, batch_size=64), model.config)
-    batch = running_batch.RunningBatch(model, decoder_for(prompts, model.config), prompts[0], rows=64)
+    batch = queue.RunningBatch(model, decoder_for(prompts, model.config), prompts[0], rows=64)
     rows = batch.admit(prompts)
     assert prefilled == sizes
     assert len(set(rows)) == requests
@@ -94,7 +92,7 @@ def test_an_admission_prefills_as_many_rows_as_it_admits_up_to_the_next_power_of
 def test_a_batch_that_has_compiled_its_admissions_admits_without_compiling():
     model = sharp_model()
     prompts = prepare([[BOS, 5 + i] for i in range(8)], settings("ar", new=8, batch_size=64), model.config)
-    batch = running_batch.RunningBatch(model, decoder_for(prompts, model.config), prompts[0], rows=64)
+    batch = queue.RunningBatch(model, decoder_for(prompts, model.config), prompts[0], rows=64)
     batch.compile_admissions(prompts[0])
     assert len(batch.free) == 64
     with compiled() as programs:
@@ -195,9 +193,9 @@ def test_the_memory_of_a_batch_is_about_what_the_compiler_takes(method, prompt, 
     requests = prepare([[BOS] * prompt] * 16, settings(method, new=32, blocks=2, batch_size=16), model.config)
     decoder, mesh = decoder_for(requests, model.config), mesh_of(model)
     graphdef, params = nnx.split(model)
-    new = running_batch.newcomers({0: requests[0]}, R=2, B=16, decoder=decoder)
+    new = queue.newcomers({0: requests[0]}, R=2, B=16, decoder=decoder)
     with jax.set_mesh(mesh):
-        program = jax.jit(running_batch.decode_once, static_argnums=(0, 3, 4))
+        program = jax.jit(queue.decode_once, static_argnums=(0, 3, 4))
         compiled = program.lower(graphdef, nnx.to_pure_dict(params), new, 16, decoder).compile()
     needed = memory.bytes_needed(model, mesh, rows=16, decoder=decoder)
     assert 0.67 < needed / compiled.memory_analysis().temp_size_in_bytes < 2

@@ -12,7 +12,7 @@ from flax import nnx
 
 from refusion_jax import Request, decode
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding import running_batch
+from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import Given, SharedPrefix, prefill_chunk, prepare, shared_prefix
 from refusion_jax.model.transformer import KeyValues
 from refusion_jax.systems import registry
@@ -100,13 +100,13 @@ def test_prompts_with_different_headers_each_find_theirs_in_some_row(monkeypatch
     assert prefill_chunk(prepare(prompts, own, model.config)) == 96
     requests = prepare(prompts, own, model.config)
     decoder = dataclasses.replace(decoder_for(requests, model.config), chunk=32)
-    copied, newcomers = [], running_batch.newcomers
+    copied, newcomers = [], queue.newcomers
 
     def seen(requests, *sizes):
         copied.append(len(requests) * newcomers(requests, *sizes).shared)
         return newcomers(requests, *sizes)
 
-    monkeypatch.setattr(running_batch, "newcomers", seen)
+    monkeypatch.setattr(queue, "newcomers", seen)
     answers = dict(stream(model, requests, decoder))
     assert sum(copied) == 21 * 64
     for i, prompt in enumerate(prompts):

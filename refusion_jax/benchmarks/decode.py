@@ -33,8 +33,8 @@ from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
+from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.running_batch import batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream

@@ -1,7 +1,8 @@
 """Base classes of decoders that continue a prompt on a cache: compiled sizes, and the state of the decoding loop.
 
-Such decoders only append to what is given; they fill no templates. Each has a subclass of `Continuer`, with the width
-of its forwards and its own `init` and `step`, and, where it carries more state, one of `Continuation`.
+Unless they say otherwise, such decoders only append to what is given: they do not see the text after a gap. Each has a
+subclass of `Continuer`, with the width of its forwards and its own `init` and `step`, and, where it carries more state,
+one of `Continuation`.
 
 Axes: B rows, T tokens, C cache entries.
 """
@@ -21,7 +22,6 @@ from refusion_jax.decoding.requests import (
     Layout,
     Places,
     Request,
-    check_no_templates,
     most_new_tokens,
     prefill_chunk,
     text_capacity,
@@ -118,15 +118,10 @@ class Continuer(Decoder):
 
     settings: ClassVar[type[Settings]] = Settings
     copies_prefix: ClassVar[bool] = True
+    fills_gaps: ClassVar[bool] = False
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """A decoder with the smallest sizes that serve all of these requests.
-
-        Raises:
-          UserError: for templates, as the text after a gap could not be seen.
-        """
-        check_no_templates(requests)
         width = cls.width_for(requests)
         return cls(
             ids=TokenIds.of(requests[0].settings, model),

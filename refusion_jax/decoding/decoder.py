@@ -42,6 +42,7 @@ class Decoder(abc.ABC):
     # Whether `init` fills `state.cache` by `cache.prefill(model, layout.given, self.chunk)`: what requests begin with
     # is then computed once, and copied from one row to the others.
     copies_prefix: ClassVar[bool] = False
+    fills_gaps: ClassVar[bool] = True  # whether it takes templates; otherwise it only writes after what is given
 
     ids: TokenIds
     width: int  # tokens of a row that one forward feeds, at most

@@ -1,7 +1,11 @@
-"""Continuous batching of a queue: finished rows give out their answers and take the next requests.
+"""Continuous batching: requests of a queue in the rows of a batch, which are decoded together and read by the host.
 
 The device runs forwards in a loop until enough rows have finished, and only then synchronizes with the host; where the
-caller may stop answers early, also every few forwards.
+caller may stop answers early, also every few forwards. Three programs are compiled: `_admit` prefills a few requests
+and puts them into free rows, `_run` decodes until enough rows are finished or so many forwards are done, and `_release`
+frees rows whose answers the caller has stopped.
+
+Axes: B rows of the batch, R rows admitted at once, C cache entries.
 """
 
 import dataclasses
@@ -9,15 +13,23 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import ArrayLike, Bool, Int32, UInt32
 
-from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.memory import REFILL
-from refusion_jax.decoding.requests import Request
-from refusion_jax.decoding.running_batch import UNTIL_DONE, RunningBatch, batch_rows, mesh_of
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.decoder import Decoder, State
+from refusion_jax.decoding.memory import REFILL, admissions, check_memory
+from refusion_jax.decoding.requests import Given, Request, SharedPrefix, common_prefix
 from refusion_jax.decoding.sampling import Record
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.distributed.processes import fetch
+from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
+from refusion_jax.model.transformer import KeyValues, Transformer
 
+UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
 LOOK = 16  # forwards between two checks of whether the caller stops answers
 
 
@@ -55,10 +67,14 @@ def stream(
         few forwards.
     """
     batch = RunningBatch(model, decoder, requests[0], batch_rows(len(requests), batch_size, mesh_of(model)))
-    refill = -(-batch.rows // REFILL)
-    answers_of = functools.partial(_answers, requests, decoder.ids.eos_id)
+    refill, eos_id = -(-batch.rows // REFILL), decoder.ids.eos_id
     row_of, finished = {}, []
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
+
+    def answers() -> Iterator[tuple[int, Answer]]:
+        for index, is_ended, outcome in finished:
+            yield index, read_answer(requests[index], *outcome, eos_id, is_ended)
+
     while waiting or row_of:
         is_worth_it = len(batch.free) >= min(refill, len(waiting))
         if is_worth_it:
@@ -67,28 +83,17 @@ def stream(
         # Where fewer requests wait than a refill takes, so many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows
         batch.run(wanted, LOOK if is_over else UNTIL_DONE)
-        yield from answers_of(finished)  # the caller's work, too, takes place while the device decodes
+        yield from answers()  # the caller's work, too, takes place while the device decodes
         progress = batch.look()
         done, ended = [row for row in row_of if not progress.active[row]], []
         for row in [row for row in row_of if progress.active[row] and is_over]:
             record, *_ = progress.of(row)
-            tokens = reading_order(requests[row_of[row]], record, decoder.ids.eos_id, to_gap=True)
-            if is_over(row_of[row], tokens):
+            if is_over(row_of[row], reading_order(requests[row_of[row]], record, eos_id, to_gap=True)):
                 ended.append(row)
         batch.stop(ended)
         finished = [(row_of.pop(row), row in ended, progress.of(row)) for row in [*done, *ended]]
         batch.free += [*done, *ended]
-    yield from answers_of(finished)
-
-
-def _answers(
-    requests: Sequence[Request],
-    eos_id: int,
-    finished: list[tuple[int, bool, tuple[Any, ...]]],
-) -> Iterator[tuple[int, Answer]]:
-    """Reads (index, whether the caller has stopped it, (record, forwards, rounds)) of some requests."""
-    for index, is_ended, outcome in finished:
-        yield index, read_answer(requests[index], *outcome, eos_id, is_ended)
+    yield from answers()
 
 
 def read_answer(
@@ -115,3 +120,267 @@ def reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) -
     if to_gap:
         places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]
     return [text[at] for at in places]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Newcomers:
+    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
+
+    rows: Int32[ArrayLike, "R"]
+    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
+    seeds: UInt32[ArrayLike, "R"]
+    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
+    shared: Int32[ArrayLike, ""]  # leading given tokens of all requests whose keys and values are in ..
+    source: Int32[ArrayLike, ""]  # .. this row of the batch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StaticArguments:
+    """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small forward."""
+
+    graphdef: nnx.GraphDef
+    decoder: Decoder
+
+
+@functools.cache
+def static_arguments(graphdef: nnx.GraphDef, decoder: Decoder) -> StaticArguments:
+    """The only `StaticArguments` of equal arguments, so that equal ones share their compiled code."""
+    return StaticArguments(graphdef, decoder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What the rows of a batch have decoded so far, on the host."""
+
+    active: Bool[np.ndarray, "B"]  # rows that are not finished
+    record: Record
+    forwards: Int32[np.ndarray, "B"]
+    rounds: Int32[np.ndarray, "B"]
+
+    def of(self, row: int) -> tuple[Record, np.ndarray, np.ndarray]:
+        """(record, forwards, rounds) of one row."""
+        return jax.tree.map(lambda x: x[row], (self.record, self.forwards, self.rounds))
+
+
+class RunningBatch:
+    """Requests in the rows of a batch, which are decoded together.
+
+    All hosts of the weights' mesh must make the same calls.
+    """
+
+    def __init__(self, model: Transformer, decoder: Decoder, like: Request, rows: int):
+        """An empty batch.
+
+        Args:
+          model: from `load_model`. The batch is split over the mesh of its weights.
+          decoder: with sizes that serve all requests.
+          like: any request; only its structure as arrays matters.
+          rows: B, in whole shards.
+
+        Raises:
+          UserError: where it does not fit into memory.
+        """
+        graphdef, params = nnx.split(model)
+        self._params = nnx.to_pure_dict(params)  # flattened in C++, where a State takes as long as a small forward
+        self._compiled, self._mesh = static_arguments(graphdef, decoder), mesh_of(model)
+        self._decoder = decoder
+        self.rows, self._sizes = rows, admissions(rows, self._mesh)
+        self.free = list(range(rows))
+        self._given: dict[int, np.ndarray] = {}  # by row: given tokens and positions whose keys and values are in it
+        check_memory(model, self._mesh, rows, decoder)
+        with jax.set_mesh(self._mesh):
+            self._state = _empty(self._compiled, self._params, decoder.lay_out([like]), rows)
+
+    def admit(self, requests: Sequence[Request]) -> list[int]:
+        """Prefills requests in free rows, of which there must be enough, and returns these.
+
+        Leading given tokens that all requests of an admission share with a row, also with a finished one, are copied.
+        """
+        rows = []
+        for at in range(0, len(requests), self._sizes[-1]):
+            rows += self._admit(requests[at : at + self._sizes[-1]])
+        return rows
+
+    def compile_admissions(self, like: Request) -> None:
+        """Compiles admission for every number of rows, by prefilling a request for rows outside the batch."""
+        for size in self._sizes:
+            self._prefill(newcomers({self.rows: like}, size, self.rows, self._decoder))
+
+    def _admit(self, requests: Sequence[Request]) -> list[int]:
+        rows = [self.free.pop() for _ in requests]
+        source, shared = self._find_prefix(requests)
+        size = next(size for size in self._sizes if size >= len(requests))
+        self._prefill(newcomers(dict(zip(rows, requests, strict=True)), size, self.rows, self._decoder, shared, source))
+        self._given |= {row: np.array(request.given, np.int32) for row, request in zip(rows, requests, strict=True)}
+        return rows
+
+    def _prefill(self, new: Newcomers) -> None:
+        with jax.set_mesh(self._mesh):
+            self._state = _admit(self._compiled, self._params, self._state, new)
+
+    def _find_prefix(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """(row, number of leading given tokens that requests share with it, in whole chunks of the prefill)."""
+        if not self._decoder.copies_prefix:
+            return 0, 0
+        # The last given token of a request may be fed again.
+        common = common_prefix([np.array(request.given, np.int32)[:, :-1] for request in requests])
+        if common.shape[1] < self._decoder.chunk:
+            return 0, 0
+        shared = {row: common_prefix([common, given[:, :-1]]).shape[1] for row, given in self._given.items()}
+        row = max(shared, key=shared.get, default=0)
+        return row, shared.get(row, 0) // self._decoder.chunk * self._decoder.chunk
+
+    def run(self, finished: int, most: int = UNTIL_DONE) -> None:
+        """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""
+        with jax.set_mesh(self._mesh):
+            self._state = _run(self._compiled, self._params, self._state, finished, most)
+
+    def look(self) -> Progress:
+        """Waits for the device and fetches what the rows have decoded."""
+        s = self._state
+        with jax.set_mesh(self._mesh):
+            return Progress(*fetch((s.active, s.record, s.forwards, s.rounds)))
+
+    def stop(self, rows: Sequence[int]) -> None:
+        """Ends rows that are not finished; their keys and values stay until the next request takes the row."""
+        if rows:
+            ended = np.zeros(self.rows, bool)
+            ended[list(rows)] = True
+            with jax.set_mesh(self._mesh):
+                self._state = _release(self._state, ended, self._decoder.copies_prefix)
+
+
+def mesh_of(model: Transformer) -> Mesh:
+    """The mesh of the weights, which may be abstract; for weights on one device, a mesh of that device."""
+    place = jax.tree.leaves(nnx.state(model))[0].sharding
+    if isinstance(place, NamedSharding):
+        return place.mesh
+    return make_mesh({}, list(place.device_set))
+
+
+def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
+    """Rows of the batch: the least power of two for so many requests, at most batch_size, in whole shards."""
+    rows, shards = min(batch_size, 1 << max(requests - 1, 0).bit_length()), shard_count(mesh, "batch")
+    return -(-rows // shards) * shards
+
+
+def newcomers(
+    requests: dict[int, Request], R: int, B: int, decoder: Decoder, shared: int = 0, source: int = 0
+) -> Newcomers:
+    """The requests to admit, by row of the batch, padded to R; see `Newcomers`."""
+    some = list(requests.values())
+    some += some[:1] * (R - len(some))
+    return Newcomers(
+        rows=np.array([*requests, *[B] * (R - len(requests))], np.int32),
+        layout=decoder.lay_out(some),
+        seeds=np.array([request.settings.seed for request in some], np.uint32),
+        noise=np.array([request.noise for request in some], np.uint32),
+        shared=np.int32(shared),
+        source=np.int32(source),
+    )
+
+
+def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
+    """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
+    compiled = static_arguments(graphdef, decoder)
+    state = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), newcomers)
+    return _run(compiled, params, state, rows, UNTIL_DONE).record
+
+
+@functools.partial(jax.jit, static_argnames=("compiled", "rows"))
+def _empty(compiled: StaticArguments, params, layout, rows: int) -> State:
+    """A batch of finished rows; only the shapes of the layout matter."""
+    layout = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape[1:]), x.dtype), layout)
+    keys = jax.random.split(jax.random.key(0), rows)
+    model = nnx.merge(compiled.graphdef, params)
+    return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))))
+
+
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
+def _admit(compiled: StaticArguments, params, state: State, new: Newcomers) -> State:
+    """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
+    keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
+    layout = new.layout
+    if compiled.decoder.copies_prefix:
+        row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
+        layout = dataclasses.replace(
+            layout, given=dataclasses.replace(layout.given, shared=SharedPrefix(row, new.shared))
+        )
+    started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
+    started = jax.tree.map(  # for states that keep their layout
+        lambda x: dataclasses.replace(x, shared=None) if isinstance(x, Given) else x,
+        started,
+        is_leaf=lambda x: isinstance(x, Given),
+    )
+
+    def put(axis, old, new_rows):
+        return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")
+
+    return _placed(_by_batch_axis(put, state, started))
+
+
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
+def _run(compiled: StaticArguments, params, state: State, wanted, most) -> State:
+    """Decodes until `wanted` rows are finished, for at most `most` forwards."""
+    model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
+
+    def is_running(carry):
+        state, done = carry
+        return (jnp.sum(~state.active) < wanted) & (done < most)
+
+    def forward(carry):
+        state, done = carry
+        return decoder.step(model, state), done + 1
+
+    end, _ = jax.lax.while_loop(is_running, forward, (state, 0))
+    return _placed(end)
+
+
+@functools.partial(jax.jit, static_argnames="copies_prefix", donate_argnames="state")
+def _release(state: State, ended: jax.Array, copies_prefix: bool) -> State:
+    """Clears the rows where `ended` [B] is true, but for their keys and values.
+
+    These keep their length: the forwards that follow write after it, and the prefix that newcomers copy stays whole.
+    """
+
+    def clear(axis, x):
+        if axis or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jnp.where(ended.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
+
+    cleared = _by_batch_axis(clear, state)
+    if copies_prefix:
+        length = state.cache.length
+        cleared = dataclasses.replace(cleared, cache=dataclasses.replace(cleared.cache, length=length))
+    return _placed(cleared)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _by_batch_axis(function, state: State, *others: State) -> State:
+    """Maps function(batch axis, array, ...) over a state; the batch axis is 1 in `KeyValues` and 0 elsewhere."""
+
+    def of(x, *rest):
+        axis = 1 if isinstance(x, KeyValues) else 0
+        return jax.tree.map(functools.partial(function, axis), x, *rest)
+
+    return jax.tree.map(of, state, *others, is_leaf=lambda x: isinstance(x, KeyValues))
+
+
+def _placed(state: State) -> State:
+    """Constrains a state to be split by rows, and the cache by heads too.
+
+    Every program ends with this: with output shardings left to the partitioner, the next program would recompile.
+    """
+
+    def of(x):
+        if isinstance(x, KeyValues):
+            return kv.split(x)
+        return constrain(x, "batch", *(None,) * (x.ndim - 1))
+
+    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KeyValues))

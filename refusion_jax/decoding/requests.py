@@ -168,13 +168,17 @@ def shared_prefix(requests: Sequence[Request]) -> int:
 
     The last given token of a request is never counted, since a decoder may feed it again. 0 for a single request.
     """
-    first, *others = (np.array(request.given, np.int32) for request in requests)
-    same = first.shape[1] - 1 if others else 0
-    for other in others:
-        same = min(same, other.shape[1] - 1)
-        differs = (first[:, :same] != other[:, :same]).any(axis=0)
-        same = int(differs.argmax()) if differs.any() else same
-    return same
+    given = [np.array(request.given, np.int32)[:, :-1] for request in requests]
+    return common_prefix(given).shape[1] if len(given) > 1 else 0
+
+
+def common_prefix(arrays: Sequence[Int32[np.ndarray, "2 _"]]) -> Int32[np.ndarray, "2 _"]:
+    """The leading columns, tokens and positions, in which all of these arrays are equal."""
+    first, length = arrays[0], min(array.shape[1] for array in arrays)
+    for other in arrays[1:]:
+        differs = (first[:, :length] != other[:, :length]).any(axis=0)
+        length = int(differs.argmax()) if differs.any() else length
+    return first[:, :length]
 
 
 def check_no_templates(requests: Sequence[Request]) -> None:

@@ -26,7 +26,7 @@ from refusion_jax.config import make_objective
 from refusion_jax.data.dataset import prepared_paths, read_rows
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.manifest import is_prepared
-from refusion_jax.decoding.running_batch import mesh_of
+from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import check_same
 from refusion_jax.evaluation.likelihood import held_out_bits, spread

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from refusion_jax.decoding.journal import Journal, read_records
-from refusion_jax.decoding.running_batch import mesh_of
+from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.model.transformer import Transformer
 
 

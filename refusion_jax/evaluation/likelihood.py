@@ -22,7 +22,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.packing import fit
-from refusion_jax.decoding.running_batch import mesh_of
+from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.model.transformer import Transformer

@@ -182,30 +182,9 @@ class Transformer(nnx.Module):
         x = self.hidden(tokens, positions, fold_visibility(visibility, parts))
         return unfold(linear_cross_entropy(x, head, labels, is_labelled), parts)
 
-    def extend(
-        self,
-        tokens: Int32[Array, "B T"],
-        positions: Int32[Array, "B T"],
-        cached: KeyValues,
-        length: Int32[Array, "B"],
-        visible: Bool[Array, "B T T"],
-    ) -> tuple[Float32[Array, "B T V"], KeyValues]:
-        """Logits of new tokens on top of cached ones, and the new tokens' own keys and values.
-
-        The cache is only read: the caller decides which of the new keys and values to keep. Of a cache in int8 the new
-        ones are rounded before any token sees them: what is seen does not depend on how tokens fall into forwards.
-
-        Args:
-          tokens: the new ones.
-          positions: of each in its text.
-          cached: keys and values of S entries a row, [L, B, K, S, H].
-          length: the leading cached entries that every new token of the row sees.
-          visible: which of the new tokens each new token sees.
-
-        Returns:
-          (logits; keys and values of the new tokens, [L, B, T, K, H]).
-        """
-        x, new = self.extend_hidden(tokens, positions, cached, length, visible)
+    def extend(self, *fed: Any) -> tuple[Float32[Array, "B T V"], KeyValues]:
+        """`extend_hidden`, with the logits of all new tokens in place of what the output head reads."""
+        x, new = self.extend_hidden(*fed)
         return self.logits(x), new
 
     def extend_hidden(
@@ -217,12 +196,22 @@ class Transformer(nnx.Module):
         visible: Bool[Array, "B T T"],
         ragged: Ragged | None = None,
     ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
-        """`extend` without the output head: what it reads, for where the logits of some tokens are enough.
+        """What the output head reads of new tokens on top of cached ones, and the new tokens' own keys and values.
+
+        The cache is only read: the caller decides which of the new keys and values to keep. Of a cache in int8 the new
+        ones are rounded before any token sees them: what is seen does not depend on how tokens fall into forwards.
 
         Args:
-          tokens, positions, cached, length, visible: as for `extend`.
+          tokens: the new ones.
+          positions: of each in its text.
+          cached: keys and values of S entries a row, [L, B, K, S, H].
+          length: the leading cached entries that every new token of the row sees.
+          visible: which of the new tokens each new token sees.
           ragged: the new tokens that count, to leave the others out. What is returned is packed then, the keys and
             values too.
+
+        Returns:
+          ([B, T, D], as `logits` takes it; keys and values of the new tokens, [L, B, T, K, H]).
         """
         ragged = ragged or Ragged.whole(*tokens.shape)
         sizes = key_counts(cached.keys.shape[3])

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import check, check_mesh
 from refusion_jax.config.model import model_config
-from refusion_jax.decoding import running_batch
+from refusion_jax.decoding import queue
 from refusion_jax.decoding.memory import admissions
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
@@ -71,10 +71,10 @@ def lower_decode(config: str, topology: str, slices: int, settings: Settings) ->
     )
     requests = prepare([[0] * length], settings, shape)
     decoder = decoder_for(requests, shape)
-    newcomers = running_batch.newcomers({0: requests[0]}, admissions(rows, mesh)[-1], rows, decoder)
+    newcomers = queue.newcomers({0: requests[0]}, admissions(rows, mesh)[-1], rows, decoder)
     newcomers = sharding.placed(newcomers, sharding.sharding(mesh))
     with jax.set_mesh(mesh):
-        program = jax.jit(running_batch.decode_once, static_argnames=("graphdef", "rows", "decoder"))
+        program = jax.jit(queue.decode_once, static_argnames=("graphdef", "rows", "decoder"))
         return program.lower(graphdef, target, newcomers, rows, decoder)
 
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.queue import Answer, read_answer
+from refusion_jax.decoding.queue import Answer, RunningBatch, batch_rows, mesh_of, read_answer
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
-from refusion_jax.decoding.running_batch import RunningBatch, batch_rows, mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for

@@ -45,12 +45,10 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import (
     Layout,
     Request,
-    check_no_templates,
     most_new_tokens,
     prefill_chunk,
     text_capacity,
 )
-from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
@@ -89,18 +87,13 @@ class DraftAndCheck(Decoder):
 
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
     copies_prefix: ClassVar[bool] = True
+    fills_gaps: ClassVar[bool] = False  # the verifier does not see the text after a gap
 
     lookahead: int  # K
     shifted: bool
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests.
-
-        Raises:
-          UserError: for templates, as a left-to-right model does not see the text after a gap.
-        """
-        check_no_templates(requests)
         s, N, C = requests[0].settings, most_new_tokens(requests), text_capacity(requests)
         K = min(s.lookahead, N)
         return cls(
@@ -114,11 +107,9 @@ class DraftAndCheck(Decoder):
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """Given tokens, places to decode and settings of some requests."""
         return Layout.of(requests, self.width, self.new_tokens)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state, after a prefill of the verifier."""
         given = layout.given
         room = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, self.lookahead))), (given.tokens, given.positions))
         cache = kv.prefill(model.verifier, dataclasses.replace(given, tokens=room[0], positions=room[1]), self.chunk)
@@ -126,7 +117,6 @@ class DraftAndCheck(Decoder):
         return State.start(layout, keys, self.ids, self.lookahead, cache=cache)
 
     def scored(self, model: Transformer, rows: int) -> int:
-        """The places ahead."""
         return super().scored(model, rows) * self.lookahead // self.width
 
     def step(self, model: Transformer, s: State) -> State:
@@ -134,18 +124,17 @@ class DraftAndCheck(Decoder):
         given, done, K = s.layout.given.length, s.record.count, self.lookahead
         w = masked.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
         ahead = dataclasses.replace(s, length=given + done + w.size)
-        drafter, choosable = mask_logits(masked.denoise(model, ahead, w.position, self.shifted), w.may_end, self.ids)
-        own, noise = s.layout.settings, jax.vmap(jax.random.fold_in)(s.keys, s.forwards)
-        drafts = sample(choosable, w.masked, noise, w.position, own)
+        drafter = masked.propose(masked.denoise(model, ahead, w.position, self.shifted), s, w, self.ids)
+        drafts = drafter.token
 
         last = jnp.take_along_axis(s.text, (given + done - 1)[:, None], axis=1)
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
         logits, cache = kv.extend(model.verifier, s.cache, fed, w.position - 1)
-        share = own.drafter_weight[:, None, None]
-        V = drafter.shape[2]  # of num_tokens tokens, as the other's vocabulary, but the padding may differ
+        share = s.layout.settings.drafter_weight[:, None, None]
+        V = drafter.real.shape[2]  # of num_tokens tokens, as the other's vocabulary, but the padding may differ
         verifier = jnp.pad(logits, ((0, 0), (0, 0), (0, max(V - logits.shape[2], 0))))[:, :, :V]
-        blended = jnp.where(drafter > -jnp.inf, share * drafter + (1 - share) * verifier, -jnp.inf)
-        targets = sample(mask_logits(blended, w.may_end, self.ids)[1], w.masked, noise, w.position, own)
+        blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
+        targets = masked.propose(blended, s, w, self.ids).token
 
         agrees = w.masked & (targets == drafts)
         prefix = jnp.maximum(jnp.sum(jnp.cumprod(agrees, axis=1), axis=1), 1)[:, None]

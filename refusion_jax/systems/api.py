@@ -12,7 +12,7 @@ from refusion_jax.decoding import queue
 from refusion_jax.decoding.auxiliary import check_auxiliaries
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
-from refusion_jax.decoding.requests import Request, check_same_program, prepare
+from refusion_jax.decoding.requests import Request, check_no_templates, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -158,4 +158,7 @@ def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
       UserError: where it cannot serve them together.
     """
     check_same_program(requests)
-    return find_decoder(requests[0].settings.method).for_requests(requests, model)
+    decoder = find_decoder(requests[0].settings.method)
+    if not decoder.fills_gaps:
+        check_no_templates(requests)
+    return decoder.for_requests(requests, model)

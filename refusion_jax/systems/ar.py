@@ -64,16 +64,13 @@ class LeftToRight(Continuer):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """1: the last token."""
         return 1
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state, after a prefill of all given tokens but the last."""
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         return self.start(State, layout, keys, cache, last=last)
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, one token per row."""
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
         place, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.may_end))  # [B, 1]
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)

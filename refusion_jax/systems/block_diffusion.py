@@ -93,7 +93,6 @@ class ComplementaryMasks(Objective):
 
     @property
     def pattern(self) -> ComplementaryBlocks:
-        """Shown in the docstring of the module."""
         return ComplementaryBlocks(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:

@@ -167,7 +167,6 @@ class CausalBlocks(Continuer):
         return requests[0].settings.draft_length
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state, after a prefill of all given tokens but the last."""
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         return self.start_text(State, layout, keys, cache, passed=jnp.zeros_like(last))
 

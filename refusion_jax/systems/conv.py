@@ -44,7 +44,6 @@ class ConvSettings(masked.MaskedSettings):
     )
 
     def selection_rule(self) -> masked.SelectionRule:
-        """The most confident masks, as many per step, with more confidence near known tokens."""
         return NearKnown()
 
     @classmethod

@@ -52,7 +52,6 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import (
     Layout,
     Request,
-    check_no_templates,
     most_new_tokens,
     rounded_up,
     text_capacity,
@@ -157,7 +156,6 @@ class PipelineSettings(shared.Settings):
 
     @property
     def unit(self) -> int:
-        """Tokens of a block."""
         return self.block_length or _BLOCK
 
     def for_model(self, model: ModelConfig) -> Self:
@@ -179,18 +177,13 @@ class Pipeline(Decoder):
     """The decoder with its compiled sizes: F is the width, C + F the length of the cache."""
 
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
+    fills_gaps: ClassVar[bool] = False  # the model does not see the text after a gap
 
     prompt: int  # P, given tokens of a row at most, which the prefill takes at once
     block_length: int  # K
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests.
-
-        Raises:
-          UserError: for templates, as a block-causal model does not see the text after a gap.
-        """
-        check_no_templates(requests)
         own, N = requests[0].settings, most_new_tokens(requests)
         width = own.block_length * min(_IN_FLIGHT, -(-N // own.block_length))
         return cls(
@@ -204,7 +197,6 @@ class Pipeline(Decoder):
 
     @property
     def prefill_width(self) -> int:
-        """All given tokens."""
         return self.prompt
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:

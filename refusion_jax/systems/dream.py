@@ -118,7 +118,6 @@ class DreamSettings(masked.MaskedSettings):
     )
 
     def selection_rule(self) -> masked.SelectionRule:
-        """By the schedule, the surest masks first."""
         return Scheduled(self.confidence)
 
     @classmethod

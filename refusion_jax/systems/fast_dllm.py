@@ -39,7 +39,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Request, check_no_templates
+from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
 from refusion_jax.systems import masked
@@ -72,7 +72,6 @@ class FastSettings(masked.MaskedSettings):
     )
 
     def selection_rule(self) -> masked.SelectionRule:
-        """All masks that are sure enough."""
         return Surest(self.rule)
 
     @classmethod
@@ -113,17 +112,12 @@ class BlockCache(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[FastSettings]] = FastSettings
+    fills_gaps: ClassVar[bool] = False  # the places that are fed must be contiguous
 
     reuse: str = "none"
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests.
-
-        Raises:
-          UserError: for templates, as the places that are fed must be contiguous.
-        """
-        check_no_templates(requests)
         own, reuse = super().for_requests(requests, model), requests[0].settings.reuse
         return dataclasses.replace(own, reuse=reuse, cache_length=0 if reuse == "none" else own.width)
 

@@ -82,7 +82,6 @@ class AllMasked(Objective):
 
     @property
     def pattern(self) -> CausalStreams:
-        """Shown in the docstring of the module."""
         return CausalStreams(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -162,7 +161,6 @@ class DraftAndCheck(Continuer):
         return (self.width + 1) // 2
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state, after a prefill of all given tokens but the last."""
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, M, V = len(last), self.stride - 1, model.config.vocab_size
         none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}

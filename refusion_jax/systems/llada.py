@@ -94,7 +94,6 @@ class DiffusionSettings(masked.MaskedSettings):
             self.refuse("steps", f"must be a multiple of the {blocks} blocks of block_length={self.block_length}")
 
     def selection_rule(self) -> masked.SelectionRule:
-        """The most confident masks, as many per step."""
         return masked.EvenSteps()
 
     @classmethod

@@ -176,7 +176,6 @@ class MaskedDecoder(Decoder):
         return MaskedText.start(layout, keys, self.ids, self.block_length)
 
     def scored(self, model: Transformer, rows: int) -> int:
-        """The places of a block."""
         return super().scored(model, rows) * self.block_length // self.width
 
     def step(self, model: Transformer, s: MaskedText) -> MaskedText:

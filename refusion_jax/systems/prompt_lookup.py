@@ -67,7 +67,6 @@ class LookUp(Continuer):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests."""
         return dataclasses.replace(super().for_requests(requests, model), ngram=requests[0].settings.ngram)
 
     @classmethod
@@ -76,7 +75,6 @@ class LookUp(Continuer):
         return requests[0].settings.draft_length + 1
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state, after a prefill of all given tokens but the last."""
         cache, _ = kv.prefill_but_last(model, layout.given, self.chunk)
         return self.start(State, layout, keys, cache, text=layout.given.tokens)
 

@@ -71,7 +71,6 @@ class ReorderedBlocks(Objective):
 
     @property
     def pattern(self) -> CausalStreams:
-        """Shown in the docstring of the module."""
         return CausalStreams(self.block_size)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -146,7 +145,6 @@ class SlidingWindow(Continuer):
         return self.width // 2
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
-        """The initial state, after the prefill."""
         return self.start_text(FilledText, layout, keys, kv.prefill(model, layout.given, self.chunk))
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:

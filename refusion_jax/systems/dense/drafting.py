@@ -92,6 +92,7 @@ class Drafting(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DraftSettings]] = DraftSettings
+    fills_gaps: ClassVar[bool] = True
 
     slot_size: int
     fed_tokens: int  # of a row, at most; 0: what pays

@@ -122,7 +122,6 @@ class SlotDecoder(Decoder):
         return per_block * (2 if len(slots_of(request)[0]) > per_block else 1)
 
     def lay_out(self, requests: Sequence[Request]) -> SlotLayout:
-        """Given tokens, slots and settings of some requests."""
         return SlotLayout.of(requests, self.cache_length, self.slots)
 
     def init(self, model: Transformer, layout: SlotLayout, keys: Key[Array, "B"]) -> State:
@@ -153,11 +152,9 @@ class SlotDecoder(Decoder):
         return Sizes.of(model, rows, self.width, self.block, self.budget, self.slot_size)
 
     def scored(self, model: Transformer, rows: int) -> int:
-        """Places of a shard whose logits exist at once, for a batch of this many rows."""
         return self.sizes(model, rows).portion
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward of the whole batch, and each row's next state."""
         sizes = self.sizes(model, len(s.block))
         here, following = (Block.of(s.canvas, s.block + i, self.block_slots) for i in (0, 1))
         needs, is_planning = self.needs(s.work, here), s.work.phase == PLAN

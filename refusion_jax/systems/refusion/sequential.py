@@ -9,7 +9,7 @@ Axes: B rows, N places to decode.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,11 @@ from jaxtyping import Array, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.continuation import Continuation, Continuer
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
-from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.canvas import slots_of
 from refusion_jax.systems.refusion.settings import SequentialSettings
-
-_WIDTH = 2  # the last token and a mask token
 
 
 @jax.tree_util.register_dataclass
@@ -42,17 +39,12 @@ class Sequential(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[SequentialSettings]] = SequentialSettings
+    fills_gaps: ClassVar[bool] = True
 
     @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests, templates included."""
-        return cls(
-            ids=TokenIds.of(requests[0].settings, model),
-            width=_WIDTH,
-            new_tokens=most_new_tokens(requests),
-            cache_length=text_capacity(requests) + _WIDTH,
-            chunk=prefill_chunk(requests),
-        )
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """The last token and a mask token."""
+        return 2
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """With the setting `begins` [R, N]: whether a place is the first of a slot."""
@@ -62,14 +54,12 @@ class Sequential(Continuer):
         return dataclasses.replace(layout, settings=layout.settings.replace(begins=np.stack(begins)))
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
-        """The initial state, after the prefill."""
         given = layout.given
         last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
         cache = kv.prefill(model, given, self.chunk)
         return self.start(State, layout, keys, cache, last=last, last_place=jnp.zeros_like(last))
 
     def step(self, model: Transformer, s: State) -> State:
-        """One forward, one token per row."""
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
         place, may_end, from_mask = (
             jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.may_end, s.settings.begins)

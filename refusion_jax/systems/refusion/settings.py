@@ -6,7 +6,7 @@ Axis: B rows.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import settings as shared
@@ -134,9 +134,6 @@ class SlotSettings(_Slots):
 @dataclasses.dataclass(frozen=True)
 class SequentialSettings(_Slots):
     """How to decode such a model one token per forward."""
-
-    serial_blocks: ClassVar[int] = 1
-    order: ClassVar[str] = LEFT_TO_RIGHT
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
