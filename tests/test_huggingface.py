@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import stat
@@ -15,8 +16,8 @@ from etils import epath
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from refusion_jax import UserError, load_model, load_tokenizer
-from refusion_jax.checkpoints.load import choose_method, read_model_config
+from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
+from refusion_jax.checkpoints.load import check_fits, choose_method, read_model_config
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
 from refusion_jax.model import huggingface
@@ -77,7 +78,11 @@ def test_logits_are_those_of_transformers(tmp_path, shape):
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA = {"sliding_window": 64, "query_pre_attn_scalar": 12, "head_dim": 8, "num_hidden_layers": 3}
 FAMILIES = {
+    "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3_text scaled": GEMMA
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "tie_word_embeddings": False},
     "llama": {"tie_word_embeddings": True},  # as SmolLM2
     "llama 3": {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32, "rope_theta": 5e5}},
     "mistral": {"sliding_window": None, "head_dim": 12},
@@ -116,6 +121,19 @@ def test_a_family_is_read_and_written_as_transformers_does(name, tmp_path):
     )
     with torch.no_grad():
         np.testing.assert_array_equal(again(torch.tensor(tokens)).logits.numpy(), expected)
+
+
+def test_beyond_the_window_of_local_layers_nothing_is_decoded_or_trained(tmp_path):
+    """Attention to all of a context that the window holds is attention in the window; longer ones are refused."""
+    path = saved(tmp_path / "theirs", family="gemma3_text", local_rope=(1e4, 6), max_position_embeddings=64)
+    change_config(path, max_position_embeddings=1024)
+    model = load_model(path)
+    assert model.config.max_position_embeddings == 64
+    with pytest.raises(UserError, match="cache_length=65: the model's local layers attend to 64 tokens"):
+        decode(model, [[1, 5, 6]], DecodeSettings(method="ar", cache_length=65))
+    longer = dataclasses.replace(model.config, max_position_embeddings=65)
+    with pytest.raises(UserError, match="--config.row_length must be at most 64"):
+        check_fits(epath.Path(path), longer, None)
 
 
 def test_many_shards_are_read_and_written_as_one(tmp_path, monkeypatch):

@@ -160,9 +160,13 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
             f"--config.data.tokenizer, and prepare data with it"
         )
     sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
-    for key in f"{sizes} rope_theta rms_norm_eps tie_word_embeddings family rope_scaling".split():
+    positions = "rope_theta rope_scaling local_rope query_pre_attn_scalar"
+    for key in f"{sizes} {positions} rms_norm_eps tie_word_embeddings family".split():
         if getattr(there, key) != getattr(config, key):
             raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
+    if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:
+        window = there.max_position_embeddings
+        raise UserError(f"--config.row_length must be at most {window}, to which local layers of {path} attend")
     is_padded = huggingface.is_huggingface(path) and there.vocab_size < config.vocab_size
     if there.vocab_size != config.vocab_size and not is_padded:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")

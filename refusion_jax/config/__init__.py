@@ -99,8 +99,9 @@ def check(c: ml_collections.ConfigDict) -> None:
         refuse("model.num_attention_heads", f"must be a multiple of num_key_value_heads={m.num_key_value_heads}")
     if m.head_dim % 2:
         refuse("model.head_dim", "must be even (RoPE rotates pairs)")
-    if m.rope_scaling and not (len(m.rope_scaling) == 4 and all(x > 0 for x in m.rope_scaling)):
-        refuse("model.rope_scaling", "must be four numbers above 0")
+    for name, lengths in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
+        if not (len(m[name]) in lengths and all(x > 0 for x in m[name])):
+            refuse(f"model.{name}", f"must be {lengths[-2] or 'none'} or {lengths[-1]} numbers above 0")
 
     if c.lora.rank and not c.init_from:
         refuse("lora.rank", "adapters need weights to adapt: name them with --config.init_from")

@@ -103,7 +103,13 @@ _MODEL = {
         "qwen3", f"where norms stand and which biases there are: {' | '.join(FAMILIES)}", choices=(*FAMILIES,)
     ),
     "rope_scaling": Setting(
-        (), "of Llama 3: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings); empty: none"
+        (),
+        "(factor,), or of Llama 3: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings); "
+        "empty: none",
+    ),
+    "local_rope": Setting((), "of Gemma 3: (rope_theta of local layers, every how many-th layer is global); or empty"),
+    "query_pre_attn_scalar": Setting(
+        0, "attention divides by its square root; 0: by that of head_dim", at_least=0, at_most=2**20
     ),
 }
 

@@ -76,7 +76,7 @@ def model_config(
         else (rows, 0, 1, 2, rows - 1)
     )
     return ModelConfig(
-        **dict(config.model) | {"rope_scaling": tuple(config.model.rope_scaling)},
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in config.model.items()},
         max_position_embeddings=max(config.row_length, context),
         num_tokens=size,
         pad_token_id=pad,

@@ -215,6 +215,8 @@ def prepare(requests: Sequence[Sequence[int] | Request], settings: Settings, mod
       UserError: naming the request, the reason, and a remedy.
     """
     room = settings.cache_length or model.max_position_embeddings
+    if model.local_rope and room > model.max_position_embeddings:
+        settings.refuse("cache_length", f"the model's local layers attend to {model.max_position_embeddings} tokens")
     of_call = {name: getattr(settings, name) for name in scope(Settings, "batch")}
     named = []
     for i, request in enumerate(requests):

@@ -20,7 +20,9 @@ NAMES = {
     "q_norm": "model.layers.{}.self_attn.q_norm.weight",
     "k_norm": "model.layers.{}.self_attn.k_norm.weight",
     "o_proj": "model.layers.{}.self_attn.o_proj.weight",
+    "post_attention_norm": "model.layers.{}.post_attention_layernorm.weight",
     "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "post_mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
     "gate_proj": "model.layers.{}.mlp.gate_proj.weight",
     "up_proj": "model.layers.{}.mlp.up_proj.weight",
     "down_proj": "model.layers.{}.mlp.down_proj.weight",
@@ -36,22 +38,45 @@ class Family:
     architecture: str  # its class in transformers
     qk_norm: str = ""  # RMSNorm of queries and keys before RoPE: "head": each head, "all": all heads together
     qkv_bias: bool = False
-    norm_after: bool = False  # RMSNorm of what attention and mlp give, not of what they read
+    norms: tuple[str, ...] = ("attention_norm", "mlp_norm")  # RMSNorm of what they read; post_...: of what they give
+    norm_offset: float = 0.0  # added to the scale of every RMSNorm
+    activation: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})  # in config.json
+    scaled_embedding: bool = False  # by the root of the hidden size
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from NAMES
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json; other values are refused
 
 
 FAMILIES = {
+    "gemma3_text": Family(  # the text models of Gemma 3
+        "Gemma3ForCausalLM",
+        qk_norm="head",
+        norms=("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm"),
+        norm_offset=1.0,
+        activation={"hidden_activation": "gelu_pytorch_tanh"},
+        scaled_embedding=True,
+        names={"mlp_norm": "model.layers.{}.pre_feedforward_layernorm.weight"},
+        fixed={
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        defaults={
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+    ),
     "llama": Family("LlamaForCausalLM", fixed={"attention_bias": False, "mlp_bias": False}),  # 2, 3.x, SmolLM2
     "mistral": Family("MistralForCausalLM", fixed={"sliding_window": None}),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         qk_norm="all",
-        norm_after=True,
-        names={
-            "attention_norm": "model.layers.{}.post_attention_layernorm.weight",
-            "mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
-        },
+        norms=("post_attention_norm", "post_mlp_norm"),
         fixed={"attention_bias": False},
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed={"use_sliding_window": False}),  # and 2.5

@@ -35,6 +35,7 @@ _COPIED = (  # of config.json into ModelConfig and back
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
 )
+_FULL = "full_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
 _IGNORED = (  # keys of config.json that change nothing, in what authors released
     *("_name_or_path", "architectures", "auto_map", "attention_dropout", "initializer_range", "torch_dtype", "dtype"),
@@ -73,7 +74,11 @@ class Config(pydantic.BaseModel):
     rope_parameters: dict[str, Any] | None = None  # where transformers 5 keeps both
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
-    hidden_act: str = "silu"
+    query_pre_attn_scalar: int = 0
+    rope_local_base_freq: float | None = None
+    sliding_window: int | None = None
+    sliding_window_pattern: int | None = None
+    layer_types: list[str] | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -102,8 +107,10 @@ def read_model_config(
       UserError: as `read_config`.
     """
     file, given = path / "config.json", read_config(path, releases)
-    theta, scaling = _rope(file, given)
+    theta, scaling, local = _rope(file, given)
     shape = {name: getattr(given, name) for name in _COPIED}
+    if local:  # attention to all of so many tokens is attention in a window
+        shape["max_position_embeddings"] = min(given.sliding_window or 2**28, given.max_position_embeddings)
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
     shape["head_dim"] = given.head_dim or given.hidden_size // given.num_attention_heads
     if mask_token_id is None:
@@ -122,6 +129,8 @@ def read_model_config(
         "family": given.model_type,
         "rope_theta": theta,
         "rope_scaling": scaling,
+        "local_rope": local,
+        "query_pre_attn_scalar": given.query_pre_attn_scalar,
         "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
         "mask_token_id": mask,
     }
@@ -151,7 +160,7 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
     found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
     system, release = found[0] if found else (None, Release(model_type, model_type))
     family = FAMILIES.get(release.family)
-    fixed = {"hidden_act": "silu"} | dict(family.fixed if family else {"model_type": ""}) | release.fixed
+    fixed = dict(family.activation | family.fixed if family else {"model_type": ""}) | release.fixed
     for key, value in fixed.items():
         if given.get(key, value) != value:
             raise UserError(
@@ -161,7 +170,8 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
     if system and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
-    given = release.defaults | given | {ours: given[key] for key, ours in release.keys.items() if key in given}
+    renamed = {ours: given[key] for key, ours in release.keys.items() if key in given}
+    given = family.defaults | release.defaults | given | renamed
     if system:
         ours = {key: given[key] for key in _OURS if key in given}
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
@@ -173,15 +183,29 @@ def _model_types(releases: Releases) -> list[str]:
     return sorted({one.model_type for some in releases.values() for one in some})
 
 
-def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...]]:
-    """(rope_theta, rope_scaling) of a ModelConfig."""
+def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
+    """(rope_theta, rope_scaling, local_rope) of a ModelConfig."""
     new = given.rope_parameters or {}
+    local = new.get("sliding_attention", {}).get("rope_theta", given.rope_local_base_freq)
+    new = new.get("full_attention", new)
     scaling = given.rope_scaling or new
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "llama3") or (kind == "llama3" and not all(name in scaling for name in _LLAMA3)):
-        raise UserError(f"{file}: rope_scaling={json.dumps(scaling)[:90]} is not supported; we read that of Llama 3")
+    names = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}.get(kind)
+    if names is None or not all(name in scaling for name in names):
+        raise UserError(
+            f"{file}: rope_scaling={json.dumps(scaling)[:90]} is not supported; we read linear and that of Llama 3"
+        )
+    every = given.sliding_window_pattern
+    if local and given.layer_types:
+        every = [*given.layer_types, _FULL].index(_FULL) + 1
+        if given.layer_types != _layer_types(len(given.layer_types), every):
+            raise UserError(f"{file}: layer_types={json.dumps(given.layer_types)[:90]} do not alternate evenly")
     theta = new.get("rope_theta", given.rope_theta)
-    return theta, tuple(scaling[name] for name in _LLAMA3) if kind == "llama3" else ()
+    return theta, tuple(scaling[name] for name in names), (local, every) if local else ()
+
+
+def _layer_types(layers: int, every: int) -> list[str]:
+    return [_FULL if layer % every == 0 else "sliding_attention" for layer in range(1, layers + 1)]
 
 
 def _first(token_id: int | list[int] | None) -> int:
@@ -360,11 +384,21 @@ def _their_config(model: Transformer) -> dict[str, Any]:
     c = model.config
     family = FAMILIES[c.family]
     token_ids = {name: getattr(c, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")}
-    scaling = {"rope_type": "llama3", **dict(zip(_LLAMA3, c.rope_scaling, strict=True))} if c.rope_scaling else None
+    kind = {1: "linear", 4: "llama3"}.get(len(c.rope_scaling))
+    scaling = {"rope_type": kind, **dict(zip(_LLAMA3, c.rope_scaling, strict=False))} if kind else None
+    local = {}
+    if "rope_local_base_freq" in family.defaults:
+        theta, every = c.local_rope or (c.rope_theta, 1)
+        local = {
+            "rope_local_base_freq": theta,
+            "layer_types": _layer_types(c.num_hidden_layers, int(every)),
+            "sliding_window": c.max_position_embeddings,
+            "query_pre_attn_scalar": c.query_pre_attn_scalar or c.head_dim,
+        }
     return {
         "architectures": [family.architecture],
         "model_type": c.family,
-        "hidden_act": "silu",
+        **family.activation,
         **family.fixed,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
@@ -373,5 +407,6 @@ def _their_config(model: Transformer) -> dict[str, Any]:
         **{key: getattr(c, key) for key in _COPIED},
         "rope_theta": c.rope_theta,
         "rope_scaling": scaling,
+        **local,
         **{name: None if token < 0 else token for name, token in token_ids.items()},  # some families have defaults
     }

@@ -89,12 +89,15 @@ def rope_rotation(
       positions: of the tokens.
       head_dim: H.
       theta: base of the frequencies.
-      scaling: none, or Llama 3's (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
-        a frequency that turns less than low_freq_factor times in the original length is divided by the factor, one that
-        turns more than high_freq_factor times stays, and between there is a linear passage.
+      scaling: none; (factor,), by which all frequencies are divided; or Llama 3's (factor, low_freq_factor,
+        high_freq_factor, original_max_position_embeddings): a frequency that turns less than low_freq_factor times in
+        the original length is divided by the factor, one that turns more than high_freq_factor times stays, and between
+        there is a linear passage.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling:
+    if len(scaling) == 1:
+        frequencies = frequencies / scaling[0]
+    elif scaling:
         factor, low, high, length = scaling
         kept = jnp.clip((length * frequencies / (2 * jnp.pi) - low) / (high - low), 0.0, 1.0)
         frequencies = kept * frequencies + (1 - kept) * frequencies / factor

@@ -48,8 +48,12 @@ def _fault(c: ModelConfig) -> str | None:
         return f"head_dim={c.head_dim} must be even"
     if not (0 < c.rope_theta <= 1e12 and 0 < c.rms_norm_eps <= 1):
         return f"rope_theta={c.rope_theta:g} must be above 0, and rms_norm_eps={c.rms_norm_eps:g} from 0 to 1"
-    if c.rope_scaling and not (len(c.rope_scaling) == 4 and all(0 < x <= 1e12 for x in c.rope_scaling)):
-        return f"rope_scaling={c.rope_scaling} must be four numbers above 0"
+    if not (len(c.rope_scaling) in (0, 1, 4) and all(0 < x <= 1e12 for x in c.rope_scaling)):
+        return f"rope_scaling={c.rope_scaling} must be one or four numbers above 0"
+    if not (len(c.local_rope) in (0, 2) and all(0 < x <= 1e12 for x in c.local_rope)):
+        return f"local_rope={c.local_rope} must be two numbers above 0"
+    if not 0 <= c.query_pre_attn_scalar <= 2**20:
+        return f"query_pre_attn_scalar={c.query_pre_attn_scalar} must be 0 or above"
     for kind in ("pad", "bos", "eos", "mask"):
         if not -1 <= getattr(c, f"{kind}_token_id") < c.vocab_size:
             return f"{kind}_token_id={getattr(c, f'{kind}_token_id')} is no row of the embedding"

@@ -9,6 +9,7 @@ H head size, F mlp size, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,9 @@ class ModelConfig:
     shifted: bool = False  # trained to read a masked token from the logits at the token before it
     block_size: int = 0  # tokens that it was trained to denoise together, where that is a number of its own
     family: str = "qwen3"  # one of `families.FAMILIES`
-    rope_scaling: tuple[float, ...] = ()  # of Llama 3, see `layers.rope_rotation`
+    rope_scaling: tuple[float, ...] = ()  # see `layers.rope_rotation`
+    local_rope: tuple[float, ...] = ()  # of Gemma 3: (rope_theta of local layers, every how many-th layer is global)
+    query_pre_attn_scalar: int = 0  # attention divides by its square root; 0: by that of head_dim
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +90,9 @@ class Layers(nnx.Module):
         N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         residual = (2 * L) ** -0.5  # the residual stream sums 2 L block outputs
         family = FAMILIES[config.family]
-        self.attention_norm = weight(rngs, (L, D), ("layers", "norm"), None)
+        scale = 0.0 if family.norm_offset else None
+        for name in family.norms:
+            setattr(self, name, weight(rngs, (L, D), ("layers", "norm"), scale))
         self.q_proj = weight(rngs, (L, D, N, H), ("layers", "embed", "heads", "head_dim"), D**-0.5, ("embed",))
         self.k_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
         self.v_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
@@ -97,13 +102,12 @@ class Layers(nnx.Module):
             self.v_bias = weight(rngs, (L, K, H), ("layers", "kv_heads", "bias"), 0.0)
         if family.qk_norm:
             every = family.qk_norm == "all"
-            self.q_norm = weight(rngs, (L, N * H if every else H), ("layers", "norm"), None)
-            self.k_norm = weight(rngs, (L, K * H if every else H), ("layers", "norm"), None)
+            self.q_norm = weight(rngs, (L, N * H if every else H), ("layers", "norm"), scale)
+            self.k_norm = weight(rngs, (L, K * H if every else H), ("layers", "norm"), scale)
         self.o_proj = weight(
             rngs, (L, N, H, D), ("layers", "heads", "head_dim", "embed"), residual * (N * H) ** -0.5,
             ("heads", "head_dim"),
         )  # fmt: skip
-        self.mlp_norm = weight(rngs, (L, D), ("layers", "norm"), None)
         self.gate_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5, ("embed",))
         self.up_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5, ("embed",))
         self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5, ("mlp",))
@@ -139,7 +143,7 @@ class Transformer(nnx.Module):
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
         self.layers = Layers(config, rngs)
-        self.final_norm = weight(rngs, (D,), ("norm",), None)
+        self.final_norm = weight(rngs, (D,), ("norm",), 0.0 if FAMILIES[config.family].norm_offset else None)
         if not config.tie_word_embeddings:
             self.lm_head = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
 
@@ -333,11 +337,21 @@ class Transformer(nnx.Module):
         Returns:
           ([B, T, D] after the final norm, what was kept, stacked over layers).
         """
-        eps = self.config.rms_norm_eps
+        c, family = self.config, FAMILIES[self.config.family]
         rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
         x = constrain(widened(rows, self.dtype), "batch", "length", None)  # [B, T, D]
-        rotation = rope_rotation(positions, self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
-        family = FAMILIES[self.config.family]
+        if family.scaled_embedding:
+            x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)
+        rotation = rope_rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        is_global = None  # of each layer
+        if c.local_rope:
+            local_rotation = rope_rotation(positions, c.head_dim, c.local_rope[0])
+            is_global = jnp.arange(1, c.num_hidden_layers + 1) % c.local_rope[1] == 0
+        activation = jax.nn.silu if "silu" in family.activation.values() else jax.nn.gelu
+        query_scale = (c.head_dim / (c.query_pre_attn_scalar or c.head_dim)) ** 0.5
+
+        def norm(x, scale):
+            return rms_norm(x, scale + family.norm_offset if family.norm_offset else scale, c.rms_norm_eps)
 
         def product(x, w, name, inputs=1):
             y = linear(x, w[name], inputs)
@@ -352,34 +366,33 @@ class Transformer(nnx.Module):
                 x = x + w[f"{name}_bias"][None, None]
             if family.qk_norm and name != "v":
                 scale = w[f"{name}_norm"]
-                x = rms_norm(x.reshape(*x.shape[:2], -1, *scale.shape), scale, eps).reshape(x.shape)
-            return x
-
-        def before(x, scale):
-            return x if family.norm_after else rms_norm(x, scale, eps)
-
-        def after(x, scale):
-            return rms_norm(x, scale, eps) if family.norm_after else x
+                x = norm(x.reshape(*x.shape[:2], -1, *scale.shape), scale).reshape(x.shape)
+            return x * query_scale if name == "q" and query_scale != 1 else x
 
         def layer(x, inputs):
-            w, own = inputs
+            w, own, is_global = inputs
             x = checkpoint_name(x, INPUT)
-            h = before(x, w["attention_norm"])
-            q, k = (rotate(project(h, w, name), rotation) for name in "qk")  # [B, T, N, H], [B, T, K, H]
+            h = norm(x, w["attention_norm"]) if "attention_norm" in w else x
+            turn = rotation
+            if c.local_rope:
+                turn = jax.tree.map(functools.partial(jnp.where, is_global), rotation, local_rotation)
+            q, k = (rotate(project(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
             heads, kept = attend(q, k, project(h, w, "v"), own)
             w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
-            x = x + after(product(heads, w, "o_proj", inputs=2), w["attention_norm"])
-            h = before(x, w["mlp_norm"])
+            h = product(heads, w, "o_proj", inputs=2)
+            x = x + (norm(h, w["post_attention_norm"]) if "post_attention_norm" in w else h)
+            h = norm(x, w["mlp_norm"]) if "mlp_norm" in w else x
             gate = checkpoint_name(product(h, w, "gate_proj"), GATE)
             up = checkpoint_name(product(h, w, "up_proj"), UP)
-            x = x + after(product(jax.nn.silu(gate) * up, w, "down_proj"), w["mlp_norm"])
+            h = product(activation(gate) * up, w, "down_proj")
+            x = x + (norm(h, w["post_mlp_norm"]) if "post_mlp_norm" in w else h)
             return constrain(x, "batch", "length", None), kept
 
         if policy := REMAT_POLICIES[self.remat]:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan keeps the copies apart
         weights = in_dtype(nnx.to_pure_dict(nnx.state(self.layers)), self.dtype)
-        x, kept = jax.lax.scan(layer, x, (weights, per_layer))
-        return rms_norm(x, self.final_norm[...].astype(self.dtype), eps), kept
+        x, kept = jax.lax.scan(layer, x, (weights, per_layer, is_global))
+        return norm(x, self.final_norm[...].astype(self.dtype)), kept
 
 
 class Wrapper(Transformer):
