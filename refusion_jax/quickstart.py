@@ -4,7 +4,7 @@
 
 Prints accuracy (the whole worked answer must be right), tokens per forward and tokens per second (one prompt at a time,
 unless --decode.batch_size says otherwise), for every decoder of the system that the model was trained for
-(those that need a further model, if they are given one); then three answers, piece by piece (of a slot model, slot by
+(those that need a further model, if they are given one); then three answers, part by part (of a slot model, slot by
 slot) in the order of writing. The same figures go to DIR/report.json.
 """
 
@@ -97,7 +97,7 @@ def measure(
     }, out
 
 
-def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, piece: int) -> None:
+def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> None:
     """Prints the table and three answers."""
     console = Console()
     table = Table(
@@ -112,11 +112,11 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
             method, f"{f['accuracy']:.1%}", f"{f['tokens_per_forward']:.2f}", f"{f['tokens_per_second']:,.0f}"
         )
     console.print(table)
-    console.print("Three answers in pieces; the number tells which was written first, second, third ...")
-    for i in examples(problems, decoded, tokenizer, piece):
+    console.print("Three answers in parts; the number tells which was written first, second, third ...")
+    for i in examples(problems, decoded, tokenizer, size):
         cost = f"({len(decoded.tokens[i])} tokens by {decoded.forwards[i]} forwards)"
         console.print(f"\n{problems[i].query}  {cost}", style="bold", markup=False, highlight=False)
-        for order, text in written_pieces(decoded, i, tokenizer, piece):
+        for order, text in written_parts(decoded, i, tokenizer, size):
             console.print(f"  {order:>2}  {text}", markup=False, highlight=False)
     console.print(
         f"\ntraining took {figures['train_seconds']:.0f} s, everything {figures['seconds_total']:.0f} s",
@@ -124,9 +124,9 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
     )
 
 
-def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, piece: int) -> list[int]:
+def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> list[int]:
     """Three right answers to look at, of three families: written least in order of reading, and then the longest."""
-    orders = [piece_order(decoded, i, piece) for i in range(len(problems))]
+    orders = [part_order(decoded, i, size) for i in range(len(problems))]
     worth = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
     most = {}
     for i, problem in enumerate(problems):
@@ -136,21 +136,21 @@ def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokeniz
     return sorted(most.values(), key=worth.__getitem__, reverse=True)[:3]
 
 
-def piece_order(decoded: Decoded, index: int, piece: int) -> list[int]:
-    """The pieces of an answer, of so many tokens each and counted from 0, in the order of writing.
+def part_order(decoded: Decoded, index: int, size: int) -> list[int]:
+    """The parts of an answer, of so many tokens each and counted from 0, in the order of writing.
 
-    Pieces dropped after its end are left out.
+    Parts dropped after its end are left out.
     """
     first = min(decoded.commit_order[index])
     places = (position - first for position in decoded.commit_order[index])
-    return list(dict.fromkeys(place // piece for place in places if place < len(decoded.tokens[index])))
+    return list(dict.fromkeys(place // size for place in places if place < len(decoded.tokens[index])))
 
 
-def written_pieces(decoded: Decoded, index: int, tokenizer: Tokenizer, piece: int) -> list[tuple[int, str]]:
-    """(when it was written, from 1; its text) for each piece of an answer, in text order."""
-    order = piece_order(decoded, index, piece)
+def written_parts(decoded: Decoded, index: int, tokenizer: Tokenizer, size: int) -> list[tuple[int, str]]:
+    """(when it was written, from 1; its text) for each part of an answer, in text order."""
+    order = part_order(decoded, index, size)
     tokens = decoded.tokens[index]
-    return [(1 + order.index(i), tokenizer.decode(tokens[i * piece : (i + 1) * piece])) for i in sorted(order)]
+    return [(1 + order.index(i), tokenizer.decode(tokens[i * size : (i + 1) * size])) for i in sorted(order)]
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def decoded(*answers: tuple[bytes, list[int]]) -> Decoded:
 def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
     dropped = [12, 13, 14, 15]  # behind the end, and written first
     answer = decoded((b"ABCDEFGHIJ", [*dropped, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9]))
-    assert quickstart.written_pieces(answer, 0, Letters(), 4) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
+    assert quickstart.written_parts(answer, 0, Letters(), 4) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
 
 
 def test_examples_are_right_of_three_families_and_show_planning():
