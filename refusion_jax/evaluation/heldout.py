@@ -181,13 +181,13 @@ def pick(config: ml_collections.ConfigDict, sets: list[RowSource]) -> list[tuple
     """
     check_same("what --config.eval.path holds", *(rows.fingerprint() for rows in sets))
     most = config.eval.rows or max(map(len, sets))
-    turns = [(number, i) for i in range(most) for number, rows in enumerate(sets) if i < len(rows)]
-    turns = turns[: config.eval.rows or None]
-    if not turns:
+    places = [(number, i) for i in range(most) for number, rows in enumerate(sets) if i < len(rows)]
+    places = places[: config.eval.rows or None]
+    if not places:
         raise UserError(f"--config.eval.path={config.eval.path}: holds no row to evaluate on")
-    shares = collections.Counter(number for number, _ in turns)
+    shares = collections.Counter(number for number, _ in places)
     indices = {number: spread(share, len(sets[number])) for number, share in shares.items()}
-    return [(sets[number], indices[number][i]) for number, i in turns]
+    return [(sets[number], indices[number][i]) for number, i in places]
 
 
 def place(config: ml_collections.ConfigDict, sets: list[RowSource], mesh: Mesh) -> Rows:

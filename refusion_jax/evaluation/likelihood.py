@@ -100,16 +100,16 @@ def likelihoods(
     texts = _checked(model, prompts, continuations, slot_size, order, draws)
     keys = range(len(texts)) if keys is None else keys
     draws = _draws(system, order, draws)
-    feeds = []
+    items = []
     for number, (prompt, continuation) in enumerate(texts):
         for draw in range(draws if len(continuation) else 0):
             drawn = (seed, keys[number], draw)
             text = ScoredText(
                 prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}"
             )
-            feeds.append((number, system.scoring.forward(text)))
+            items.append((number, system.scoring.forward(text)))
     nats, greedy = [[] for _ in texts], [True] * len(texts)
-    for (number, _), (value, is_greedy) in zip(feeds, score(model, [feed for _, feed in feeds]), strict=True):
+    for (number, _), (value, is_greedy) in zip(items, score(model, [item for _, item in items]), strict=True):
         nats[number].append(value)
         greedy[number] &= is_greedy
     return [
@@ -232,11 +232,11 @@ def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tup
     return texts
 
 
-def score(model: Transformer, feeds: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
-    """(sum of weight * log p(label), whether every label is the most probable token) of each feed."""
-    results: list = [None] * len(feeds)
-    for number, (log_p, is_best, *_) in _run(model, feeds):
-        weights = feeds[number].weights
+def score(model: Transformer, items: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
+    """(sum of weight * log p(label), whether every label is the most probable token) of each item."""
+    results: list = [None] * len(items)
+    for number, (log_p, is_best, *_) in _run(model, items):
+        weights = items[number].weights
         total = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
         results[number] = float(total), bool(is_best[weights > 0].all())
     return results
@@ -273,49 +273,49 @@ def token_scores(
     texts = _checked(model, prompts, continuations, slot_size, "left_to_right", 0)
     numbers = [number for number, (_, continuation) in enumerate(texts) if len(continuation)]
     how = slot_size, "left_to_right", model.config.mask_token_id, (0, 0, 0)
-    feeds = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]
+    items = [system.scoring.forward(ScoredText(*texts[number], *how, f"text {number}")) for number in numbers]
     scores: list[list[TokenScore]] = [[] for _ in texts]
-    for at, (log_p, _, best, best_log_p) in _run(model, feeds):
-        fed = np.flatnonzero(feeds[at].weights)
-        in_text_order = fed[np.argsort(feeds[at].places[fed])]
+    for at, (log_p, _, best, best_log_p) in _run(model, items):
+        fed = np.flatnonzero(items[at].weights)
+        in_text_order = fed[np.argsort(items[at].places[fed])]
         scores[numbers[at]] = [TokenScore(float(log_p[i]), int(best[i]), float(best_log_p[i])) for i in in_text_order]
     return scores
 
 
-def _run(model: Transformer, feeds: Sequence[ScoredTokens]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """(number of a feed, the `log_probabilities` of its tokens) of all feeds, packed into rows."""
-    if not feeds:
+def _run(model: Transformer, items: Sequence[ScoredTokens]) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """(number of a item, the `log_probabilities` of its tokens) of all items, packed into rows."""
+    if not items:
         return
-    longest, mesh = max(map(len, feeds)), mesh_of(model)
+    longest, mesh = max(map(len, items)), mesh_of(model)
     T = math.lcm(max(_SHORTEST, 1 << (longest - 1).bit_length()), sharding.shard_count(mesh, "length"))
     shards = sharding.shard_count(mesh, "batch")
-    B = max(1, min(_TOKENS // T, -(-sum(map(len, feeds)) // (T * shards))))
+    B = max(1, min(_TOKENS // T, -(-sum(map(len, items)) // (T * shards))))
     B = shards << (B.bit_length() - 1)
     graphdef, params = nnx.split(model)
-    packed = fit([len(feed) for feed in feeds], T)
+    packed = fit([len(item) for item in items], T)
     for rows in (packed[at : at + B] for at in range(0, len(packed), B)):
         with jax.set_mesh(mesh):
-            arrays = fetch(_jitted(graphdef, params, _lay_out(feeds, rows, B, T)))
+            arrays = fetch(_jitted(graphdef, params, _lay_out(items, rows, B, T)))
         for row, numbers in enumerate(rows):
             at = 0
             for number in numbers:
-                yield number, [x[row, at : at + len(feeds[number])] for x in arrays]
-                at += len(feeds[number])
+                yield number, [x[row, at : at + len(items[number])] for x in arrays]
+                at += len(items[number])
 
 
-def _lay_out(feeds: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
-    """The feeds in rows as [B, T] arrays: tokens, positions, rank, group, labels, segment int32, weights float32."""
+def _lay_out(items: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: int) -> dict[str, np.ndarray]:
+    """The items in rows as [B, T] arrays: tokens, positions, rank, group, labels, segment int32, weights float32."""
     integers = ("tokens", "positions", "rank", "group", "labels", "segment")
     arrays = {name: np.zeros((B, T), np.int32) for name in integers} | {"weights": np.zeros((B, T), np.float32)}
     for row, numbers in enumerate(rows):
         at = 0
         for segment, number in enumerate(numbers, 1):
-            feed = feeds[number]
-            here = slice(at, at + len(feed))
+            item = items[number]
+            here = slice(at, at + len(item))
             for name in ("tokens", "positions", "rank", "group", "labels", "weights"):
-                arrays[name][row, here] = getattr(feed, name)
+                arrays[name][row, here] = getattr(item, name)
             arrays["segment"][row, here] = segment
-            at += len(feed)
+            at += len(item)
     return arrays
 
 
