@@ -8,7 +8,8 @@ from conftest import BOS, PROMPTS, settings, sharp_models, tiny_config
 from refusion_jax import decode
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
-from refusion_jax.systems.masked import MaskedText, fed_places
+from refusion_jax.systems.llada import fed_places
+from refusion_jax.systems.masked import MaskedText
 
 
 def fed(requests: list[Request], block_length: int, block: int, merge: int) -> list[str]:

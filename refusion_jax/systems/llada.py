@@ -9,8 +9,13 @@ tokens never. The loss is the cross-entropy of the masked tokens themselves (not
 
 Decoding: every forward runs over the whole text. The answer is cut into blocks that are decoded one after the other. A
 block of n masks takes a fixed number of steps, each of which commits the n / steps most confident ones. A temperature
-adds Gumbel noise to the logits, but not to the confidences. With `merge` only some of the masks after the block are
-fed (masked.py).
+adds Gumbel noise to the logits, but not to the confidences.
+
+With `merge`, of every so many masks after the block only the middle one is fed, at its own position, in the spirit of
+ToMA (arXiv 2509.10918), which merges similar tokens of an image. A group is then one key in attention, which is an
+approximation. With a block of two after three given tokens and merge = 3 (the last group may be smaller):
+
+    text       p q r M M | M M M M M        fed        p q r M M   M     M
 
 From the paper and the authors' code: schedule, order of commitment, 1 / p. Our choices: t and the normalization
 are per document, as documents are packed; padding takes the places of other documents, in the order in which they are
@@ -21,12 +26,12 @@ Axes: B rows, T row length, C text length, N tokens to decode, K block length, V
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
@@ -35,8 +40,9 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
@@ -102,10 +108,39 @@ class DiffusionSettings(masked.MaskedSettings):
         return whole + [{"block_length": 8, "steps": -(-new_tokens // 8) * forwards} for forwards in (8, 4, 2)]
 
 
+@dataclasses.dataclass(frozen=True)
 class Denoise(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
+
+    merge: int = 1
+
+    @classmethod
+    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
+        return dataclasses.replace(super().for_requests(requests, model), merge=requests[0].settings.merge)
+
+    def fed(self, s: masked.MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
+        return fed_places(s, after_block, self.merge) if self.merge > 1 else None
+
+
+def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
+    """Which places of the text are fed; none in finished rows.
+
+    Args:
+      s: holds the texts.
+      after: number of the first place to decode after the block.
+      merge: size of the groups of masks after the block.
+    """
+    places, text = s.layout.places, jnp.arange(s.text.shape[1])[None]
+    number = jnp.arange(places.position.shape[1])[None] - after[:, None]  # [B, N], counted from after the block
+    left = places.count[:, None] - after[:, None]
+    group = number - number % merge
+    middle = (jnp.minimum(merge, left - group) - 1) // 2
+    is_left_out = (number >= 0) & (number < left) & (number - group != middle)
+    into = jnp.where(is_left_out, places.position, s.text.shape[1])
+    kept = put(jnp.ones(s.text.shape, jnp.int32), into, jnp.zeros_like(into)) > 0
+    return kept & (text < s.length[:, None]) & s.active[:, None]
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -6,13 +6,6 @@ that a *selection rule* chooses. Decoders differ in this rule: an even number a 
 
 A few widths of the text are compiled, and every forward takes the least that holds its longest active row.
 
-With `merge`, only one in every so many masks after the block is fed, in the spirit of ToMA (arXiv 2509.10918), which
-merges similar tokens of an image: of every `merge` masks, counted from the end of the block, the middle one, at its own
-position. No token is read from these masks, so nothing has to be unmerged; a merged group is one key in attention, an
-approximation. Example with a block of two after three given tokens and merge = 3 (the last group may be smaller):
-
-    text       p q r M M | M M M M M        fed        p q r M M   M     M
-
 Axes: B rows, C text length, N places to decode, K places of a window, D hidden size, V vocabulary.
 """
 
@@ -128,7 +121,6 @@ class MaskedSettings(shared.Settings):
     """Settings that all masked decoders know; where one lets the user choose, it declares a field of this name."""
 
     block_length: ClassVar[int] = 0  # 0: the whole answer
-    merge: ClassVar[int] = 1
 
     def selection_rule(self) -> SelectionRule:
         """Which masks a forward commits."""
@@ -147,7 +139,6 @@ class MaskedDecoder(Decoder):
     always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
 
     block_length: int  # K, at most, in a block
-    merge: int
     shifted: bool  # whether the token at j is read from the logits at j - 1
     rule: SelectionRule
 
@@ -166,7 +157,6 @@ class MaskedDecoder(Decoder):
             width=text_capacity(requests),
             new_tokens=N,
             block_length=min(N, max(r.settings.block_length or N for r in requests)),
-            merge=own.merge,
             shifted=shifted,
             rule=own.selection_rule(),
         )
@@ -181,9 +171,12 @@ class MaskedDecoder(Decoder):
     def step(self, model: Transformer, s: MaskedText) -> MaskedText:
         """One forward over the whole text, which commits masks of each row's block."""
         w, after_block = self.window(s)
-        is_fed = fed_places(s, after_block, self.merge) if self.merge > 1 else None
-        logits = denoise(model, s, w.position, self.shifted, is_fed)
+        logits = denoise(model, s, w.position, self.shifted, self.fed(s, after_block))
         return self.commit(s, w, propose(logits, s, w, self.ids), s.active)
+
+    def fed(self, s: MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
+        """Which places of the text are fed, given the number of the first one after the block; None: all."""
+        del s, after_block
 
     def window(self, s: MaskedText) -> tuple[Window, Int32[Array, "B"]]:
         """(the places of each row's block, the number of the first place after it)."""
@@ -341,7 +334,7 @@ def denoise(
       s: holds the texts.
       position: in the text, for which logits are wanted; those of finished rows mean nothing.
       shifted: whether the token at j is read from the logits at j - 1.
-      is_fed: from `fed_places`; by default the whole text is fed.
+      is_fed: which places are fed, none in finished rows; by default the whole text.
     """
     (B, C), N = s.text.shape, s.layout.places.position.shape[1]
     at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
@@ -361,22 +354,3 @@ def denoise(
         return jnp.take_along_axis(hidden, jnp.minimum(at, width - 1)[:, :, None], axis=1)
 
     return model.logits(in_smallest(widest, sizes, forward))
-
-
-def fed_places(s: MaskedText, after: Int32[Array, "B"], merge: int) -> Bool[Array, "B C"]:
-    """Which places of the text are fed; none in finished rows.
-
-    Args:
-      s: holds the texts.
-      after: number of the first place to decode after the block.
-      merge: size of the groups of masks after the block.
-    """
-    places, text = s.layout.places, jnp.arange(s.text.shape[1])[None]
-    number = jnp.arange(places.position.shape[1])[None] - after[:, None]  # [B, N], counted from after the block
-    left = places.count[:, None] - after[:, None]
-    group = number - number % merge
-    middle = (jnp.minimum(merge, left - group) - 1) // 2
-    is_left_out = (number >= 0) & (number < left) & (number - group != middle)
-    into = jnp.where(is_left_out, places.position, s.text.shape[1])
-    kept = put(jnp.ones(s.text.shape, jnp.int32), into, jnp.zeros_like(into)) > 0
-    return kept & (text < s.length[:, None]) & s.active[:, None]
