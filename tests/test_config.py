@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -185,12 +186,17 @@ def test_a_mesh_takes_all_devices_or_is_refused():
             sharding.make_mesh(sizes | shape)
 
 
-def test_a_run_goes_on_whose_config_has_a_key_that_is_gone(tmp_path):
+def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing(tmp_path):
     """Every run's config holds the keys of all systems; of those that still are, none may differ."""
     was = config.default_config()
     with was.unlocked():
-        was.card.gone = True
+        was.llada.eps, was.card.gone = 1e-3, True
     (tmp_path / "config.json").write_text(was.to_json())
     assert check_same_run(epath.Path(tmp_path), config.default_config()) == []
     with pytest.raises(UserError, match="differs in card.beta, seed"):
         check_same_run(epath.Path(tmp_path), config_with(seed=1, **{"card.beta": 2.0}))
+    for eps, said in ((1e-3, ""), (0.5, "another version, with llada.eps=0.5, which this one does not have")):
+        was.objective, was.llada.eps = "llada", eps
+        (tmp_path / "config.json").write_text(was.to_json())
+        with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+            check_same_run(epath.Path(tmp_path), config_with(objective="llada"))

@@ -17,6 +17,7 @@ from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.systems.registry import find_system
 
 _FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "left_out.json")
 _FILES += ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -50,6 +51,14 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allow
     if not (workdir / "config.json").exists():
         return []
     there, here = (flatten(json.loads(c.to_json())) for c in (read_config(workdir), config))
+    own = find_system(config.objective).section
+    for key in sorted(there.keys() - here.keys()):
+        section, _, name = key.rpartition(".")
+        if section == own.name and (name not in own.former or own.former[name] != there[key]):
+            raise UserError(
+                f"--workdir={workdir} holds a run of another version, with {key}={there[key]}, which this one does "
+                f"not have: go on with that version"
+            )
     different = [key for key in sorted(here) if there[key] != here[key] and key.split(".")[0] not in RESUMABLE]
     changed = [key for key in different if key in allowed or key.split(".")[0] in allowed]
     if other := [key for key in different if key not in changed]:

@@ -237,7 +237,7 @@ SYSTEM = System(
     objective=ComplementaryMasks,
     decoders={"block_diffusion": BlockByBlock},
     references={"block_diffusion": reference},
-    section=ConfigSection("block_diffusion", CONFIG_KEYS, block_key="block_size"),
+    section=ConfigSection("block_diffusion", CONFIG_KEYS, former={"eps": 1e-3}, block_key="block_size"),
     releases=(
         Release(
             "Fast_dLLM_Qwen",

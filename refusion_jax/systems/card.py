@@ -216,5 +216,5 @@ SYSTEM = System(
     objective=SoftTail,
     decoders={"card": CausalBlocks},
     references={"card": reference},
-    section=ConfigSection("card", CONFIG_KEYS),
+    section=ConfigSection("card", CONFIG_KEYS, former={"own_mask": True}),
 )

@@ -199,7 +199,7 @@ SYSTEM = System(
     objective=ShiftedDiffusion,
     decoders={"dream": Denoise},
     references={"dream": reference},
-    section=ConfigSection("dream", CONFIG_KEYS),
+    section=ConfigSection("dream", CONFIG_KEYS, former={"eps": 1e-3}),
     releases=(
         Release(
             "Dream",

@@ -58,6 +58,7 @@ class ConfigSection:
     name: str = ""  # empty: it has none
     keys: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
     check: Callable[[Any], None] = lambda section: None  # raises SettingError for values that do not fit together
+    former: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys that are gone -> the value still used
     block_key: str = ""  # the key with the number of tokens that are denoised together, if that is one
 
 

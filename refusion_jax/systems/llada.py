@@ -245,7 +245,7 @@ SYSTEM = System(
     objective=MaskedDiffusion,
     decoders={"llada": Denoise},
     references={"llada": reference},
-    section=ConfigSection("llada", CONFIG_KEYS),
+    section=ConfigSection("llada", CONFIG_KEYS, former={"eps": 1e-3}),
     decodes=("r2ft",),
     scoring=SCORING,
     releases=(RELEASE,),

@@ -138,6 +138,6 @@ SYSTEM = System(
     objective=RejectRepetition,
     decoders={},
     references={},
-    section=ConfigSection("r2ft", CONFIG_KEYS),
+    section=ConfigSection("r2ft", CONFIG_KEYS, former={"eps": 1e-3, "gamma": 0.0}),
     scoring=llada.SCORING,
 )

@@ -212,7 +212,7 @@ SYSTEM = System(
     objective=ReorderedBlocks,
     decoders={"wedlm": SlidingWindow},
     references={"wedlm": reference},
-    section=ConfigSection("wedlm", CONFIG_KEYS),
+    section=ConfigSection("wedlm", CONFIG_KEYS, former={"eps": 1e-3}),
     releases=(
         Release("wedlm", "qwen2", defaults=_MASK, fixed={"qk_norm": False, "attention_bias": True}),
         Release("wedlm", "qwen3", defaults=_MASK, fixed={"qk_norm": True, "attention_bias": False}),
