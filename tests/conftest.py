@@ -7,12 +7,13 @@ import gc
 import logging
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quick_compile import QUICK_COMPILE
@@ -199,6 +200,14 @@ def store(monkeypatch) -> Iterator[ObjectStore]:
     yield store
     store.shutdown()
     store.server_close()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], None]]:
+    """A function after which no file can grow beyond so many bytes, as on a full disk; -1 makes room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def config_with(**keys) -> ml_collections.ConfigDict:

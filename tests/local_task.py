@@ -33,6 +33,30 @@ metric_list:
 metadata: {{version: 2.5, decode: {{slot_size: 4, token_threshold: 0.3}}}}
 """
 
+CHOICES = """
+task: choices
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["3 9", "9", "1 2 3"]
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{{metric: acc}}]
+"""
+
+TEXTS = """
+task: texts
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte}}]
+"""
+
 QUESTIONS = [{"question": f"Sort {i} {i % 7} 3 {i * i % 10}.", "answer": f"so #### {i % 10}"} for i in range(40)]
 
 

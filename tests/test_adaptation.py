@@ -9,8 +9,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tokenizers
-from conftest import ROOT, TINY_RUN, config_with, run, tiny_model
+from conftest import TINY_RUN, config_with, run, tiny_model
 from flax import nnx
+from helpers import write_lines, write_tokenizer
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.checkpoints.directory import saved_steps
@@ -19,32 +20,6 @@ from refusion_jax.data.fast_tokenizer import FastTokenizer, load_tokenizer_file,
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface
 from refusion_jax.model.lora import INPUTS
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CONFIG = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, "chat_template": TEMPLATE}
-
-
-def write_tokenizer(path, **changes):
-    """A byte-level BPE tokenizer of Qwen3's kind, as transformers saves it."""
-    path.mkdir(exist_ok=True)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["What is the number? It is the number."] * 9, trainer)
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path / "tokenizer.json"
 
 
 @pytest.fixture
@@ -57,8 +32,8 @@ def source(tmp_path):
     del config["mask_token_id"]
     (path / "config.json").write_text(json.dumps(config))
     write_tokenizer(path)
-    lines = (json.dumps({"query": f"What is {i}?", "response": f"It is the number {i}."}) for i in range(200))
-    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [{"query": f"What is {i}?", "response": f"It is the number {i}."} for i in range(200)]
+    write_lines(tmp_path / "data.jsonl", lines)
     return path
 
 
@@ -105,6 +80,7 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
 
 def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp_path):
     flags = {"lora.rank": 4, "lora.full": ".*norm", "learning_rate": 0.01, "steps": 4, "dtype": "bfloat16"}
+    flags["schedule"] = "constant"
     out, _ = run(*recipe(source, tmp_path / "run", **flags))
     assert re.search(r"parameters, [0-9,]+ of them trained, on", out)
     saved = load_items(tmp_path / "run" / "checkpoints" / "4")
@@ -119,11 +95,9 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
     np.testing.assert_allclose(after["layers"]["o_proj"], before["layers"]["o_proj"] + update, atol=1e-6)
 
     # A run that is interrupted goes on as one that is not: with the source's weights and its own adapters.
-    run(*recipe(source, tmp_path / "parts", **flags | {"steps": 2}, schedule="constant"))
-    run(*recipe(source, tmp_path / "parts", **flags, schedule="constant"))
-    run(*recipe(source, tmp_path / "whole", **flags, schedule="constant"))
-    parts, whole = (load_items(tmp_path / name / "checkpoints" / "4") for name in ("parts", "whole"))
-    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    run(*recipe(source, tmp_path / "parts", **flags | {"steps": 2}))
+    run(*recipe(source, tmp_path / "parts", **flags))
+    jax.tree.map(np.testing.assert_array_equal, load_items(tmp_path / "parts" / "checkpoints" / "4"), saved)
 
     run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
     exported = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "export")))
@@ -174,7 +148,7 @@ def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never
     assert model.config.mask_token_id == rows
     assert not model.embed_tokens[...][rows:].any()
     prompts = tokenizer.encode_prompts([f"What is {i}?" for i in range(4)])
-    out = decode(model, prompts, DecodeSettings(max_new_tokens=16, slot_size=4, temperature=2.0))
+    out = decode(model, prompts, DecodeSettings("ar", max_new_tokens=16, temperature=2.0))
     assert max(token for tokens in out.commit_tokens for token in tokens) < rows
 
 
@@ -218,8 +192,7 @@ def test_the_shape_is_that_of_the_weights_to_start_from_even_when_they_are_gone(
 
 
 def test_weights_of_a_run_are_trained_on_with_the_tokenizer_of_that_run(trained_run, tmp_path):
-    lines = (json.dumps({"query": f"Wozu {i}?", "response": f"Darum {i}."}) for i in range(300))
-    (tmp_path / "other.jsonl").write_text("\n".join(lines) + "\n")
+    write_lines(tmp_path / "other.jsonl", [{"query": f"Wozu {i}?", "response": f"Darum {i}."} for i in range(300)])
     flags = [*TINY_RUN, f"--config.init_from={trained_run}", f"--config.data.path={tmp_path}/other.jsonl"]
     flags += ["--config.steps=5", "--config.checkpoint.every=5"]
     run("train", *flags, f"--workdir={tmp_path}/run")
@@ -230,11 +203,6 @@ def test_weights_of_a_run_are_trained_on_with_the_tokenizer_of_that_run(trained_
     _, err = run("train", *flags, code=2)
     assert f"--config.init_from={trained_run}: its tokenizer is another one than that of the data (token " in err
     assert not (tmp_path / "refused").exists()
-
-
-def test_the_recipe_names_what_it_expects():
-    _, err = run("train", "--config=configs/refusion_8b.py:1.7b", f"--workdir={ROOT}/runs/none", code=2)
-    assert "--config.init_from=Qwen3-1.7B is no directory" in err
 
 
 def test_a_prompt_is_a_turn_of_the_chat_template(tmp_path):
@@ -307,8 +275,6 @@ def test_a_mask_token_is_found_by_name_or_added(tmp_path):
     ("changes", "said"),
     [
         ({"eos_token": None}, "tokenizer_config.json names no eos_token"),
-        ({"chat_template": "{% for"}, "the chat template cannot be read"),
-        ({"chat_template": "{{ raise_exception('no') }}"}, "the chat template fails"),
         ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "the chat template fails"),
     ],
 )

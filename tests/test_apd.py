@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from conftest import MASK, PAD, PROMPTS, causal, equipped, forward, settings, sharp_models, tiny_model
-from test_readme import tiny_qwen3
+from helpers import tiny_qwen3
 
 from refusion_jax import UserError, decode
 from refusion_jax.checkpoints.load import load_for

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import run
-from test_golden import SHIPPED
+from helpers import SHIPPED
 
 from refusion_jax import DecodeSettings, decode
 from refusion_jax.checkpoints.load import load_model

@@ -1,27 +1,24 @@
 """Block diffusion: its mask, complementary copies computed by hand, and what a forward reveals."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, MASK, PROMPTS, settings, sharp_model, tiny_model
+from helpers import drawn_matrix
 
-from refusion_jax import UserError, decode
+from refusion_jax import decode
 from refusion_jax.batch.masking import shuffle_documents
 from refusion_jax.batch.rows import Rows
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.requests import Given, Request
+from refusion_jax.decoding.requests import Given
 from refusion_jax.systems import block_diffusion
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 
 
 def test_the_matrix_of_the_docstring_is_the_mask():
-    drawn = re.findall(r" [Mabcd] +((?:[1.] ?){12})$", block_diffusion.__doc__, re.MULTILINE)
-    expected = [[cell == "1" for cell in line.split()] for line in drawn]
-    assert block_diffusion.ComplementaryBlocks(2).dense(12).tolist() == expected
+    assert block_diffusion.ComplementaryBlocks(2).dense(12).tolist() == drawn_matrix(block_diffusion.__doc__, 12)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -86,8 +83,3 @@ def test_where_nothing_is_sure_a_forward_reveals_one():
 def test_a_mask_token_in_a_prompt_is_left_there():
     out = decode(sharp_model(), [[BOS, MASK, 7]], settings("block_diffusion"))
     assert min(out.commit_order[0]) == 3
-
-
-def test_templates_are_refused():
-    with pytest.raises(UserError, match="cannot fill templates"):
-        decode(tiny_model(), [Request([BOS, 5], (4, [7]))], settings("block_diffusion"))

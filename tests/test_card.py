@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, MASK, PROMPTS, settings, sharp_model, tiny_model
+from conftest import MASK, PROMPTS, settings, sharp_model
 
-from refusion_jax import UserError, decode
+from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
-from refusion_jax.decoding.requests import Request
 from refusion_jax.systems import card
 
 SEGMENTS = [1] * 12 + [2] * 9 + [0] * 3
@@ -77,8 +76,3 @@ def test_blocks_of_one_are_next_tokens():
         sharp_model(), PROMPTS, settings("card", draft_length=1)
     )  # fmt: skip
     assert out.tokens == ar.tokens
-
-
-def test_templates_are_refused():
-    with pytest.raises(UserError, match="cannot fill templates"):
-        decode(tiny_model(), [Request([BOS, 5], (4, [7]))], settings("card"))

@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import re
-import resource
 import shutil
 import threading
 import types
@@ -54,7 +53,17 @@ def target(state):
 def save(workdir, *steps, keep=3):
     with Checkpoints(workdir, keep) as checkpoints:
         for step in steps:
-            checkpoints.save(step, make_state(step), {"next_row": 8 * step})
+            put(checkpoints, step)
+
+
+def put(checkpoints, step, last=False):
+    checkpoints.save(step, make_state(step), {"next_row": 8 * step}, last=last)
+
+
+def restored(workdir, **options):
+    """The state of the newest checkpoint that can be read."""
+    with Checkpoints(workdir, 3) as checkpoints:
+        return checkpoints.restore(target(make_state(0)), **options)[0]
 
 
 def assert_equal(a, b):
@@ -83,15 +92,13 @@ def test_a_sharded_state_is_saved_whole(tmp_path):
     state = make_state(3, devices=8, fsdp=4, tensor=2)
     with Checkpoints(tmp_path, 3) as checkpoints:
         checkpoints.save(3, state, {"next_row": 24})
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        assert_equal(checkpoints.restore(target(make_state(0)))[0], state)
+    assert_equal(restored(tmp_path), state)
 
 
 def test_the_newest_is_restored_and_only_the_last_are_kept(tmp_path):
     save(tmp_path, 1, 2, 3, 4, keep=2)
     assert saved_steps(tmp_path) == [3, 4]
-    with Checkpoints(tmp_path, 2) as checkpoints:
-        assert int(checkpoints.restore(target(make_state(0)))[0].step) == 4
+    assert int(restored(tmp_path).step) == 4
 
 
 def test_a_save_holds_little_in_addition_to_the_copy_of_the_state(tmp_path):
@@ -125,17 +132,16 @@ def test_a_torn_checkpoint_is_passed_over_and_saved_anew(tmp_path, caplog):
         state, _ = checkpoints.restore(target(make_state(0)))
         assert_equal(state, make_state(1))
         assert "checkpoint 2 cannot be read" in caplog.text
-        checkpoints.save(2, make_state(2), {"next_row": 16})
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        assert_equal(checkpoints.restore(target(make_state(0)))[0], make_state(2))
+        put(checkpoints, 2)
+    assert_equal(restored(tmp_path), make_state(2))
 
 
 def test_when_all_are_torn_the_run_does_not_start_over_in_silence(tmp_path):
     save(tmp_path, 1, 2)
     tear(tmp_path, 1)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
-    with Checkpoints(tmp_path, 3) as checkpoints, pytest.raises(UserError, match="none of the checkpoints in"):
-        checkpoints.restore(target(make_state(0)))
+    with pytest.raises(UserError, match="none of the checkpoints in"):
+        restored(tmp_path)
 
 
 def test_weights_can_be_read_alone(tmp_path):
@@ -229,8 +235,7 @@ def test_a_checkpoint_without_checksums_is_read_as_it_is(tmp_path):
     for path in (tmp_path / "checkpoints" / "1").glob("checksums*"):
         path.unlink()
     assert not is_complete(tmp_path, 1)
-    with Checkpoints(tmp_path, 3) as checkpoints:
-        assert_equal(checkpoints.restore(target(make_state(0)))[0], make_state(1))
+    assert_equal(restored(tmp_path), make_state(1))
 
 
 @pytest.mark.parametrize("damage", ["data", "foreign", "empty", "renamed", "torn"])
@@ -253,10 +258,9 @@ def test_what_is_no_checkpoint_of_this_run_is_never_counted(tmp_path, damage):
     with Checkpoints(tmp_path, 1) as checkpoints:
         state, _ = checkpoints.restore(target(make_state(0)))
         assert int(state.step) == (2 if damage in ("foreign", "empty") else 1)
-        checkpoints.save(3, make_state(3), {"next_row": 24})
+        put(checkpoints, 3)
     assert saved_steps(tmp_path)[-1] in (3, 7)
-    with Checkpoints(tmp_path, 1) as checkpoints:
-        assert int(checkpoints.restore(target(make_state(0)))[0].step) == 3
+    assert int(restored(tmp_path).step) == 3
 
 
 def test_starting_over_has_to_be_asked_for(tmp_path):
@@ -268,27 +272,15 @@ def test_starting_over_has_to_be_asked_for(tmp_path):
         assert checkpoints.restore(target(make_state(0)), start_over=True) is None
 
 
-@pytest.fixture
-def full_disk():
-    """No file can grow beyond a byte, as on a full disk; `lift` makes room."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_costs_a_warning_and_the_next_save_is_whole(tmp_path, full_disk, caplog, capfd):
     with Checkpoints(tmp_path, 3) as checkpoints:
-        checkpoints.save(1, make_state(1), {"next_row": 8})
+        put(checkpoints, 1)
         checkpoints.wait()
         full_disk(1)
-        checkpoints.save(2, make_state(2), {"next_row": 16})
+        put(checkpoints, 2)
         checkpoints.wait()
         full_disk(-1)
-        checkpoints.save(3, make_state(3), {"next_row": 24})
+        put(checkpoints, 3)
     gc.collect()  # of tasks that nobody has awaited asyncio logs the exception when they are collected
     assert caplog.text.count("could not be written") == 1
     assert "checkpoint 2 could not be written" in caplog.text
@@ -323,12 +315,12 @@ def test_a_write_that_fails_beside_the_first_is_not_told_of_again(tmp_path, capl
 
 def test_too_many_failed_saves_stop_the_run_in_one_line(tmp_path, full_disk):
     with Checkpoints(tmp_path, 3, failures=2) as checkpoints:
-        checkpoints.save(1, make_state(1), {"next_row": 8})
+        put(checkpoints, 1)
         checkpoints.wait()
         full_disk(1)
-        checkpoints.save(2, make_state(2), {"next_row": 16})
+        put(checkpoints, 2)
         with pytest.raises(Failure, match=r"2 saves in a row have failed, .* \(from step 1\)") as stopped:
-            checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
+            put(checkpoints, 3, last=True)
         full_disk(-1)
     assert "\n" not in str(stopped.value)
     assert saved_steps(tmp_path) == [1]
@@ -346,10 +338,10 @@ def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, caplog, monkeypatch
     with Checkpoints(tmp_path, 3) as checkpoints:
         with monkeypatch.context() as patched:
             patched.setattr(os, "mkdir", refuse)
-            checkpoints.save(1, make_state(1), {"next_row": 8})
+            put(checkpoints, 1)
             checkpoints.wait()
         assert "checkpoint 1 could not be written: [Errno 28] No inode is left" in caplog.text
-        checkpoints.save(2, make_state(2), {"next_row": 16})
+        put(checkpoints, 2)
     for thread in set(threading.enumerate()) - before:
         if not re.search(r"_\d+$", thread.name):  # those of pools wait for work, and end when told to
             threading.Thread.join(thread, 10)  # Orbax's own raises what the thread has met
@@ -359,14 +351,14 @@ def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, caplog, monkeypatch
 
 def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, caplog):
     with Checkpoints(tmp_path, 3) as checkpoints:
-        checkpoints.save(1, make_state(1), {"next_row": 8})
+        put(checkpoints, 1)
         checkpoints.wait()
         (tmp_path / "checkpoints").rename(tmp_path / "away")
-        checkpoints.save(2, make_state(2), {"next_row": 16})
+        put(checkpoints, 2)
         assert "has vanished" in caplog.text
         assert not (tmp_path / "checkpoints").exists()
         (tmp_path / "away").rename(tmp_path / "checkpoints")
-        checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
+        put(checkpoints, 3, last=True)
     assert saved_steps(tmp_path) == [1, 3]
 
 
@@ -378,14 +370,14 @@ def test_a_store_that_fails_behind_a_whole_save_costs_a_warning(tmp_path, caplog
         raise RuntimeError("backend error, 503")
 
     with Checkpoints(tmp_path, 1) as checkpoints:
-        checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)
+        put(checkpoints, 1, last=True)
         with monkeypatch.context() as patched:
-            checkpoints.save(2, make_state(2), {"next_row": 16})
+            put(checkpoints, 2)
             checkpoints._checkpointer.wait_until_finished()  # whose own lists are written by then
             patched.setattr(checksums if broken == "write_unlisted" else checkpoints_module, broken, fail)
             checkpoints.wait()
         assert caplog.text.count("backend error, 503") == 1
-        checkpoints.save(3, make_state(3), {"next_row": 24}, last=True)
+        put(checkpoints, 3, last=True)
     assert saved_steps(tmp_path) == [3]
 
 
@@ -414,10 +406,10 @@ def test_no_process_begins_a_save_where_another_cannot_write(tmp_path, caplog, m
     with Checkpoints(tmp_path, 3) as checkpoints:
         with monkeypatch.context() as patched:
             patched.setattr(checkpoints_module, "all_agree", lambda flag: False)
-            checkpoints.save(1, make_state(1), {"next_row": 8})
+            put(checkpoints, 1)
         assert "checkpoint 1 could not be written: another process cannot write" in caplog.text
         assert not list((tmp_path / "checkpoints").iterdir())
-        checkpoints.save(2, make_state(2), {"next_row": 16}, last=True)
+        put(checkpoints, 2, last=True)
     assert saved_steps(tmp_path) == [2]
 
 
@@ -427,7 +419,7 @@ def test_each_of_several_processes_tries_whether_it_can_write(tmp_path, monkeypa
     monkeypatch.setattr(checkpoints_module, "all_agree", lambda flag: flag)
     (tmp_path / "checkpoints" / ".probe.0").mkdir()  # where it tries to write a file
     with pytest.raises(Failure, match=r"checkpoint 1 could not be written: .*Is a directory.*; 1 saves in a row"):
-        checkpoints.save(1, make_state(1), {"next_row": 8})
+        put(checkpoints, 1)
 
 
 def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk, monkeypatch):
@@ -435,7 +427,7 @@ def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk
     with Checkpoints(tmp_path, 3, failures=1000) as checkpoints:
         full_disk(1)
         with pytest.raises(Failure, match="the last checkpoint, 1, could not be written in 4 attempts"):
-            checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)
+            put(checkpoints, 1, last=True)
         full_disk(-1)
-        checkpoints.save(1, make_state(1), {"next_row": 8}, last=True)
+        put(checkpoints, 1, last=True)
     assert saved_steps(tmp_path) == [1]

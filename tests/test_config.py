@@ -1,13 +1,12 @@
 import contextlib
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import jax
 import pytest
 from conftest import config_with, tiny_config
 from etils import epath
 from flax import nnx
+from helpers import CONFIGS, load_config
 
 from refusion_jax import DecodeSettings, UserError, config
 from refusion_jax.cli.settings import declared
@@ -20,25 +19,16 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import all_settings
 from refusion_jax.systems.registry import decoders, trainable
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_config_file_passes_the_checks_and_keeps_to_the_known_keys(path):
-    made = load(path)()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_file_passes_the_checks_and_keeps_to_the_known_keys(name):
+    made = load_config(name)()
     config.check(made)
     assert set(config.flatten(made.to_dict())) == set(config.flatten(config.default_config().to_dict()))
 
 
 def test_a_variant_changes_the_config_and_an_unknown_one_is_refused():
-    get_config = load(next(p for p in CONFIGS if p.stem == "small"))
+    get_config = load_config("small")
     assert get_config("stdlib").data.path == "stdlib"
     with pytest.raises(ValueError, match="unknown variant 'x'; known: stdlib"):
         get_config("x")
@@ -46,7 +36,7 @@ def test_a_variant_changes_the_config_and_an_unknown_one_is_refused():
 
 @pytest.mark.parametrize("name", trainable())
 def test_the_quickstart_has_a_variant_for_every_system(name):
-    made = load(next(p for p in CONFIGS if p.stem == "quickstart"))(name)
+    made = load_config("quickstart")(name)
     config.check(made)
     assert made.objective == name
 
@@ -83,7 +73,7 @@ EXACT |= {"14b": 14_768_307_200, "32b": 32_762_123_264}
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_the_real_sizes_are_the_published_ones(size):
-    made = load(next(p for p in CONFIGS if p.stem == "refusion_8b"))(size)
+    made = load_config("refusion_8b")(size)
     config.check(made)
     model = tiny_config(**made.model)
     weights = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(model, nnx.Rngs(0)))))

@@ -37,24 +37,23 @@ def assert_equal(got, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max()), got, expected)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _small_blocks():
     """Several blocks and chunks, the last of each with filler."""
-    monkeypatch.setattr(ce, "BLOCK", 17)
-    monkeypatch.setattr(ce, "CHUNK", 30)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ce, "BLOCK", 17)
+        patched.setattr(ce, "CHUNK", 30)
+        yield
 
 
 @pytest.mark.parametrize("share", [0.6, 0.0, 1.0], ids=["some labels", "no labels", "all labels"])
-def test_chunks_are_the_definition(small_blocks, share):
+def test_chunks_are_the_definition(share):
     args = inputs(share)
     np.testing.assert_allclose(linear_cross_entropy(*args), plain(*args), rtol=1e-5, atol=1e-5)
     assert_equal(value_and_grads(linear_cross_entropy, *args), value_and_grads(plain, *args))
 
 
-def test_large_logits_of_tokens_without_a_label_are_no_part_of_the_gradient(small_blocks):
+def test_large_logits_of_tokens_without_a_label_are_no_part_of_the_gradient():
     """exp of a logit above 88 is infinite in float32, and times zero it is no number."""
     x, head, labels, is_labelled = inputs()
     args = x, 30 * head, labels, is_labelled
@@ -65,7 +64,7 @@ def test_large_logits_of_tokens_without_a_label_are_no_part_of_the_gradient(smal
 @pytest.mark.parametrize(
     "mesh", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}]
 )
-def test_a_mesh_changes_nothing(small_blocks, mesh):
+def test_a_mesh_changes_nothing(mesh):
     expected = value_and_grads(plain, *inputs())
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | mesh)
     with jax.set_mesh(mesh):
@@ -75,7 +74,7 @@ def test_a_mesh_changes_nothing(small_blocks, mesh):
         assert_equal(value_and_grads(linear_cross_entropy, *args), expected)
 
 
-def test_no_array_holds_the_logits_of_all_tokens(small_blocks):
+def test_no_array_holds_the_logits_of_all_tokens():
     def largest(function):
         program = str(jax.make_jaxpr(functools.partial(value_and_grads, function))(*inputs()))
         return max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", program))
@@ -84,7 +83,7 @@ def test_no_array_holds_the_logits_of_all_tokens(small_blocks):
     assert largest(plain) == B * T * V
 
 
-def test_tokens_without_labels_cost_nothing_and_get_no_gradient(small_blocks):
+def test_tokens_without_labels_cost_nothing_and_get_no_gradient():
     x, head, labels, is_labelled = inputs()
     poisoned = jnp.where(is_labelled[..., None], x, jnp.nan)
     cross_entropy = linear_cross_entropy(poisoned, head, labels, is_labelled & (jnp.arange(T) < 1)[None])

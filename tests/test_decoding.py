@@ -26,9 +26,6 @@ from refusion_jax.systems.refusion.settings import ORDERS
 RANDOM_CASES = int(os.environ.get("REFUSION_RANDOM_CASES", "600"))
 
 
-THRESHOLDS = [(1, 0.6, 0.4), (1, 0.7, 0.02), (1, 0.2, 0.7), (2, 0.4, 0.2), (4, 0.9, 0.01)]
-
-
 def phases_of(model, requests: list[Request], decoder: SlotDecoder) -> list[tuple[list[str], Answer]]:
     """Decodes all requests as one batch: (the phases each went through, its answer)."""
     graphdef, params = nnx.split(model)
@@ -59,6 +56,7 @@ def run_and_look(graphdef, params, layout, seeds, noise, decoder):
     return state, seen
 
 
+MET = collections.Counter()  # phases and outcomes of the random requests
 BUDGETS = st.sampled_from(["0", "auto"]) | st.integers(1, 400).map(str)
 
 
@@ -108,19 +106,18 @@ def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
         assert len(phases) == answer.forwards <= expected["forwards"]
         if request.settings.speculate == "0":
             assert phases == expected["phases"]
+        MET.update(phases)
+        MET["an end" if EOS in answer.tokens else "no end"] += 1
+        MET["another order"] += answer.commit_order != sorted(answer.commit_order)
+        MET["fewer forwards"] += answer.forwards < len(answer.commit_order)
 
 
-@pytest.mark.parametrize(("blocks", "slot", "token"), THRESHOLDS)
-def test_refusion_decodes_as_the_plain_method_without_a_cache(blocks, slot, token):
-    s = settings(blocks=blocks, slot=slot, token=token)
-    for model in sharp_models()[:3]:
-        expected = [plan_and_infill(model, Request(prompt, settings=s)) for prompt in PROMPTS]
-        for speculate in ("0", "auto", "20", "1000") if blocks == 1 else ("20",):  # each size compiles anew
-            out = decode(model, PROMPTS, dataclasses.replace(s, speculate=speculate))
-            for name in ("tokens", "commit_order", "rounds"):
-                assert getattr(out, name) == [e[name] for e in expected]
-            for got, e in zip(out.forwards, expected, strict=True):
-                assert got == e["forwards"] if speculate == "0" else got <= e["forwards"]
+def test_random_requests_meet_every_phase_and_every_way_to_end():
+    """Otherwise the comparison would prove little."""
+    if not MET:
+        pytest.skip("counts what the test before has met")
+    assert len(MET) == 8
+    assert min(MET.values()) > 10, MET
 
 
 def test_slots_are_written_in_the_order_that_is_asked_for():
@@ -147,18 +144,17 @@ ALWAYS = {"slot": 0.0, "token": 0.0}  # every draft is accepted
 ONE_BY_ONE = {"slot": 1.0, "token": 0.0}  # so it is, and only one slot is planned at a time
 
 
-@pytest.mark.parametrize(
-    ("thresholds", "blocks"),
-    [(ALWAYS, 10), (ONE_BY_ONE, 1), pytest.param(ONE_BY_ONE, 5, marks=pytest.mark.slow)],  # the last between the others
-)
-def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards(thresholds, blocks):
-    s = settings(new=40, blocks=blocks, eos_id=29, speculate="1000", **thresholds)
+@pytest.mark.parametrize("thresholds", [ALWAYS, ONE_BY_ONE])
+def test_where_all_drafts_are_accepted_a_budget_nearly_halves_the_forwards(thresholds):
+    """The next plan is of the same block of two slots, or of the next block."""
+    s = settings(new=40, blocks=5, eos_id=29, speculate="1000", **thresholds)
     model = tiny_model()
     ahead = decode(model, PROMPTS, s)
     plain = decode(model, PROMPTS, dataclasses.replace(s, speculate="0"))
     assert ahead.tokens == plain.tokens
+    assert plain.rounds == [10 if thresholds is ONE_BY_ONE else 5] * len(PROMPTS)
     assert plain.forwards == [2 * rounds for rounds in plain.rounds]
-    assert max(a / b for a, b in zip(ahead.forwards, plain.forwards, strict=True)) <= 0.55  # 11 of 20 is all there is
+    assert ahead.forwards == [rounds + 1 for rounds in plain.rounds]
 
 
 def test_the_larger_the_budget_the_fewer_the_forwards():
@@ -179,23 +175,20 @@ def test_the_larger_the_budget_the_fewer_the_forwards():
 def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):
     """Where 12 tokens are free and one slot of 4 a round is accepted, the next plan fits into them only at the end."""
     monkeypatch.setattr("refusion_jax.systems.refusion.budget.free_tokens", lambda *_: 12)
-    s = settings(
-        new=44, eos_id=29, batch_size=1, **ONE_BY_ONE
-    )  # a length of its own: nothing was compiled for it before
-    auto, fixed, most = (
-        decode(tiny_model(), PROMPTS[:2], dataclasses.replace(s, speculate=budget)) for budget in ("auto", "12", "1000")
+    # A length of its own: nothing was compiled for it before.
+    s = settings(new=44, eos_id=29, batch_size=1, **ONE_BY_ONE)
+    auto, fixed = (
+        decode(tiny_model(), PROMPTS[:2], dataclasses.replace(s, speculate=budget)) for budget in ("auto", "12")
     )
     assert auto.tokens == fixed.tokens
     assert fixed.forwards == [2 * 11 - 2] * 2  # all but the last two of 11 plans take a forward of their own
-    assert most.forwards == [11 + 1] * 2
     assert auto.forwards == [11 + 3] * 2  # two plans have held before one of 32 tokens is worth its time
 
 
 def test_a_budget_is_a_number_of_tokens_or_auto():
-    s = settings(eos_id=29)
-    assert decode(tiny_model(), PROMPTS, dataclasses.replace(s, speculate=30)) == decode(
-        tiny_model(), PROMPTS, dataclasses.replace(s, speculate="30")
-    )
+    s, model = settings(), tiny_model().config
+    decoders = [decoder_for(prepare(PROMPTS, settings(speculate=n), model), model) for n in (30, "30", "31")]
+    assert decoders[0] == decoders[1] != decoders[2]
     for wrong in ("some", "-1", -1, 2**31, 1.5):
         with pytest.raises(UserError, match=f"^speculate={wrong}: "):
             dataclasses.replace(s, speculate=wrong)
@@ -207,22 +200,3 @@ def test_what_is_free_is_what_a_forward_feeds_while_it_waits_for_its_weights():
         assert free_tokens(10**9, kind) == tokens
         assert abs(free_tokens(10**9, kind, itemsize=1) - tokens / 2) < 1  # weights in int8 are there sooner
     assert [free_tokens(size, "cpu") for size in (10**6, 10**9)] == [0, 16]
-
-
-def test_the_cases_above_meet_every_phase_and_every_way_to_end():
-    """Otherwise the comparison would prove little."""
-    expected = [
-        plan_and_infill(model, Request(prompt, settings=settings(blocks=blocks, slot=slot, token=token)))
-        for model in sharp_models()[:3]
-        for blocks, slot, token in THRESHOLDS
-        for prompt in PROMPTS
-    ]
-    counts = [
-        sum("check" in e["phases"] for e in expected),
-        sum(e["phases"].count("check") < e["rounds"] for e in expected),
-        sum(EOS in e["tokens"] for e in expected),
-        sum(EOS not in e["tokens"] for e in expected),
-        sum(e["commit_order"] != sorted(e["commit_order"]) for e in expected),
-        sum(e["forwards"] < len(e["commit_order"]) for e in expected),
-    ]
-    assert min(counts) > 10, counts

@@ -2,47 +2,21 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import SHARED, run, start
-from local_task import GENERATE, answers, evaluate, task_writer
+from helpers import free_port, wait_until
+from local_task import CHOICES, GENERATE, TEXTS, answers, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer, log_likelihood
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation import benchmark
 from refusion_jax.evaluation.harness import EvaluatedModel
-
-CHOOSE = """
-task: choices
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["one", "two words", "a third"]
-doc_to_target: 1
-metadata: {{version: 1.0}}
-"""
-
-ROLLING = """
-task: texts
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list:
-  - {{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}
-metadata: {{version: 1.0}}
-"""
 
 
 @pytest.fixture
@@ -88,11 +62,8 @@ def killed_at(finished: int, output: Path, flags: list[str], total: int) -> int:
     """Kills the command once its journal holds so many samples, and runs it again: how many it did not decode again."""
     process = start("evaluate", *flags)
     journal = output / "journal" / "answers.0.jsonl"
-    deadline = time.monotonic() + 500
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > finished):  # the first says whose they are
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    # The first line says whose they are.
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > finished, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     kept = journal.read_bytes().count(b"\n") - 1
@@ -151,13 +122,13 @@ def test_an_answer_ends_where_its_first_stop_string_begins_and_its_row_sooner(lo
 
 def test_choices_and_texts_are_scored_by_the_exact_likelihood(loaded, tasks, tmp_path):
     model, tokenizer = loaded
-    _, samples = evaluate(loaded, tmp_path / "choices", "choices", tasks(CHOOSE), limit=5, scoring={"slot_size": 4})
+    _, samples = evaluate(loaded, tmp_path / "choices", "choices", tasks(CHOICES), limit=5, scoring={"slot_size": 4})
     for sample in samples:
         prompt = tokenizer.encode_prompts([sample["doc"]["question"]])[0]
         for (context, choice), ((nats, _),) in zip(sample["arguments"], sample["resps"], strict=True):
             whole = tokenizer.encode_prompts([context + choice])[0]
             assert abs(float(nats) - log_likelihood(model, [prompt], [whole[len(prompt) :]], slot_size=4)[0]) < 1e-3
-    results, samples = evaluate(loaded, tmp_path / "texts", "texts", tasks(ROLLING), limit=5)
+    results, samples = evaluate(loaded, tmp_path / "texts", "texts", tasks(TEXTS), limit=5)
     ids = [tokenizer.encode([sample["doc"]["question"]])[0] for sample in samples]
     total = sum(log_likelihood(model, [[model.config.bos_token_id]] * len(ids), ids))
     size = sum(len(sample["doc"]["question"].encode()) for sample in samples)
@@ -290,7 +261,7 @@ def test_six_hundred_questions_of_gsm8k(loaded, trained_run, tasks, tmp_path):
 def test_two_hosts_answer_as_one(loaded, trained_run, tasks, tmp_path, monkeypatch):
     directory = tasks(GENERATE)
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/two"]
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{20000 + os.getpid() % 20000}")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     processes = []
     for index in range(2):

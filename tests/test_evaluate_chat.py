@@ -9,7 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is as
 import datasets
 import pytest
 from conftest import run, tiny_model
-from test_adaptation import write_tokenizer
+from helpers import write_tokenizer
 
 from refusion_jax import load_model, load_tokenizer
 from refusion_jax.evaluation import benchmark

@@ -1,5 +1,6 @@
 """Exact infilling writes what one token after the other would: greedy it is the best, drawn it is distributed so."""
 
+import dataclasses
 import os
 
 import jax
@@ -97,11 +98,11 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
 
     def two_best(sequences, at):
         """(ids, probabilities) [n, 2] at one place of each sequence."""
-        rows = jnp.array([row + [PAD] * (10 - len(row)) for row in sequences])
+        rows = jnp.array([row + [PAD] * (10 - len(row)) for row in sequences] + [[PAD] * 10] * (32 - len(sequences)))
         places = jnp.broadcast_to(jnp.arange(10), rows.shape)
         logits = forward(model, rows, places, causal(jnp.ones_like(rows)))[:, at]
         values, ids = jax.lax.top_k(logits.at[:, jnp.array([MASK, PAD, 30, 31])].set(-jnp.inf), 2)
-        return np.asarray(ids), np.asarray(jax.nn.softmax(values))
+        return np.asarray(ids)[: len(sequences)], np.asarray(jax.nn.softmax(values))[: len(sequences)]
 
     first = {at: two_best([prompt + [MASK] * 6], at) for at in (4, 7)}  # by the plan, whatever else is drawn
     chance = {(): 1.0}
@@ -123,17 +124,19 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
     assert statistic < 120
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_neither_the_budget_nor_the_batch_changes_an_answer(temperature):
-    model = sharp_models()[0]
-    runs = [
-        decode(model, PROMPTS, settings(infill="exact", infill_blend=0.3, temperature=temperature, blocks=2,
-                                        speculate=budget, batch_size=size))
-        for budget, size in (("1000", 2), ("1000", 64), ("0", 64))
-    ]  # fmt: skip
-    for name in ("tokens", "commit_order", "rounds"):
-        assert all(getattr(out, name) == getattr(runs[0], name) for out in runs)
-    assert sum(runs[0].forwards) < sum(runs[-1].forwards)
+@pytest.mark.parametrize("infill", ["exact", "threshold"])
+def test_neither_the_budget_nor_the_batch_changes_an_answer(infill):
+    """Greedy or drawn."""
+    own = {"infill_blend": 0.3} if infill == "exact" else {"top_p": 0.9, "top_k": 10}
+    for temperature in (0.0, 1.0):
+        s = settings(infill=infill, temperature=temperature, blocks=2, **own)
+        ahead, plain = (
+            decode(sharp_models()[0], PROMPTS, dataclasses.replace(s, speculate=budget, batch_size=size))
+            for budget, size in (("1000", 2), ("0", 64))
+        )
+        for name in ("tokens", "commit_order", "rounds"):
+            assert getattr(ahead, name) == getattr(plain, name)
+        assert sum(ahead.forwards) < sum(plain.forwards)
 
 
 def test_infilling_is_exact_unless_the_authors_threshold_is_named():

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import PROMPTS, settings, sharp_model, tiny_config, tiny_model
+from conftest import PROMPTS, settings, tiny_config, tiny_model
 
-from refusion_jax import UserError, decode
-from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax import decode
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache, Surest
 from refusion_jax.systems.masked import Window
@@ -81,8 +81,3 @@ def test_it_trains_nothing_and_decodes_models_of_others():
     assert "fast_dllm" in decoders_for("llada")
     assert "fast_dllm" in decoders_for("dream")
     assert "fast_dllm" not in decoders_for("ar")
-
-
-def test_templates_are_refused():
-    with pytest.raises(UserError, match="prompt 0: the decoder 'fast_dllm' only writes after what is given"):
-        decode(sharp_model(), [Request([5], (2, [7]))], settings("fast_dllm"))

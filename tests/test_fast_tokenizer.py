@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 from etils import epath
-from test_adaptation import write_tokenizer
+from helpers import write_tokenizer
 
 from refusion_jax import DecodeSettings, UserError
 from refusion_jax.config import default_config
@@ -36,6 +36,18 @@ def test_a_template_writes_the_special_tokens_that_the_tokenizer_names(tmp_path)
         f"{BOS}[user]hi[assistant]yo{EOS}[user]so"
     )
     assert (ids[0], ids.count(tokenizer.bos_id), ids.count(tokenizer.eos_id)) == (tokenizer.bos_id, 1, 1)
+
+
+def test_chats_are_rendered_with_and_without_thinking_and_with_the_beginning_of_an_answer(tmp_path):
+    tokenizer, turns = load(tmp_path), [{"role": "user", "content": "hi"}]
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.has_chat_template
+    assert tokenizer.render_chat(turns, thinking=True) == asked
+    assert tokenizer.render_chat(turns, thinking=False) == asked + "<think>\n\n</think>\n\n"
+    begun = [*turns, {"role": "assistant", "content": "```python\n"}]
+    text = tokenizer.render_chat(begun, thinking=True, answer_begun=True)
+    assert text == asked + "```python\n"
+    assert tokenizer.encode_chat([text])[0][0] == tokenizer.encode_chat([BOS])[0][0]  # the mark, not its letters
 
 
 def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):

@@ -2,12 +2,11 @@ import json
 import os
 import re
 import shutil
-import signal
 import stat
-import time
 
 import pytest
 from conftest import TINY_RUN, run, start, tiny_config
+from helpers import Letters, wait_until
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.decoding.prompts import read_prompts, to_record
@@ -66,15 +65,18 @@ def test_answers_of_another_verifier_are_not_continued(trained_run, tmp_path):
     flags = [f"--checkpoint={diffusion_run(trained_run, tmp_path)}", f"--input={tmp_path}/in.jsonl"]
     flags += ["--decode.method=apd", f"--decode.verifier={verifier}", f"--output={tmp_path}/out.jsonl"]
     flags += ["--decode.batch_size=1", "--decode.max_new_tokens=8"]
-    journal, process = tmp_path / "out.jsonl.partial", start("generate", *flags)
-    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
-        time.sleep(0.002)
-    process.kill()
-    process.communicate()
+    kill_when_answered(start("generate", *flags), tmp_path / "out.jsonl.partial")
     step = max((verifier / "checkpoints").iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1)
     os.utime(step, (0, 0))
     _, err = run("generate", *flags, code=2)
     assert "with another model" in err
+
+
+def kill_when_answered(process, journal):
+    """Kills a call once its journal holds two answers."""
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2, process)
+    process.kill()
+    process.communicate()
 
 
 def diffusion_run(trained_run, directory):
@@ -97,12 +99,7 @@ def many(trained_run, tmp_path):
 def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
     output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     output.write_text("from before")
-    process = start("generate", *many, f"--output={output}")
-    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    kill_when_answered(start("generate", *many, f"--output={output}"), journal)
     assert output.read_text() == "from before"
     content = journal.read_text().split("\n")
     kept = {entry["key"]: entry["record"] for entry in map(json.loads, content[1:-1])}
@@ -220,13 +217,6 @@ def test_templates_and_settings_of_a_line(trained_run, tmp_path):
     assert len(answers[1]["commit_order"]) <= 6
     assert len(answers[2]["commit_order"]) <= 8
     assert answers[2] | {"id": 3} == answers[3]  # noise is that of the line's own seed, whatever its place
-
-
-class Letters:
-    """A tokenizer of letters: token 65 is A."""
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import SHARED
 from flax import nnx
+from helpers import SHIPPED
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model
 from refusion_jax.batch.batch import loss_terms
@@ -27,7 +28,6 @@ from refusion_jax.systems.api import stream
 from refusion_jax.systems.refusion import slots
 from refusion_jax.systems.refusion.objective import hybrid_batch
 
-SHIPPED = Path(__file__).parent / "golden"
 GOLDEN = Path(os.environ.get("REFUSION_GOLDEN", SHARED / "golden" if (SHARED / "golden").exists() else SHIPPED))
 pytestmark = pytest.mark.skipif(
     not (GOLDEN / "decode.jsonl").exists(), reason=f"no golden cases in {GOLDEN}; REFUSION_GOLDEN can name a folder"
@@ -102,7 +102,7 @@ def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size):
 
 def test_public_decode_gives_the_recorded_answers():
     """The same through `decode`, for a few cases with settings of their own and one row."""
-    for case in cases()[::60]:
+    for case in cases()[::100]:
         settings = request(case, "auto").settings
         out = decode(model(), [case["prompt_ids"]], settings)
         assert (out.tokens[0], out.commit_order[0]) == (case["answer_ids"], case["commit_pos"]), case["id"]

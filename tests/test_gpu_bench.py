@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 from conftest import run
-from test_golden import SHIPPED
+from helpers import SHIPPED
 
 from refusion_jax.benchmarks import gpu
 

@@ -8,13 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import numpy as np
 import pytest
 from conftest import ROOT, run, start
-from test_config import load
+from helpers import load_config, wait_until
 
 from refusion_jax import UserError
 from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment
@@ -23,7 +22,7 @@ from refusion_jax.data import families
 from refusion_jax.data.sources import held_out_problems
 from refusion_jax.systems.registry import decoders_for, find_decoder, trainable
 
-CONFIGS = load(ROOT / "configs" / "headline.py")
+CONFIGS = load_config("headline")
 
 
 def asked_for(budget: str, systems=(("ar", 1),), start: str = "") -> Experiment:
@@ -299,9 +298,7 @@ def test_an_interrupted_comparison_goes_on_and_comes_out_as_one_that_was_not(tmp
     assert len(list((tmp_path / "straight" / "answers").iterdir())) >= 4
 
     process, kept = start("bench", *asked("killed")), tmp_path / "killed" / "measurements.jsonl"
-    while not (kept.exists() and kept.read_text().count("\n") >= 1):  # one system is trained
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
+    wait_until(lambda: kept.exists() and "\n" in kept.read_text(), process, 600)  # one system is trained
     process.send_signal(signal.SIGTERM)
     process.communicate()
     before = kept.read_text()

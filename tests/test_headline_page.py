@@ -6,8 +6,7 @@ import math
 import re
 
 import pytest
-from conftest import ROOT
-from test_config import load
+from helpers import load_config
 
 from refusion_jax.benchmarks.headline import comparison, report
 from refusion_jax.benchmarks.headline.curves import curves, fastest_points, under_parallelism
@@ -15,7 +14,7 @@ from refusion_jax.benchmarks.headline.results import Results
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.systems.interface import Claim
 
-CONFIGS = load(ROOT / "configs" / "headline.py")
+CONFIGS = load_config("headline")
 
 
 def point(system: str, settings: str, accuracy: float, speed: float, seed: int = 0, start: str = "") -> dict:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import MASK, TINY_RUN, config_with, run, tiny_config, tiny_model
 from flax import nnx
+from helpers import Letters
 
 from refusion_jax import UserError, load_model, load_tokenizer
 from refusion_jax.batch.batch import is_labelled, weigh
@@ -115,15 +116,6 @@ def test_a_run_evaluates_and_trains_as_if_it_did_not(tmp_path):
     assert evaluated[-1]["eval_bits_per_byte"] < evaluated[0]["eval_bits_per_byte"]
     for name, value in evaluate_model(config, model, sets).items():
         assert evaluated[-1][name] == pytest.approx(value, abs=1e-6, rel=1e-6)
-
-
-class Letters:
-    """One letter a token; the mask is MASK."""
-
-    mask_id = MASK
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(64 + token) for token in ids)
 
 
 @pytest.mark.parametrize("objective", ["refusion", "ar", "llada", "dream"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import PROMPTS, equipped, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
-from test_golden import SHIPPED
+from helpers import SHIPPED
 
 from refusion_jax import decode, load_model
 from refusion_jax.decoding import cache as kv

@@ -1,7 +1,6 @@
 """The journal of answers: what a kill, a full disk, another call and another process leave of it."""
 
 import json
-import resource
 
 import pytest
 
@@ -83,17 +82,14 @@ def test_two_cannot_write_to_one(tmp_path):
             begin()
 
 
-def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
+def test_a_full_disk_loses_nothing_that_was_there(tmp_path, full_disk):
     path = tmp_path / "j"
     size = len(written(path))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
-    try:
-        journal = Journal(path, CALL, range(5))
-        with pytest.raises(Failure, match="File too large; 3 answers are kept in it"):
-            journal.add(3, ANSWERS[3])
-        journal.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    full_disk(size + 20)
+    journal = Journal(path, CALL, range(5))
+    with pytest.raises(Failure, match="File too large; 3 answers are kept in it"):
+        journal.add(3, ANSWERS[3])
+    journal.close()
+    full_disk(-1)
     assert len(path.read_bytes()) == size + 20
     assert Journal(path, CALL, range(5)).records == dict(enumerate(ANSWERS[:3]))

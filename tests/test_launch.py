@@ -6,14 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN
+from helpers import computed, read_events, wait_for_steps
 
 from refusion_jax.training import events
-from refusion_jax.training.metrics import read_metrics
 
 PLACE = "--zone=us-east5-a"
 ALL = ["--node=all", "--worker=all"]
@@ -188,11 +187,7 @@ def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, 
     """The whole road with real processes: the stub's machine is killed, its folder removed, and made again."""
     workdir = gcloud / "shared" / "run"
     process = start(gcloud, "run", "tpu", *ASKED, "--", *TINY_RUN, f"--workdir={workdir}")
-    deadline = time.monotonic() + 300
-    while len(read_metrics(workdir)) < 25:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, (gcloud / "vm" / "refusion_jax" / "train.log").read_text()
-        time.sleep(0.02)
+    wait_for_steps(process, workdir, 25)
     (gcloud / "state").write_text("SUSPENDED")
     pid = int((gcloud / "vm" / "refusion_jax" / "train.pid").read_text())
     os.killpg(os.getsid(pid), signal.SIGKILL)
@@ -200,10 +195,7 @@ def test_a_machine_that_is_killed_and_taken_away_costs_nothing_but_time(gcloud, 
     assert process.returncode == 0, out + err
     assert [call[0] for call in calls(gcloud)].count("create") == 2
 
-    def computed(run):
-        return [(record["step"], record["loss"], record["grad_norm"]) for record in read_metrics(run)]
-
     assert computed(workdir) == computed(trained_run)
-    spent = events.account(events.read_events((workdir / events.FILE).read_text()))
+    spent = events.account(read_events(workdir))
     assert spent["sessions"] == 2
     assert spent["lost"] + spent["down"] > 0

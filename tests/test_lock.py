@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
-from test_preemption import wait_for_steps
+from helpers import wait_for_steps
 
 from refusion_jax import UserError
 from refusion_jax.checkpoints import lock

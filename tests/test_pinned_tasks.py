@@ -9,12 +9,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is as
 
 import datasets
 import lm_eval
-from etils import epath
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from refusion_jax import UserError
-from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.evaluation import benchmark, sandbox
 from refusion_jax.evaluation.tasks import scoring
 
@@ -207,29 +205,3 @@ def test_an_answer_that_begins_with_code_ends_with_its_block(after):
 def test_generated_code_needs_leave(tmp_path):
     with pytest.raises(UserError, match="only with --allow_code_execution"):
         sandbox.run_allowed(["pass"])
-
-
-TEMPLATE = (
-    "{% for m in messages %}<|{{m.role}}|>{{m.content}}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
-)
-
-
-def test_chats_are_rendered_with_and_without_thinking_and_with_the_beginning_of_an_answer(tmp_path):
-    words = ["<unk>", "<|user|>", "<|assistant|>", "<|end|>", "hello", "```python\n", "<|endoftext|>"]
-    marks = [{"id": i, "content": w, "special": True} for i, w in enumerate(words) if w.startswith("<|")]
-    same = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    model = {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": "<unk>"}
-    tokenizer = {"version": "1.0", "added_tokens": [mark | same for mark in marks], "model": model}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = FastTokenizer(epath.Path(tmp_path / "tokenizer.json"), "<mask>")
-    assert tokenizer.has_chat_template
-    turns = [{"role": "user", "content": "hello"}]
-    assert tokenizer.render_chat(turns, thinking=True) == "<|user|>hello<|end|><|assistant|>"
-    assert tokenizer.render_chat(turns) == "<|user|>hello<|end|><|assistant|><think></think>"
-    begun = [*turns, {"role": "assistant", "content": "```python\n"}]
-    text = tokenizer.render_chat(begun, thinking=True, answer_begun=True)
-    assert text == "<|user|>hello<|end|><|assistant|>```python\n"
-    assert tokenizer.encode_chat([text])[0][:4] == [1, 4, 3, 2]

@@ -47,38 +47,30 @@ def test_the_program_of_another_framework_is_read_from_its_dump(dump):
     assert out.splitlines()[-1].startswith("The estimate rests on documented peaks alone, not calibrated on tpu7x")
 
 
-@needs_topologies
-def test_a_dump_that_is_none_is_one_clear_line(dump):
-    lost = "HloModule x\nENTRY %main () -> f32[] {\n ROOT %c = f32[] while(p), condition=%q, body=%r\n}\n"
-    for text, said in (
-        ("nothing", "the text holds no HLO program"),
-        (lost, "names 'q', which"),
-        (None, "is not there"),
-    ):
-        dump.write_text(text) if text else dump.unlink()
-        _, err = run("plan", f"--hlo={dump}", "--topology=v5e:2x2", code=2)
-        assert err.startswith(f"error: --hlo={dump}: ")
-        assert said in err
-        assert len(err.splitlines()) == 1
+LOST = "HloModule x\nENTRY %main () -> f32[] {\n ROOT %c = f32[] while(p), condition=%q, body=%r\n}\n"
 
 
 @needs_topologies
-def test_a_part_of_a_dump_that_is_missing_is_one_clear_line(dump):
-    beside = dump.with_name(dump.name.removesuffix(".txt") + "-buffer-assignment.txt")
-    no_index = LOOP.replace(", index=0", "")
-    for text, assigned, said in (
+@pytest.mark.parametrize(
+    ("text", "assigned", "said"),
+    [
+        ("nothing", ASSIGNMENT, "the text holds no HLO program"),
+        (LOST, ASSIGNMENT, "names 'q', which"),
+        (None, ASSIGNMENT, "is not there"),
         (LOOP.replace("ROOT ", ""), ASSIGNMENT, "has no ROOT"),
-        (no_index, ASSIGNMENT, ""),
+        (LOOP.replace(", index=0", ""), ASSIGNMENT, ""),
         (LOOP, "", "the buffer assignment lists no allocation"),
         (LOOP, LOOP, "the buffer assignment lists no allocation"),
-    ):
-        dump.write_text(text)
-        beside.write_text(assigned)
-        out, err = run("plan", f"--hlo={dump}", "--topology=v5e:2x2", code=2)
-        assert not out
-        assert err.startswith(f"error: --hlo={dump}: ")
-        assert said in err
-        assert len(err.splitlines()) == 1
+    ],
+)
+def test_a_dump_that_is_none_or_lacks_a_part_is_one_clear_line(dump, text, assigned, said):
+    dump.write_text(text) if text else dump.unlink()
+    dump.with_name(dump.name.removesuffix(".txt") + "-buffer-assignment.txt").write_text(assigned)
+    out, err = run("plan", f"--hlo={dump}", "--topology=v5e:2x2", code=2)
+    assert not out
+    assert err.startswith(f"error: --hlo={dump}: ")
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 @needs_topologies

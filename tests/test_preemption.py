@@ -7,31 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
-from test_train import computed
+from helpers import computed, read_events, wait_for_steps, wait_until
 
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.distributed import preemption
-from refusion_jax.training import events
-from refusion_jax.training.metrics import read_metrics
 
 FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]
-
-
-def wait_for_steps(process, workdir, steps: int) -> None:
-    deadline = time.monotonic() + 300
-    while len(read_metrics(workdir)) < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def read_events(workdir) -> list[dict]:
-    return events.read_events((workdir / events.FILE).read_text())
 
 
 def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trained_run, monkeypatch):
@@ -60,9 +45,8 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
 def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(tmp_path):
     process = start("train", *FLAGS, f"--workdir={tmp_path / 'run'}", "--config.data.examples=400000")
     status = Path(f"/proc/{process.pid}/status")
-    while not int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) & 1 << (signal.SIGTERM - 1):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)  # it imports; then a minute of data begins
+    caught = 1 << (signal.SIGTERM - 1)  # once it has imported; then a minute of data begins
+    wait_until(lambda: int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) & caught, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 75, err
@@ -110,17 +94,21 @@ def metadata_server():
 
 def wait_until_asked(server, times: int) -> None:
     """Until every answer has been given so often: what stood before a change is known then."""
-    deadline = time.monotonic() + 60
-    while min(server.given[name] for name in server.answers) < times:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: min(server.given[name] for name in server.answers) >= times)
+
+
+TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
 
 
 @pytest.mark.parametrize(
     ("before", "notice"),
-    [("NONE", "TERMINATE_ON_HOST_MAINTENANCE"), ("MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE")],
+    [
+        ("NONE", {"maintenance-event": TERMINATE}),
+        ("MIGRATE_ON_HOST_MAINTENANCE", {"maintenance-event": TERMINATE}),
+        (TERMINATE, {"preempted": "TRUE"}),  # what stands already does not stop the run again
+    ],
 )
-def test_a_maintenance_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
+def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
     heard = []
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(preemption.os, "kill", lambda pid, number: heard.append(number))
@@ -128,24 +116,9 @@ def test_a_maintenance_notice_becomes_sigterm(metadata_server, monkeypatch, befo
     address = f"localhost:{metadata_server.server_port}"
     watcher = threading.Thread(target=preemption.watch_maintenance, args=(address,), daemon=True)
     watcher.start()
-    wait_until_asked(metadata_server, 3)
+    wait_until(lambda: min(metadata_server.given[name] for name in metadata_server.answers) >= 3)
     assert not heard
-    metadata_server.answers["maintenance-event"] = notice
-    watcher.join(60)
-    assert heard == [signal.SIGTERM]
-
-
-def test_a_notice_that_stands_already_does_not_stop_the_run_again(metadata_server, monkeypatch):
-    heard = []
-    monkeypatch.setattr(preemption, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(preemption.os, "kill", lambda pid, number: heard.append(number))
-    metadata_server.answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-    address = f"localhost:{metadata_server.server_port}"
-    watcher = threading.Thread(target=preemption.watch_maintenance, args=(address,), daemon=True)
-    watcher.start()
-    wait_until_asked(metadata_server, 3)
-    assert not heard
-    metadata_server.answers["preempted"] = "TRUE"
+    metadata_server.answers.update(notice)
     watcher.join(60)
     assert heard == [signal.SIGTERM]
 
@@ -154,7 +127,7 @@ def test_a_run_on_google_s_machines_leaves_on_a_notice(metadata_server, tmp_path
     monkeypatch.setenv("GCE_METADATA_HOST", f"localhost:{metadata_server.server_port}")
     process = start("train", *FLAGS, f"--workdir={tmp_path}", "--config.steps=100000", "--config.log_every=10")
     wait_for_steps(process, tmp_path, 3)
-    metadata_server.answers["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+    metadata_server.answers["maintenance-event"] = TERMINATE
     try:
         out, err = process.communicate(timeout=200)
     finally:

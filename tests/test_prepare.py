@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,7 +15,7 @@ import pytest
 from conftest import ROOT, run, start
 from etils import epath
 from fuzz_inputs import write_files
-from test_adaptation import write_tokenizer
+from helpers import wait_until, write_lines, write_tokenizer
 
 from refusion_jax import UserError
 from refusion_jax.data.examples import Fields
@@ -72,7 +71,7 @@ def write_pairs(path, count, seed=0):
         }
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     return [(line["query"], line["response"]) for line in lines]
 
 
@@ -296,9 +295,7 @@ def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tok
     run("prepare", *flags, f"--output={tmp_path}/straight", "--workers=1")
     process = start("prepare", *flags, f"--output={tmp_path}/killed", "--workers=2")
     progress = tmp_path / "killed" / ".progress"
-    while len(list(progress.glob("done-*.json"))) < 3:
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: len(list(progress.glob("done-*.json"))) >= 3, process)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -320,9 +317,7 @@ def test_two_at_a_time_do_not_write_to_one_directory(tmp_path, tokenizer_file):
     (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=3_000_000)))
     flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", f"--output={tmp_path}/out", "--workers=1"]
     first = start("prepare", *flags)
-    while not (tmp_path / "out" / ".progress" / "plan.json").exists():
-        assert first.poll() is None
-        time.sleep(0.01)
+    wait_until((tmp_path / "out" / ".progress" / "plan.json").exists, first)
     _, err = run("prepare", *flags, code=2)
     assert "another `prepare` is writing to it" in err
     first.communicate()

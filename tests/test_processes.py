@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from helpers import free_port
 
 PROGRAM = """
 import sys, time
@@ -31,11 +32,6 @@ def start(port: int, index: int, count: int = 3, seconds: float = 60) -> subproc
     env |= {"JAX_PROCESS_ID": str(index), "XLA_FLAGS": ""}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     return subprocess.Popen([sys.executable, "-c", PROGRAM, str(seconds)], cwd=ROOT, env=env, text=True, **pipes)
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture

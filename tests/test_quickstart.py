@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 from conftest import ROOT, TINY_RUN
+from helpers import Letters
 
 from refusion_jax import quickstart
 from refusion_jax.data import tasks
@@ -57,13 +58,6 @@ def test_run_again_it_goes_straight_to_decoding(trained_run, tmp_path):
     assert "training is complete" in out
     assert "step " not in out.split("training is complete")[0]
     assert json.loads((tmp_path / "run" / "report.json").read_text())["problems"] == 200
-
-
-class Letters:
-    """A tokenizer of letters: token 65 is A."""
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
 
 
 def decoded(*answers: tuple[bytes, list[int]]) -> Decoded:

@@ -16,34 +16,6 @@ from refusion_jax.model.transformer import KeyValues
 from refusion_jax.systems.refusion.budget import choose, shapes_of, worthwhile
 
 
-@hypothesis.settings(max_examples=30)
-@hypothesis.given(
-    st.sampled_from([(1, 6, 4), (2, 7, 2), (4, 7, 4)]), st.lists(st.integers(0, 6), min_size=8, max_size=8)
-)
-def test_real_tokens_stand_tile_by_tile_and_come_back(sizes, lengths):
-    shards, width, tile = sizes
-    tiles_of = -(-np.reshape(lengths, (shards, -1)) // tile)
-    tiles = 8 // shards * -(-6 // tile) + 1
-    ragged = Ragged.of(jnp.array(lengths, jnp.int32), width, tile, tiles, shards)
-    x = jnp.arange(8 * width * 2).reshape(8, width, 2)
-    packed = ragged.pack(x)
-    assert packed.shape == (shards, tiles * tile, 2)
-    for back in map(np.asarray, (ragged.spread(packed), ragged.spread(packed, 3))):
-        for row, length in enumerate(lengths):
-            assert (back[row, :length] == np.asarray(x)[row, :length][: back.shape[1]]).all()
-    rows, keys = ragged.rows_of_tiles(jnp.arange(8)).reshape(shards, tiles), ragged.keys_of_tiles(packed)
-    stands = ragged.tiles(packed).reshape(shards, tiles, tile, 2)
-    x, rows, keys, stands = map(np.asarray, (x, rows, keys.reshape(shards, tiles, width, 2), stands))
-    for shard, row in np.ndindex(tiles_of.shape):
-        row_number = shard * tiles_of.shape[1] + row
-        own = np.flatnonzero(rows[shard] == row_number)[: tiles_of[shard, row]]
-        assert len(own) == tiles_of[shard, row]
-        for number, at in enumerate(own):
-            real = x[row_number, number * tile : lengths[row_number]][:tile]
-            assert (stands[shard, at, : len(real)] == real).all()
-            assert (keys[shard, at, : lengths[row_number]] == x[row_number, : lengths[row_number]]).all()
-
-
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 2)])
 def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):
     model, rng, shards = tiny_model(), np.random.default_rng(0), mesh[0]

@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, serving, tiny_model
-from test_adaptation import write_tokenizer
-
-from refusion_jax.model import huggingface
+from conftest import FORKS, QUICK_COMPILE, ROOT, TINY_RUN, serving
+from helpers import tiny_qwen3
 
 FRONT_DOOR = ROOT / "README.md"
 ROADS = sorted(path for top in ("launch", "refusion_jax") for path in (ROOT / top).rglob("README.md"))
@@ -93,14 +91,6 @@ def link_all(source: Path, target: Path, real: set[str] = frozenset()) -> None:
             (target / path.name).symlink_to(path)
 
 
-def tiny_qwen3(path) -> None:
-    """What a download of Qwen3 looks like, in the sizes of TINY_RUN."""
-    write_tokenizer(path)
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 512, "num_tokens": 512}
-    huggingface.save(tiny_model(**sizes, rope_theta=1e6, tie_word_embeddings=True), path)
-
-
 def shell(command: str, home) -> str:
     env = user_environment(home)
     done = subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, text=True)
@@ -156,6 +146,7 @@ def test_a_command_works_as_written(command, user):
         small += " --problems=3"
     if "pytest" in command:
         small += f" -q -k {CHEAP_TESTS}"
+    small = small.replace("XLA_FLAGS=", "XLA_FLAGS=$XLA_FLAGS\\ ")  # those of a quick compiler stay
     small = small.replace("--vocab_size=8192", "--vocab_size=400")
     assert run_quickly(small, user).strip()
 

@@ -49,7 +49,7 @@ def test_a_default_length_is_of_no_interest_to_a_template_and_told_where_it_does
 
 
 def test_prompts_may_be_arrays_and_noise_is_what_the_request_says():
-    model, own = sharp_model(), settings(temperature=1.5)
+    model, own = sharp_model(), settings("sequential", temperature=1.5)
     array = Request(np.array([BOS, 5, 9]), (4, np.array([7, 8])), noise=3)
     out = decode(model, [[BOS], array, Request([BOS, 5, 9], (4, [7, 8]), noise=3)], own)
     assert out.tokens[1] == out.tokens[2]
@@ -72,7 +72,7 @@ def test_an_answer_can_end_with_any_token_that_is_said_to_end_it(method):
 
 def test_what_stands_behind_a_gap_changes_what_is_written_into_it():
     model = sharp_model(1)
-    a, b = (decode(model, [Request([BOS, 5], (8, behind))], settings()) for behind in ([9, 9], [21, 22]))
+    a, b = (decode(model, [Request([BOS, 5], (8, behind))], settings("sequential")) for behind in ([9, 9], [21, 22]))
     assert a.tokens[0][:8] != b.tokens[0][:8]
 
 

@@ -16,8 +16,10 @@ import hypothesis
 import openai
 import pytest
 from conftest import BOS, ROOT, run, serving, settings, sharp_model, start
+from helpers import wait_until
 from hypothesis import strategies as st
-from local_task import GENERATE, evaluate, task_writer
+from local_task import CHOICES, GENERATE, evaluate, task_writer
+from local_task import TEXTS as TEXTS_TASK
 
 from refusion_jax import DecodeSettings, Request, decode, load_model, load_tokenizer, log_likelihood
 from refusion_jax.cli.errors import UserError
@@ -238,28 +240,6 @@ def test_a_prompt_begins_as_in_training_unless_the_client_says_otherwise(client,
     assert len(scored([7] * 63)[1]) == 64  # as many as the model reads
 
 
-CHOICES = """
-task: choices
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["3 9", "9", "1 2 3"]
-doc_to_target: 0
-target_delimiter: ""
-metric_list: [{{metric: acc}}]
-"""
-TEXT = """
-task: texts
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte}}]
-"""
 SUMS = GENERATE.replace("temperature: 0.7", "temperature: 0.0").replace(
     ", decode: {{slot_size: 4, token_threshold: 0.3}}", ""
 )
@@ -269,7 +249,7 @@ def test_lm_eval_measures_over_http_what_evaluate_measures(address, library, tmp
     """By the command of the README: its own client, for which the server tokenizes, scores and decodes token ids."""
     model, tokenizer = library
     write = task_writer(tmp_path, monkeypatch)
-    for text in (SUMS, CHOICES, TEXT):
+    for text in (SUMS, CHOICES, TEXTS_TASK):
         directory = write(text)
         name = re.search("task: (.*)", text)[1]
         (directory / "task.yaml").rename(directory / f"{name}.yaml")
@@ -404,14 +384,7 @@ def test_a_client_that_goes_away_leaves_its_rows_to_others(address):
             head.append(f"Content-Length: {len(asked)}")
             connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + asked)
             wait_until(lambda: httpx.get(f"{address}/health").json()["waiting"] > 100)
-        wait_until(lambda: httpx.get(f"{address}/health").json() == {"rows": 4, "decoding": 0, "waiting": 0}, within=2)
-
-
-def wait_until(holds, within=30.0):
-    deadline = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+        wait_until(lambda: httpx.get(f"{address}/health").json() == {"rows": 4, "decoding": 0, "waiting": 0}, seconds=2)
 
 
 # What is certain of a text that is still written.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import stat
 import threading
 import time
@@ -10,8 +9,8 @@ import time
 import numpy as np
 import pytest
 from conftest import TINY_RUN, run
+from helpers import tiny_qwen3
 from safetensors.numpy import load_file
-from test_readme import tiny_qwen3
 
 from refusion_jax.cli import paths
 from refusion_jax.distributed import storage
@@ -221,13 +220,6 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
 )
 def test_a_store_is_known_by_its_prefix_in_every_part_of_a_list(path, is_known):
     assert (paths.names_no_store(path) == "") == is_known
-
-
-@pytest.fixture
-def full_disk():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_disk):

@@ -3,11 +3,11 @@
 import json
 import shutil
 import signal
-import time
 
 import jax
 import pytest
 from conftest import TINY_RUN, run, start
+from helpers import wait_for_steps
 from local_task import GENERATE, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer
@@ -88,11 +88,7 @@ def test_told_to_go_while_tasks_are_decoded_a_run_leaves_them_and_saves(tasks, t
     flags = [*TINY_RUN, "--config.eval.tasks=sums", f"--config.eval.include_path={tasks(GENERATE)}"]
     flags += ["--config.eval.tasks_every=10", "--config.eval.decode=batch_size=1", f"--workdir={tmp_path}/run"]
     process = start("train", *flags)
-    deadline = time.monotonic() + 200
-    while len(read_metrics(tmp_path / "run")) < 9:  # written behind the dispatch of step 10
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for_steps(process, tmp_path / "run", 9)  # written after the dispatch of step 10
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
     assert process.returncode == 75, out + err

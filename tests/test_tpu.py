@@ -12,8 +12,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import ROOT, causal, run
-from test_config import load
+from conftest import causal, run
+from helpers import CONFIGS, load_config
 
 from refusion_jax import UserError
 from refusion_jax.distributed import sharding
@@ -28,17 +28,13 @@ pytestmark = [
     pytest.mark.tpu_compile,
     pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install libtpu (Linux)"),
 ]
-CONFIGS = {path.stem: path for path in (ROOT / "configs").glob("*.py")}
 
 
 def shipped() -> list:
     """(config, variant, topology) of every config that names topologies; the large ones are slow."""
     found = []
-    for name, path in sorted(CONFIGS.items()):
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        for variant, topologies in getattr(module, "TOPOLOGIES", {}).items():
+    for name in CONFIGS:
+        for variant, topologies in load_config(name).__globals__.get("TOPOLOGIES", {}).items():
             small = name == "quickstart" or variant == "0.6b"
             marks = [] if small else [pytest.mark.slow]
             found += [pytest.param(name, variant, topology, marks=marks) for topology in topologies]
@@ -46,9 +42,16 @@ def shipped() -> list:
 
 
 def config_of(name: str, variant: str = "", **keys):
-    config = load(CONFIGS[name])(*[variant] if variant else [])
+    config = load_config(name)(*[variant] if variant else [])
     config.update_from_flattened_dict(keys)
     return config
+
+
+@functools.cache
+def plan_of(name: str, variant: str, topology: str, memory_only: bool = True) -> dict:
+    """The plan of a config as it is shipped."""
+    prepare_environment()
+    return plan_train(config_of(name, variant), topology, 1, memory_only)
 
 
 @functools.cache
@@ -68,13 +71,11 @@ def plan_8b(
 @pytest.mark.parametrize(("name", "variant", "topology"), shipped())
 def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(name, variant, topology):
     """On v5p and v6e gradients are scattered beside the arithmetic; sums over copies block, and all on v4 and v5e."""
-    prepare_environment()
-    config = config_of(name, variant)
-    record = plan_train(config, topology, 1, memory_only=True)
+    record = plan_of(name, variant, topology)
     assert record["fits"], record
     assert record["gathers_by_all_reduce"] == 0, record
     scatters = topology.startswith(("v5p", "v6e"))
-    if scatters and config.mesh.data == 1:
+    if scatters and config_of(name, variant).mesh.data == 1:
         assert record["blocking_all_reduces"] == 0, record
     sums = sum(c["bytes"] for c in record["collectives"] if c["kind"] == "all-reduce" and not c["overlapped"])
     share = sums / find_chip(topology).ici_bandwidth / record["roofline_seconds"]
@@ -115,8 +116,7 @@ def test_a_full_compile_is_quick_and_says_the_same_as_the_verdict_on_memory():
 
 
 def test_the_verdict_on_memory_is_that_of_a_full_compile():
-    prepare_environment()
-    full, verdict = (plan_train(config_of("quickstart"), "v5e:2x2", 1, memory_only) for memory_only in (False, True))
+    full, verdict = (plan_of("quickstart", "", "v5e:2x2", memory_only) for memory_only in (False, True))
     assert full["compile_cpu_seconds"] > 0
     assert full["calibrated"]
     fastest, slowest = full["step_seconds_range"]

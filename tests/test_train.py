@@ -3,32 +3,23 @@
 import json
 import shutil
 import signal
-import time
 
 import pytest
 from conftest import SHARED, TINY_RUN, run, start
+from helpers import computed, read_events, wait_for_steps, write_lines
 
 from refusion_jax.checkpoints.directory import saved_steps
-from refusion_jax.training import events
 from refusion_jax.training.metrics import read_metrics
 
 KEYS = set(
     "step loss loss_ar loss_mdm loss_preference grad_norm learning_rate tokens tokens_per_second mfu seconds epoch "
     "skipped".split()
 )
-SAME_WHEN_RESUMED = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens")
 
 
-def computed(workdir) -> list[tuple]:
-    """What a run computed at each step, clocks left out."""
-    return [tuple(record[key] for key in SAME_WHEN_RESUMED) for record in read_metrics(workdir)]
-
-
-def kill_when(process, happened) -> None:
-    """Kills a running process as a preemption does, without notice, as soon as something has happened."""
-    while not happened():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+def kill_when(process, workdir, steps: int) -> None:
+    """Kills a running process as a preemption does, without notice, as soon as it has logged so many steps."""
+    wait_for_steps(process, workdir, steps)
     process.send_signal(signal.SIGKILL)
     process.communicate()
 
@@ -60,10 +51,10 @@ def test_a_complete_run_says_so_and_changes_nothing(trained_run):
 
 def test_a_run_killed_twice_computes_what_a_straight_one_does(trained_run, tmp_path):
     process = start("train", *TINY_RUN, f"--workdir={tmp_path}")
-    kill_when(process, lambda: len(read_metrics(tmp_path)) > 24)
+    kill_when(process, tmp_path, 25)
     assert read_metrics(tmp_path)[-1]["step"] < 60, "killed too late to show anything"
     process = start("train", *TINY_RUN, f"--workdir={tmp_path}")
-    kill_when(process, lambda: len(read_metrics(tmp_path)) > 45)
+    kill_when(process, tmp_path, 46)
     out, _ = run("train", *TINY_RUN, f"--workdir={tmp_path}")
     assert "step 0 of 60" not in out
     assert computed(tmp_path) == computed(trained_run)
@@ -108,11 +99,7 @@ def test_data_that_changed_under_a_run_is_refused(trained_run, tmp_path):
 def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     workdir = tmp_path / "copy"
     shutil.copytree(trained_run, workdir)
-    (tmp_path / "a.jsonl").write_text(
-        json.dumps({"query": "Sort 3 1 2.", "response": "1 2 3"})
-        + "\n"
-        + "\n".join(json.dumps({"query": f"Sort {i} 1 2.", "response": f"1 2 {i}"}) for i in range(3, 300))
-    )
+    write_lines(tmp_path / "a.jsonl", [{"query": f"Sort {i} 1 2.", "response": f"1 2 {i}"} for i in range(3, 301)])
     changes = ["--config.steps=64", "--config.learning_rate=1e-5", f"--config.data.path={tmp_path}/a.jsonl"]
     _, err = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, code=2)
     assert "(differs in data.path, learning_rate): give the flags" in err
@@ -121,7 +108,7 @@ def test_what_may_change_on_resume_changes_and_is_logged(trained_run, tmp_path):
     out, _ = run("train", *TINY_RUN, f"--workdir={workdir}", *changes, "--allow_change=learning_rate,data")
     assert "changed: learning_rate: 0.002 -> 1e-05" in out
     assert read_metrics(workdir)[-1]["learning_rate"] < 1.1e-5 < read_metrics(workdir)[58]["learning_rate"]
-    found = [e["what"] for e in events.read_events((workdir / events.FILE).read_text()) if e["event"] == "changed"]
+    found = [e["what"] for e in read_events(workdir) if e["event"] == "changed"]
     assert [what.split(":")[0] for what in found] == ["data.path", "learning_rate"]
 
 
@@ -152,16 +139,15 @@ def test_real_data_trains_by_flags_alone_and_survives_a_kill(tmp_path, file, row
     data = SHARED / "data" / file
     if not data.exists():
         pytest.skip(f"{data} is not here; it belongs to the developers' checkout")
-    flags = [
-        *TINY_RUN,
-        f"--config.data.path={data}",
-        f"--config.row_length={row_length}",
-        "--config.data.on_error=skip",
-    ]
-    flags += ["--config.data.on_error=skip", "--config.model.vocab_size=2048", "--config.steps=60"]
+    if data.suffix == ".jsonl":
+        some = tmp_path / file  # all of it takes half a minute to tokenize
+        some.write_text("".join(data.read_text().splitlines(keepends=True)[:600]))
+        data = some
+    flags = [*TINY_RUN, f"--config.data.path={data}", f"--config.row_length={row_length}"]
+    flags += ["--config.data.on_error=skip", "--config.model.vocab_size=1024", "--config.steps=60"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run("train", *flags, f"--workdir={straight}")
     assert losses(straight, 50, 60) < 0.9 * losses(straight, 0, 10)
-    kill_when(start("train", *flags, f"--workdir={killed}"), lambda: len(read_metrics(killed)) > 14)
+    kill_when(start("train", *flags, f"--workdir={killed}"), killed, 15)
     run("train", *flags, f"--workdir={killed}")
     assert computed(killed) == computed(straight)

@@ -1,23 +1,18 @@
 """WeDLM: its mask, a batch computed by hand, and what its window commits."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from conftest import BOS, MASK, PROMPTS, settings, sharp_model, tiny_model
+from conftest import MASK, PROMPTS, settings, sharp_model
+from helpers import drawn_matrix
 
-from refusion_jax import UserError, decode
+from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
-from refusion_jax.decoding.requests import Request
 from refusion_jax.systems import wedlm
 
 
 def test_the_matrix_of_the_docstring_is_the_mask():
-    drawn = re.findall(r" [Mabcd] +((?:[1.] ?){8})$", wedlm.__doc__, re.MULTILINE)
-    expected = [[cell == "1" for cell in line.split()] for line in drawn]
-    assert wedlm.ReorderedBlocks(MASK, 2, 1e-3).pattern.dense(8).tolist() == expected
+    assert wedlm.ReorderedBlocks(MASK, 2, 1e-3).pattern.dense(8).tolist() == drawn_matrix(wedlm.__doc__, 8)
 
 
 def test_blocks_are_reordered_and_weighted_as_by_hand():
@@ -56,8 +51,3 @@ def test_where_nothing_is_sure_a_forward_fills_one_place():
     out = decode(sharp_model(), PROMPTS, settings("wedlm", entropy_threshold=0.0))
     assert out.forwards == [len(order) for order in out.commit_order]
     assert any(order != sorted(order) for order in out.commit_order)
-
-
-def test_templates_are_refused():
-    with pytest.raises(UserError, match="cannot fill templates"):
-        decode(tiny_model(), [Request([BOS, 5], (4, [7]))], settings("wedlm"))

@@ -1,0 +1,114 @@
+"""What several test files need, beside the fixtures and tiny models of conftest.py."""
+
+import importlib.util
+import json
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+from conftest import ROOT, tiny_model
+
+from refusion_jax.model import huggingface
+from refusion_jax.training import events
+from refusion_jax.training.metrics import read_metrics
+
+CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.py"))}
+SHIPPED = ROOT / "tests" / "golden"  # a model, and a few cases of the authors
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_CONFIG = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, "chat_template": TEMPLATE}
+
+
+def load_config(name: str) -> Callable:
+    """The get_config of a file in configs/."""
+    spec = importlib.util.spec_from_file_location(name, CONFIGS[name])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config
+
+
+def wait_until(happened: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 300) -> None:
+    """Waits for something to happen, while a process runs."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.005)
+
+
+def wait_for_steps(process: subprocess.Popen, workdir: Path, steps: int) -> None:
+    """Waits until a training has logged as many steps."""
+    wait_until(lambda: len(read_metrics(workdir)) >= steps, process)
+
+
+def read_events(workdir: Path) -> list[dict]:
+    """The events of a run."""
+    return events.read_events((workdir / events.FILE).read_text())
+
+
+def computed(workdir: Path) -> list[tuple]:
+    """What a run computed at each step, clocks left out."""
+    names = ("step", "loss", "loss_ar", "loss_mdm", "grad_norm", "learning_rate", "tokens")
+    return [tuple(record[name] for name in names) for record in read_metrics(workdir)]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def write_lines(path: Path, lines: list) -> Path:
+    """Writes objects as JSON, one a line."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def drawn_matrix(text: str, columns: int) -> list[list[bool]]:
+    """The matrix of 1 and . that a docstring draws, behind a letter for each row."""
+    drawn = re.findall(rf" [A-Za-z] +((?:[1.] ?){{{columns}}})$", text, re.MULTILINE)
+    return [[cell == "1" for cell in line.split()] for line in drawn]
+
+
+class Letters:
+    """A tokenizer of letters: token 65 is A."""
+
+    mask_id = 4
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def write_tokenizer(path: Path, **changes) -> Path:
+    """A byte-level BPE tokenizer of Qwen3's kind, as transformers saves it."""
+    path.mkdir(exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["What is the number? It is the number."] * 9, trainer)
+    tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {key: value for key, value in (_CONFIG | changes).items() if value is not None}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path / "tokenizer.json"
+
+
+def tiny_qwen3(path: Path) -> None:
+    """What a download of Qwen3 looks like, in the sizes of TINY_RUN."""
+    write_tokenizer(path)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 512, "num_tokens": 512}
+    huggingface.save(tiny_model(**sizes, rope_theta=1e6, tie_word_embeddings=True), path)
