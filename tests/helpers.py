@@ -74,8 +74,8 @@ def write_lines(path: Path, lines: list) -> Path:
 
 
 def drawn_matrix(text: str, columns: int) -> list[list[bool]]:
-    """The matrix of 1 and . that a docstring draws, behind a letter for each row."""
-    drawn = re.findall(rf" [A-Za-z] +((?:[1.] ?){{{columns}}})$", text, re.MULTILINE)
+    """The matrix of 1 and . that a docstring draws at the ends of its lines."""
+    drawn = re.findall(rf" ((?:[1.] ?){{{columns}}})$", text, re.MULTILINE)
     return [[cell == "1" for cell in line.split()] for line in drawn]
 
 

@@ -1,12 +1,10 @@
 """CARD: its mask, noise and weights against loops, and the passes of its decoder."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from conftest import MASK, PROMPTS, settings, sharp_model
+from helpers import drawn_matrix
 
 from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
@@ -25,8 +23,7 @@ def rows() -> Rows:
 
 
 def test_the_matrix_of_the_docstring_is_the_mask():
-    drawn = re.findall(r" ((?:[1.] ?){6})$", card.__doc__, re.MULTILINE)
-    assert [[cell == "1" for cell in line.split()] for line in drawn] == objective().pattern.dense(6).tolist()
+    assert objective().pattern.dense(6).tolist() == drawn_matrix(card.__doc__, 6)
 
 
 def test_masks_lie_in_the_tail_and_are_as_many_as_drawn():

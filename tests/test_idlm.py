@@ -1,23 +1,18 @@
 """I-DLM: its mask and labels; how many forwards it takes."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from conftest import BOS, MASK, PROMPTS, settings, tiny_model
+from conftest import MASK, PROMPTS, settings, tiny_model
+from helpers import drawn_matrix
 
-from refusion_jax import UserError, decode
+from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
-from refusion_jax.decoding.requests import Request
 from refusion_jax.systems import idlm
 
 
 def test_the_matrix_of_the_docstring_is_the_mask():
-    drawn = re.findall(r" [Mabcd] +((?:[1.] ?){8})$", idlm.__doc__, re.MULTILINE)
-    expected = [[cell == "1" for cell in line.split()] for line in drawn]
-    assert idlm.AllMasked(MASK, 2, 0.2).pattern.dense(8).tolist() == expected
+    assert idlm.AllMasked(MASK, 2, 0.2).pattern.dense(8).tolist() == drawn_matrix(idlm.__doc__, 8)
 
 
 def test_labels_and_weights_of_a_row_computed_by_hand():
@@ -42,8 +37,3 @@ def test_a_model_that_ignores_its_place_accepts_every_draft():
     out = decode(model, PROMPTS, settings("idlm", new=17, stride=4))
     assert out.tokens == [[9] * 17] * len(PROMPTS)
     assert out.forwards == [1 + 4] * len(PROMPTS)  # one token, then four a forward
-
-
-def test_templates_are_refused():
-    with pytest.raises(UserError, match="cannot fill templates"):
-        decode(tiny_model(), [Request([BOS, 5], (4, [7]))], settings("idlm"))

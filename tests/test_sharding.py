@@ -12,7 +12,7 @@ from refusion_jax.training.program import train_program
 ONES = dict.fromkeys(sharding.MESH_AXES, 1)
 
 
-@pytest.mark.parametrize("size", ["0.6b", "8b", "32b"])
+@pytest.mark.parametrize("size", ["0.6b", "32b"])  # tied to the head, and not
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_no_large_weight_or_moment_is_whole_on_a_chip(size, optimizer):
     """Adafactor's means over an axis (at most 6 MiB each here) are: the axis that was split may be the one averaged."""

@@ -12,7 +12,7 @@ from refusion_jax.systems import wedlm
 
 
 def test_the_matrix_of_the_docstring_is_the_mask():
-    assert wedlm.ReorderedBlocks(MASK, 2, 1e-3).pattern.dense(8).tolist() == drawn_matrix(wedlm.__doc__, 8)
+    assert wedlm.ReorderedBlocks(MASK, 2).pattern.dense(8).tolist() == drawn_matrix(wedlm.__doc__, 8)
 
 
 def test_blocks_are_reordered_and_weighted_as_by_hand():
@@ -21,7 +21,7 @@ def test_blocks_are_reordered_and_weighted_as_by_hand():
     rows = Rows(jnp.arange(5, 15)[None], segments, jnp.array([[0, 0, 1, 1, 1, 1, 0, 1, 1, 0]]) > 0)
     parts, masked = [[0, 1, 2, 3], [4, 5], [6, 7], [8], [9]], 0
     for seed in range(5):
-        batch = wedlm.ReorderedBlocks(MASK, 4, 1e-3).corrupt(rows, jax.random.split(jax.random.key(seed), 1))
+        batch = wedlm.ReorderedBlocks(MASK, 4).corrupt(rows, jax.random.split(jax.random.key(seed), 1))
         inputs, labels, weights = (np.asarray(x[0]) for x in (batch.inputs, batch.labels, batch.weights["mdm"]))
         np.testing.assert_array_equal(inputs[10:], rows.tokens[0])
         np.testing.assert_array_equal(batch.weights["ar"][0] * 6, [0] * 10 + [0, 1, 1, 1, 1, 0, 1, 1, 0, 0])
