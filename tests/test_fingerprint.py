@@ -7,7 +7,7 @@ import types
 
 import pytest
 from conftest import settings, tiny_model
-from test_golden import SHIPPED
+from helpers import SHIPPED
 
 pytest.importorskip("lm_eval")
 
