@@ -43,12 +43,8 @@ def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfi
     """
     for key in _SAME:
         if getattr(model, key) != getattr(other, key):
-            raise SettingError(
-                "decode",
-                name,
-                path,
-                f"is of another vocabulary: {key} is {getattr(other, key)}, not {getattr(model, key)}",
-            )
+            why = f"is of another vocabulary: {key} is {getattr(other, key)}, not {getattr(model, key)}"
+            raise SettingError("decode", name, path, why)
 
 
 def missing(settings: Settings) -> list[str]:

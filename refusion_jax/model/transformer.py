@@ -396,31 +396,26 @@ class Transformer(nnx.Module):
 
 
 class Wrapper(Transformer):
-    """A model that computes what the one inside it does, except for what a subclass overrides."""
+    """A model that computes what the one inside it does, except for what a subclass overrides; see `Transformer`."""
 
     def __init__(self, model: Transformer):
         self.model = model
         self.config, self.dtype, self.cache_dtype = model.config, model.dtype, model.cache_dtype
 
     def hidden(self, *fed: Any) -> Float[Array, "B T D"]:
-        """As of the model inside."""
         return self.model.hidden(*fed)
 
     def extend_hidden(self, *fed: Any) -> tuple[Float[Array, "_ _ D"], KeyValues]:
-        """As of the model inside."""
         return self.model.extend_hidden(*fed)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
-        """As of the model inside."""
         return self.model.logits(x)
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
-        """As of the model inside."""
         return self.model.empty_cache(rows, capacity)
 
     @property
     def weight_bytes(self) -> int:
-        """As of the model inside."""
         return self.model.weight_bytes
 
     @property

@@ -127,7 +127,7 @@ class Reply:
         try:
             for number, one in enumerate(self._choices):
                 start = {"delta": {"role": "assistant", "content": ""}} if begins_with_role else None
-                if getattr(self._body, "echo", False):
+                if isinstance(self._body, Completion) and self._body.echo:
                     start = fields(*self._service.echoes([one]))
                 if start:
                     yield event([{"index": number, **start, "finish_reason": None}])

@@ -221,7 +221,7 @@ class Service:
         Raises:
           UserError: where the likelihood of a token is not known.
         """
-        how = {"method": self._settings.method, "slot_size": getattr(self._settings, "slot_size", 1)}
+        how = {"method": self._settings.method, "slot_size": self._settings.slot_size}
         prompts = [one.prompt for one in choices]
         echoed = [prompt if echo else [] for prompt in prompts]
         contexts = [prompt[:1] for prompt in echoed] + prompts
