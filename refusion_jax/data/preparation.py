@@ -247,7 +247,7 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
         raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
     if not all(shards.values()):
         raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")
-    lines = (workers.read_lines(output / PROGRESS / f"dropped-{i:05}.jsonl") for i in range(len(chunks)))
+    lines = ((output / PROGRESS / f"dropped-{i:05}.jsonl").read_bytes() for i in range(len(chunks)))
     write_file(output / "dropped.jsonl", b"".join(lines))
     for split, directory in reversed(directories.items()):
         for name, content in tokenizer.files.items():

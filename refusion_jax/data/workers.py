@@ -129,8 +129,3 @@ def load(path: epath.Path) -> np.ndarray:
     """Reads what `save` wrote."""
     with path.open("rb") as file:
         return np.load(io.BytesIO(file.read()), allow_pickle=False)
-
-
-def read_lines(path: epath.Path) -> bytes:
-    """The content of a file; empty if it does not exist."""
-    return path.read_bytes() if path.exists() else b""

@@ -112,10 +112,11 @@ def likelihoods(
     for (number, _), (value, is_greedy) in zip(items, score(model, [item for _, item in items]), strict=True):
         nats[number].append(value)
         greedy[number] &= is_greedy
-    return [
-        _averaged(values or [0.0], all_best, system.scoring.is_bound)
-        for values, all_best in zip(nats, greedy, strict=True)
-    ]
+    found = []
+    for values, is_greedy in zip(nats, greedy, strict=True):
+        error = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        found.append(Likelihood(float(np.mean(values or [0.0])), error, is_greedy, system.scoring.is_bound))
+    return found
 
 
 def held_out_bits(
@@ -138,7 +139,7 @@ def held_out_bits(
     """
     system = system_of(how["method"]) if how.get("method") else default_system()
     prompts, responses = documents(rows, system.scoring.needs_prompt)
-    size = bytes_of(responses, tokenizer)
+    size = sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
     if not size:
         return {}
     scored = likelihoods(model, prompts, responses, **how)
@@ -201,16 +202,6 @@ def documents(
             if needs_prompt and not len(prompts[-1]):
                 prompts[-1], responses[-1] = responses[-1][:1], responses[-1][1:]
     return prompts, responses
-
-
-def bytes_of(responses: Sequence[np.ndarray], tokenizer: Tokenizer) -> int:
-    """Bytes of the text of all responses, in UTF-8."""
-    return sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
-
-
-def _averaged(values: list[float], is_greedy: bool, is_bound: bool) -> Likelihood:
-    error = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return Likelihood(float(np.mean(values)), error, is_greedy, is_bound)
 
 
 def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -175,7 +174,8 @@ class _Board:
     def _summary(self, step: int, values: list[summary_pb2.Summary.Value]) -> None:
         try:
             self._writer = self._writer or self._open()
-            self._add(step=step, summary=summary_pb2.Summary(value=values))
+            summary = summary_pb2.Summary(value=values)
+            self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
             if time.monotonic() - self._flushed > _FLUSH_SECONDS:
                 self._writer.flush()
                 self._flushed = time.monotonic()
@@ -192,9 +192,6 @@ class _Board:
         )  # tells TensorBoard to drop older records from this step on
         writer.write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step, session_log=start))
         return writer
-
-    def _add(self, **what: Any) -> None:
-        self._writer.write_event(event_pb2.Event(wall_time=time.time(), **what))
 
     def close(self) -> None:
         """Flushes and closes the file."""
