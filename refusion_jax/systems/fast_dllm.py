@@ -194,10 +194,9 @@ class BlockCache(masked.MaskedDecoder):
 
     def _fed(self, s: State) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
         """The start and length of what is fed on top of the cache: the block, or all from it on."""
-        count, own = s.layout.places.count, s.layout.settings.block_length
-        length = jnp.where(own > 0, own, count)
+        length = masked.block_length(s)
         first = s.block * length
-        left = jnp.maximum(count - first, 0)
+        left = jnp.maximum(s.layout.places.count - first, 0)
         return s.layout.given.length + first, jnp.minimum(left, length) if self.reuse == "dual" else left
 
 

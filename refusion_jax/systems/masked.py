@@ -180,8 +180,7 @@ class MaskedDecoder(Decoder):
 
     def window(self, s: MaskedText) -> tuple[Window, Int32[Array, "B"]]:
         """(the places of each row's block, the number of the first place after it)."""
-        own, count = s.layout.settings.block_length, s.layout.places.count
-        length = jnp.maximum(jnp.where(own > 0, own, count), 1)
+        length = block_length(s)
         return window(s, self.ids, self.block_length, s.block * length, length), (s.block + 1) * length
 
     def commit(
@@ -216,12 +215,16 @@ class EvenSteps:
         return proposal.probability
 
     def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
-        own, count = s.layout.settings, s.layout.places.count
-        length = jnp.maximum(jnp.where(own.block_length > 0, own.block_length, count), 1)
-        blocks = jnp.maximum(-(-count // length), 1)
-        steps = jnp.clip(jnp.where(own.steps > 0, own.steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
+        steps, blocks = s.layout.settings.steps, jnp.maximum(-(-s.layout.places.count // block_length(s)), 1)
+        steps = jnp.clip(jnp.where(steps > 0, steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
         share = w.size // steps + (s.block_step < w.size % steps)  # the first steps commit one more
         return ranks(self.confidence(s, w, proposal, mask_id), w) < share[:, None]
+
+
+def block_length(s: MaskedText) -> Int32[Array, "B"]:
+    """Tokens of the blocks of each row; all that it decodes where the setting is 0."""
+    own, count = s.layout.settings.block_length, s.layout.places.count
+    return jnp.maximum(jnp.where(own > 0, own, count), 1)
 
 
 def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
