@@ -6,7 +6,8 @@
 Directories are local or in an object store. Families that can be read: Gemma 3 (its text models), Llama (SmolLM2, too),
 Mistral, OLMo 2, Qwen2 and Qwen3; and what the authors of other systems released (systems/README.md). Weights are spread
 over all devices here; JAX_PLATFORMS=cpu keeps them in the host's memory. Tokenizer files are carried along. `generate`
-reads both kinds of directory as they are.
+reads both kinds of directory as they are, and adapters that `peft` wrote; --format=peft writes the adapters of a run.
+What is exported of a run has a model card, README.md.
 """
 
 import math
@@ -17,21 +18,35 @@ from etils import epath
 from rich.progress import Progress
 
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import find_objective, find_tokenizer, load_model, read_dtype, read_model_config
+from refusion_jax.checkpoints.load import (
+    find_objective,
+    find_tokenizer,
+    load_model,
+    read_dtype,
+    read_model_config,
+    read_trained,
+    tokenizer_place,
+)
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
+from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import read_file, write_file
-from refusion_jax.model import huggingface
+from refusion_jax.model import huggingface, peft
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.systems.registry import releases
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read, local or gs://")
 _TO = flags.DEFINE_string("to", None, "Directory to make, local or gs://")
-_FORMAT = flags.DEFINE_enum("format", None, ["orbax", "huggingface"], "What to make: orbax (ours) or huggingface")
+_FORMAT = flags.DEFINE_enum(
+    "format",
+    None,
+    ["orbax", "huggingface", "peft"],
+    "What to make: orbax (ours), huggingface, or the adapters alone of a run with lora.rank: peft",
+)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of the weights written; by default as they are")
 _MASK = flags.DEFINE_integer(
     "mask_token_id", None, "Id of the mask token; by default config.json's, or the tokenizer's (format=orbax)"
@@ -75,14 +90,16 @@ def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
 
 def main() -> None:
     if None in (_FROM.value, _TO.value, _FORMAT.value):
-        raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface are needed; --help explains")
+        raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface|peft are needed; --help explains")
     source, target = epath.Path(_FROM.value), epath.Path(_TO.value)
     flag_values.check_output("to", target, directory=True)
     if target.exists():
         raise UserError(f"--to={target} exists; name a new directory")
     if not source.is_dir():
         raise UserError(f"--from={source} is no directory")
-    directory = source if huggingface.is_huggingface(source) else find_step(source)[0]
+    if _FORMAT.value == "orbax" and peft.is_peft(source):
+        raise UserError(f"--from={source} holds adapters: merge them by --format=huggingface")
+    directory = tokenizer_place(source)
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
     dtype = _DTYPE.value or read_dtype(source)
     partial = target  # in an object store what is written last, config.json or model.json, says that it is whole
@@ -93,8 +110,14 @@ def main() -> None:
     try:
         for name, content in carried.items():
             write_file(partial / name, content)
+        if _FORMAT.value != "orbax" and (directory / "checkpoints").exists() and (directory / "config.json").exists():
+            step = int(find_step(source)[1].name)
+            write_file(partial / "README.md", model_card(directory, step, target.name))
         if _FORMAT.value == "orbax":
             to_orbax(source, partial, dtype, _MASK.value)
+        elif _FORMAT.value == "peft":
+            lora, trained, base = read_trained(source)
+            peft.write(partial, lora, trained, base)
         else:
             to_huggingface(source, partial, dtype)
         if partial != target:

@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tokenizers
-from conftest import TINY_RUN, config_with, run, tiny_model
+from conftest import TINY_RUN, causal, config_with, forward, run, tiny_model
 from flax import nnx
 from helpers import write_lines, write_tokenizer
 
@@ -100,8 +100,50 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
     jax.tree.map(np.testing.assert_array_equal, load_items(tmp_path / "parts" / "checkpoints" / "4"), saved)
 
     run("convert", "--format=huggingface", f"--from={tmp_path}/run", f"--to={tmp_path}/export")
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert f"`objective=refusion` from {source} on `" in card
+    assert ": 4 of 4 steps of " in card
+    assert '| `lora.full` | ".*norm" |' in card
+    assert re.search(r"^\| `loss` \| [0-9.]+ \|$", card, re.MULTILINE)
     exported = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "export")))
     jax.tree.map(np.testing.assert_array_equal, exported, after)
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs
+def test_adapters_go_to_peft_and_come_back(source, tmp_path):
+    flags = {"lora.rank": 4, "lora.targets": "(q|o|down)_proj", "learning_rate": 0.05, "steps": 4}
+    run(*recipe(source, tmp_path / "run", **flags))
+    run("convert", "--format=peft", f"--from={tmp_path}/run", f"--to={tmp_path}/peft")
+    merged, again = (nnx.to_pure_dict(nnx.state(load_model(tmp_path / name))) for name in ("run", "peft"))
+    jax.tree.map(np.testing.assert_array_equal, again, merged)
+
+    _, err = run("convert", "--format=orbax", f"--from={tmp_path}/peft", f"--to={tmp_path}/ours", code=2)
+    assert "peft holds adapters: merge them by --format=huggingface" in err
+    _, err = run("convert", "--format=peft", f"--from={source}", f"--to={tmp_path}/ours", code=2)
+    assert "holds no checkpoint; give the --workdir of a training run" in err
+    run(*recipe(source, tmp_path / "norms", **flags | {"lora.full": "final_norm", "steps": 1}))
+    _, err = run("convert", "--format=peft", f"--from={tmp_path}/norms", f"--to={tmp_path}/ours", code=2)
+    assert "--format=peft holds adapters alone, and final_norm was trained, too" in err
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(UserError, match="adapter_config.json cannot be read: use_dora: Input should be False"):
+        load_model(tmp_path / "peft")
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
+
+    peft = pytest.importorskip("peft")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    tokens = np.random.default_rng(0).integers(5, 300, (2, 17))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    positions = np.broadcast_to(np.arange(17), (2, 17))
+    got = forward(load_model(tmp_path / "run"), tokens, positions, causal(np.ones((2, 17), np.int32)))
+    rows = expected.shape[2]
+    np.testing.assert_allclose(got[..., :rows], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "theirs")))
+    jax.tree.map(np.testing.assert_array_equal, back, merged)
 
 
 def load_items(step):

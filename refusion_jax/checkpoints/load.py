@@ -18,9 +18,9 @@ from refusion_jax.decoding.auxiliary import check_vocabulary, lacking, missing, 
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import absolute
-from refusion_jax.model import huggingface
+from refusion_jax.model import huggingface, peft
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.model.lora import combine
+from refusion_jax.model.lora import Lora, combine
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import decoders_for, default_system, plain_system, releases
 
@@ -34,8 +34,9 @@ def load_model(
     """Loads a trained model onto one device or a mesh.
 
     Args:
-      path: the directory of a run or its checkpoints/, for the newest checkpoint; the directory of one step; or a
-        Hugging Face directory of one of `model.families.FAMILIES`, or as the authors of a system released it.
+      path: the directory of a run or its checkpoints/, for the newest checkpoint; the directory of one step; a Hugging
+        Face directory of one of `model.families.FAMILIES`, or as the authors of a system released it; or one of
+        adapters as `peft` writes them.
       dtype: of weights and computation, "float32" or "bfloat16".
       mesh: from `sharding.make_mesh`; the first device by default.
       weights: "same", or "int8": rounded in host memory, so that the devices never hold the unrounded weights.
@@ -74,7 +75,7 @@ def load_for(
     for name in settings.auxiliary_models:
         other = getattr(settings, name)
         check_vocabulary(name, other, read_model_config(epath.Path(path)), read_model_config(epath.Path(other)))
-        files = [find_tokenizer_file(_tokenizer_place(epath.Path(place))) for place in (path, other)]
+        files = [find_tokenizer_file(tokenizer_place(epath.Path(place))) for place in (path, other)]
         if all(files) and files[0].read_bytes() != files[1].read_bytes():
             raise SettingError("decode", name, other, f"has another tokenizer than {path}")
         auxiliary[name] = load_model(other, dtype, mesh, settings.weights)
@@ -99,6 +100,7 @@ def read_model_config(path: epath.Path) -> ModelConfig:
     Raises:
       UserError: where there is none.
     """
+    path = _model_place(path)
     if huggingface.is_huggingface(path):
         return huggingface.read_model_config(path, find_tokenizer(path), releases=releases())
     return run_directory.read_model_config(find_step(path)[0])
@@ -108,6 +110,9 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights with the shapes, dtypes and shardings of the target."""
     if huggingface.is_huggingface(path):
         return huggingface.load_params(path, target, releases=releases())
+    if peft.is_peft(path):
+        lora, trained = peft.load(path, target)
+        return _merge(lora, load_params(peft.base_of(path), target), trained, target)
     adapted = run_directory.read_adapters(find_step(path)[0])
     if adapted is None:
         return restore_params(path, target)
@@ -115,9 +120,32 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     if not base.is_dir():
         raise UserError(f"{path} holds adapters of {base}, which is no directory")
     trained = restore_params(path, lora.targets_like(target))
+    return _merge(lora, combine(lora.without_adapters(trained), load_params(base, target)), trained, target)
+
+
+def read_trained(path: epath.Path) -> tuple[Lora, dict[str, Any], epath.Path]:
+    """(shape of the adapters, what was trained, what it adapts) of a run with low-rank adapters.
+
+    Raises:
+      UserError: where the run has none.
+    """
+    adapted = run_directory.read_adapters(find_step(path)[0])
+    if adapted is None:
+        raise UserError(f"{path} has no low-rank adapters: nothing of --config.lora.rank above 0")
+    lora, base = adapted
+    config = read_model_config(path)
+    _, target = abstract_transformer(config, "float32", make_mesh({}, jax.devices()[:1]))
+    return lora, restore_params(path, lora.targets_like(target)), base
+
+
+def _merge(lora: Lora, params: dict[str, Any], trained: dict[str, Any], target: dict[str, Any]) -> dict[str, Any]:
     places = jax.tree.map(lambda x: x.sharding, target)
-    merge = jax.jit(lambda params, trained: lora.merge(params, trained), donate_argnums=0, out_shardings=places)
-    return merge(combine(lora.without_adapters(trained), load_params(base, target)), trained)
+    return jax.jit(lora.merge, donate_argnums=0, out_shardings=places)(params, trained)
+
+
+def _model_place(path: epath.Path) -> epath.Path:
+    """The directory of the model: that which adapters adapt, or the path itself."""
+    return peft.base_of(path) if peft.is_peft(path) else path
 
 
 def read_dtype(path: epath.Path) -> str:
@@ -126,6 +154,7 @@ def read_dtype(path: epath.Path) -> str:
     Raises:
       UserError: where there is none.
     """
+    path = _model_place(path)
     return huggingface.read_dtype(path) if huggingface.is_huggingface(path) else stored_dtype(path)
 
 
@@ -143,7 +172,7 @@ def load_tokenizer(path: epath.PathLike) -> Tokenizer:
 
 def find_own_tokenizer(path: epath.Path) -> epath.Path | None:
     """The file of the tokenizer of a run or model, if there is one."""
-    return find_tokenizer_file(_tokenizer_place(path)) if path.is_dir() else None
+    return find_tokenizer_file(tokenizer_place(path)) if path.is_dir() else None
 
 
 def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -167,7 +196,7 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:
         window = there.max_position_embeddings
         raise UserError(f"--config.row_length must be at most {window}, to which local layers of {path} attend")
-    is_padded = huggingface.is_huggingface(path) and there.vocab_size < config.vocab_size
+    is_padded = huggingface.is_huggingface(_model_place(path)) and there.vocab_size < config.vocab_size
     if there.vocab_size != config.vocab_size and not is_padded:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
 
@@ -182,7 +211,7 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
     Raises:
       UserError: where its files cannot be read, or have no mask token.
     """
-    directory = _tokenizer_place(path)
+    directory = tokenizer_place(path)
     file = find_tokenizer_file(directory)
     if file is None:
         return None
@@ -193,8 +222,9 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
     return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
 
 
-def _tokenizer_place(path: epath.Path) -> epath.Path:
+def tokenizer_place(path: epath.Path) -> epath.Path:
     """The directory that holds the tokenizer of a run or model, if any."""
+    path = _model_place(path)
     return path if huggingface.is_huggingface(path) else find_step(path)[0]
 
 
@@ -203,6 +233,7 @@ def find_objective(path: epath.Path) -> str | None:
 
     A Hugging Face directory without a mask token is a plain language model; one line says so.
     """
+    path = _model_place(path)
     if huggingface.is_huggingface(path):
         named = huggingface.read_config(path, releases()).refusion_jax.objective
         if named or not _lacks_mask(path):

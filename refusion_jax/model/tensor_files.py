@@ -39,14 +39,14 @@ class _Index(pydantic.BaseModel):
 class Tensors:
     """The tensors of a directory by name."""
 
-    def __init__(self, directory: epath.PathLike):
-        """Reads the headers of all files.
+    def __init__(self, directory: epath.PathLike, file: str = "model.safetensors"):
+        """Reads the headers of all files: those of the index, or else the one of this name.
 
         Raises:
           UserError: where a file is missing, cannot be read, or is cut off.
         """
         self._directory = directory = epath.Path(directory)
-        files = {"model.safetensors"}
+        files = {file}
         if (directory / INDEX).exists():
             files = set(read_json(directory / INDEX, _Index, extra="ignore").weight_map.values())
         self._entries: dict[str, tuple[str, int, _Entry]] = {}  # file, where its data begins

@@ -1,0 +1,45 @@
+"""The model card of an export: what a run says of itself, as README.md."""
+
+import json
+
+from etils import epath
+
+from refusion_jax.config import default_config, flatten
+from refusion_jax.config.run_config import read_config
+from refusion_jax.distributed.json_files import read_json_lines
+
+
+def model_card(workdir: epath.Path, step: int, name: str) -> str:
+    """System, data, steps, settings and scores of a run in Markdown.
+
+    Args:
+      workdir: of the run.
+      step: that is exported.
+      name: of the model.
+
+    Raises:
+      UserError: where a file of the run cannot be read.
+    """
+    config = read_config(workdir)
+    own, defaults = (flatten(json.loads(c.to_json())) for c in (config, default_config()))
+    settings = {key: value for key, value in own.items() if value != defaults.get(key)}
+    metrics, scores = workdir / "metrics.jsonl", {}
+    for _, record in read_json_lines(metrics) if metrics.exists() else ():
+        if record.get("step", 0) <= step:  # the newest of each
+            scores |= {key: value for key, value in record.items() if key == "loss" or key.startswith("eval_")}
+    return "\n".join(
+        [
+            *("---", "library_name: transformers", "---", f"# {name}", ""),
+            f"Trained by refusion_jax with `objective={config.objective}` from {config.init_from or 'random weights'} "
+            f"on `{config.data.path}`: {step} of {config.steps} steps of {config.batch_size} rows of "
+            f"{config.row_length} tokens. `python -m refusion_jax.generate --checkpoint=DIR` decodes it as it was "
+            f"trained; `transformers` knows its layers, and decodes it left to right.",
+            *_table("settings that are not defaults", settings),
+            *_table("newest scores of training", scores),
+        ]
+    )
+
+
+def _table(title: str, values: dict) -> list[str]:
+    rows = [f"| `{key}` | {json.dumps(value)} |".replace("\n", " ") for key, value in sorted(values.items())]
+    return ["", f"| {title} | |", "| --- | --- |", *rows, ""] if rows else []

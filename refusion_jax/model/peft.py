@@ -1,0 +1,121 @@
+"""Low-rank adapters as the package `peft` keeps them: adapter_config.json and adapter_model.safetensors.
+
+Their lora_A is [rank, in] and lora_B [out, rank], one of each per layer; ours are [*in, rank] and [rank, *out], of all
+layers stacked.
+"""
+
+import json
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+from etils import epath
+from safetensors.numpy import save
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.storage import write_file
+from refusion_jax.model.families import NAMES
+from refusion_jax.model.lora import INPUTS, Lora
+from refusion_jax.model.tensor_files import Tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class _Config(pydantic.BaseModel):
+    """What we read of an adapter_config.json; variants that compute something else are refused."""
+
+    peft_type: Literal["LORA"]
+    base_model_name_or_path: str
+    r: pydantic.PositiveInt
+    lora_alpha: float
+    bias: Literal["none"] = "none"
+    use_dora: Literal[False] = False
+    use_rslora: Literal[False] = False
+    modules_to_save: None = None
+    rank_pattern: dict[str, int] = pydantic.Field({}, max_length=0)
+    alpha_pattern: dict[str, float] = pydantic.Field({}, max_length=0)
+
+
+def is_peft(path: epath.Path) -> bool:
+    """Whether a directory holds adapters of `peft`, and not the model itself."""
+    return (path / CONFIG).exists() and not (path / "config.json").exists()
+
+
+def base_of(path: epath.Path) -> epath.Path:
+    """The directory of the model that adapters adapt.
+
+    Raises:
+      UserError: where the file cannot be read, or names no directory here.
+    """
+    base = epath.Path(_read_config(path).base_model_name_or_path)
+    if not base.is_dir():
+        raise UserError(f"{path / CONFIG}: base_model_name_or_path={base} is no directory here: write its path there")
+    return base
+
+
+def load(path: epath.Path, target: dict[str, Any]) -> tuple[Lora, dict[str, Any]]:
+    """The adapters in a directory, in host memory.
+
+    Args:
+      path: the directory.
+      target: shapes of the weights of the model.
+
+    Raises:
+      UserError: where a file cannot be read, or a tensor has no place in the model.
+    """
+    config, tensors, layers, known = _read_config(path), Tensors(path, WEIGHTS), {}, set()
+    names = [name for name in INPUTS if _their_name(name, "A", 0) in tensors.names]
+    for name in names:
+        shape = target["layers"][name].shape
+        count, inputs = shape[0], 1 + INPUTS[name]
+        for side, ours in (("A", (*shape[1:inputs], config.r)), ("B", (config.r, *shape[inputs:]))):
+            theirs = [_their_name(name, side, layer) for layer in range(count)]
+            flat = (config.r, int(np.prod(ours[:-1]))) if side == "A" else (int(np.prod(ours[1:])), config.r)
+            stacked = [tensors.read(each, flat).astype(np.float32).T.reshape(ours) for each in theirs]
+            layers[f"{name}_{side.lower()}"] = np.stack(stacked)
+            known |= set(theirs)
+    for left in sorted(tensors.names - known):
+        raise UserError(f"{path / WEIGHTS}: {left} has no place in the model that it adapts")
+    return Lora(config.r, config.lora_alpha, "|".join(names)), {"layers": layers}
+
+
+def write(path: epath.Path, lora: Lora, adapters: dict[str, Any], base: epath.PathLike) -> None:
+    """Writes a directory that `peft` loads.
+
+    Args:
+      path: an empty directory, or one that is made.
+      lora: the shape of the adapters.
+      adapters: what was trained, by names of weights.
+      base: the directory of the model that they adapt.
+
+    Raises:
+      UserError: where other weights were trained, too.
+    """
+    if others := lora.without_adapters(adapters)["layers"].keys() | (adapters.keys() - {"layers"}):
+        raise UserError(f"--format=peft holds adapters alone, and {min(others)} was trained, too: use huggingface")
+    tensors = {}
+    for name, stacked in adapters["layers"].items():
+        name, side = name[:-2], name[-1].upper()
+        for layer, weight in enumerate(np.asarray(stacked)):
+            flat = weight.reshape(-1, lora.rank) if side == "A" else weight.reshape(lora.rank, -1)
+            tensors[_their_name(name, side, layer)] = np.ascontiguousarray(flat.T)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": lora.names,
+        "bias": "none",
+    }
+    write_file(path / WEIGHTS, save(tensors, {"format": "pt"}))
+    write_file(path / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def _read_config(path: epath.Path) -> _Config:
+    return read_json(path / CONFIG, _Config, extra="ignore")
+
+
+def _their_name(name: str, side: str, layer: int) -> str:
+    return "base_model.model." + NAMES[name].format(layer).replace("weight", f"lora_{side}.weight")
