@@ -272,6 +272,7 @@ BAD = {
     ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
     "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read: Invalid JSON: EOF"),
+    "no model_type": (lambda p: (p / "config.json").write_text("{}"), "model_type=null is not supported"),
     "model_type that is no text": (
         lambda p: (p / "config.json").write_text('{"model_type": {"x": 1}}'),
         'config.json: model_type={"x": 1} is not supported',

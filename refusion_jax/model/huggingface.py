@@ -162,10 +162,11 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
     family = FAMILIES.get(release.family)
     fixed = dict(family.activation | family.fixed if family else {"model_type": ""}) | release.fixed
     for key, value in fixed.items():
-        if given.get(key, value) != value:
+        if family is None or given.get(key, value) != value:
             raise UserError(
-                f"{file}: {key}={json.dumps(given[key])[:60]} is not supported; of Hugging Face models we read those "
-                f"of model_type {', '.join([*FAMILIES, *_model_types(releases)])} with that family's defaults"
+                f"{file}: {key}={json.dumps(given.get(key))[:60]} is not supported; of Hugging Face models "
+                f"we read those of model_type {', '.join([*FAMILIES, *_model_types(releases)])} with that "
+                f"family's defaults"
             )
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
     if system and (unknown := sorted(given.keys() - known)):
