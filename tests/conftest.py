@@ -83,7 +83,8 @@ TINY_RUN = [
 PAD, BOS, EOS, MASK = 0, 1, 2, 4
 
 # Files that take a minute and more.
-LONGEST = "quickstart readme systems tpu decoding fuzz golden batching train distributed drill exact_infilling".split()
+LONGEST = "quickstart readme systems distributed drill train tpu golden decoding exact_infilling".split()
+LONGEST += "fuzz batching adaptation storage serve heldout evaluate".split()
 
 
 def pytest_collection_modifyitems(items):

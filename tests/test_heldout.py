@@ -1,5 +1,6 @@
 """The held-out loss is exact, the same on any devices and in any run, and training does not notice it."""
 
+import functools
 import json
 
 import jax
@@ -48,20 +49,26 @@ def evaluate(sets, devices: int = 1, **changes) -> dict[str, float]:
         return {name: float(value) for name, value in loss(params).items()}
 
 
-def by_hand(rows: PackedRows, objective: str = "refusion") -> dict[str, float]:
-    """All rows as one batch, in one forward."""
-    config = config_with(**SIZES, objective=objective)
-    batch_rows = Rows(*map(jax.numpy.asarray, (rows.tokens, rows.segment_ids, rows.is_response)))
-    batch = make_objective(config, 4).corrupt(batch_rows, noise_keys(0, 0, len(rows)))
-    model = Transformer(tiny_config(), nnx.Rngs(0))
-    ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
-    return {name: float(value) for name, value in weigh(ce, batch).items()}
+@functools.cache
+def by_hand(objective: str = "refusion") -> dict[str, float]:
+    """21 rows as one batch, in one forward."""
+    rows, config = some_rows(21), config_with(**SIZES, objective=objective)
+    made, model = make_objective(config, 4), Transformer(tiny_config(), nnx.Rngs(0))
+
+    @jax.jit
+    def terms(rows: Rows):
+        batch = made.corrupt(rows, noise_keys(0, 0, len(rows.tokens)))
+        inputs = batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
+        return weigh(model.cross_entropy(*inputs), batch)
+
+    found = terms(Rows(*map(jax.numpy.asarray, (rows.tokens, rows.segment_ids, rows.is_response))))
+    return {name: float(value) for name, value in found.items()}
 
 
 @pytest.mark.parametrize("objective", ["refusion", "ar"])
 def test_the_loss_of_a_set_is_that_of_one_batch_of_all_its_rows_on_any_devices(objective):
     rows = some_rows(21)  # the last part holds 5 of 8
-    expected = by_hand(rows, objective)
+    expected = by_hand(objective)
     one, eight = evaluate([rows], objective=objective), evaluate([rows], 8, objective=objective, batch_size=16)
     for got in (one, eight):
         for name, value in expected.items():
@@ -124,7 +131,7 @@ def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(ob
     rows, model = some_rows(21), tiny_model()
     monkeypatch.setattr(heldout, "find_held_out", lambda config, tokenizer: [rows])
     graphdef, params = nnx.split(model)
-    for devices in (1, 4):
+    for devices in (1,) if objective == "dream" else (1, 4):
         config = config_with(**SIZES, objective=objective)
         mesh = make_mesh({"fsdp": devices}, jax.devices()[:devices])
         with jax.set_mesh(mesh):
@@ -140,8 +147,7 @@ def test_bits_per_byte_in_training_are_those_of_the_likelihood_on_any_devices(ob
         assert ("eval_bits_per_byte_is_bound" in found) == (objective == "llada") == is_bound
 
 
-@pytest.mark.parametrize("data", [1, 3])
-@pytest.mark.parametrize("changes", [{"batch_size": 32}, {"batch_size": 4096, "accumulation": 64}])
+@pytest.mark.parametrize(("data", "changes"), [(3, {"batch_size": 32}), (1, {"batch_size": 4096, "accumulation": 64})])
 def test_a_trained_model_is_evaluated_in_batches_for_the_devices_here(data, changes):
     """Those of its run are for other devices: 32 rows cannot be split over three."""
     mesh = make_mesh({"data": data}, jax.devices()[:data])
@@ -150,7 +156,7 @@ def test_a_trained_model_is_evaluated_in_batches_for_the_devices_here(data, chan
     config = config_with(**SIZES | changes)
     found = evaluate_model(config, model, [some_rows(21)])
     assert config.batch_size == changes["batch_size"]
-    for name, value in by_hand(some_rows(21)).items():
+    for name, value in by_hand().items():
         assert found[f"eval_loss_{name}"] == pytest.approx(value, abs=1e-6, rel=1e-6)
 
 

@@ -116,7 +116,7 @@ def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
     address = f"localhost:{metadata_server.server_port}"
     watcher = threading.Thread(target=preemption.watch_maintenance, args=(address,), daemon=True)
     watcher.start()
-    wait_until(lambda: min(metadata_server.given[name] for name in metadata_server.answers) >= 3)
+    wait_until(lambda: min(metadata_server.given[name] for name in metadata_server.answers) >= 3, seconds=60)
     assert not heard
     metadata_server.answers.update(notice)
     watcher.join(60)

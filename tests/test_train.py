@@ -132,7 +132,7 @@ def test_the_baseline_trains_and_decodes(tmp_path):
 
 @pytest.mark.parametrize(
     ("file", "row_length"),
-    [("gsm8k_train.jsonl", 512), pytest.param("refusion_sample.json", 1024, marks=pytest.mark.slow)],
+    [("gsm8k_train.jsonl", 256), pytest.param("refusion_sample.json", 1024, marks=pytest.mark.slow)],
     ids=["gsm8k", "sample"],
 )
 def test_real_data_trains_by_flags_alone_and_survives_a_kill(tmp_path, file, row_length):
@@ -143,7 +143,7 @@ def test_real_data_trains_by_flags_alone_and_survives_a_kill(tmp_path, file, row
         some = tmp_path / file  # all of it takes half a minute to tokenize
         some.write_text("".join(data.read_text().splitlines(keepends=True)[:600]))
         data = some
-    flags = [*TINY_RUN, f"--config.data.path={data}", f"--config.row_length={row_length}"]
+    flags = [*TINY_RUN, f"--config.data.path={data}", f"--config.row_length={row_length}", "--config.batch_size=4"]
     flags += ["--config.data.on_error=skip", "--config.model.vocab_size=1024", "--config.steps=60"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run("train", *flags, f"--workdir={straight}")
