@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
+import shlex
+import signal
 import stat
 import threading
 import time
 
 import numpy as np
 import pytest
-from conftest import TINY_RUN, run
+from conftest import ROOT, TINY_RUN, run, start
 from helpers import tiny_qwen3
 from safetensors.numpy import load_file
 
@@ -243,3 +246,32 @@ def test_lines_that_find_no_room_are_written_later_each_once(tmp_path, full_disk
     log.close()
     assert [record["n"] for record in parse_log((tmp_path / "log").read_bytes())] == [0, 1, "two is longer", 3, 4]
     assert caplog.text.count("cannot be written now") == 1
+
+
+def test_the_page_for_8b_runs_as_it_is_written(store, tmp_path):
+    """From the download, which is a tiny one, to the server; `plan` has tests of its own."""
+    page = (ROOT / "launch" / "README.md").read_text()
+    lines = "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).replace("$BUCKET", "gs://bucket").splitlines()
+    commands = [shlex.split(line) for line in lines if line.startswith("python -m ")]
+    tiny_qwen3(tmp_path / "Qwen3-8B")
+    rows = "".join(f'{{"query": "What is {i}?", "response": "It is the number {i}."}}\n' for i in range(300))
+    (tmp_path / "a.jsonl").write_text(rows)
+    small = [*TINY_RUN[1:], "--config.steps=2", "--config.warmup_steps=1", "--config.row_length=128"]
+    small += ["--config.dtype=float32", "--config.model.vocab_size=512", "--config.model.tie_word_embeddings=true"]
+    done = []
+    for _, _, module, *flags in commands:
+        command = module.removeprefix("refusion_jax.")
+        flags = [flag.replace("Qwen3-8B", f"{tmp_path}/Qwen3-8B").replace("my/*", f"{tmp_path}/*") for flag in flags]
+        flags = [flag.replace("--output=scores", f"--output={tmp_path}/scores") for flag in flags]
+        flags = [flag.replace("row_length=4096", "row_length=128") for flag in flags]
+        done.append(command)
+        if command == "serve":
+            with start("serve", "--port=0", *flags) as server:
+                assert server.stdout.readline().startswith("serving ")
+                server.send_signal(signal.SIGINT)
+                assert server.wait(60) == 130
+        elif command != "plan":
+            run(command, *flags, *(small if command == "train" else []))
+    assert done == "convert prepare plan train evaluate convert serve".split()
+    assert "held_out" in json.loads((tmp_path / "scores" / "results.json").read_text())
+    assert b"objective=refusion" in store.objects["mine-8b/README.md"][1]
