@@ -116,6 +116,8 @@ def test_the_keys_that_must_hold_are_there():
         ({"slots.sizes": (4, 0)}, "slots.sizes=.*one or more whole sizes of 1 to"),
         ({"slots.eps": 1.0}, "slots.eps=1.0: must be below 1"),
         ({"profile_steps": (3, 2)}, "profile_steps=.*must be a first and a last step"),
+        ({"model.rope_scaling": ("gs:",)}, "rope_scaling=.*must be 1 or 4 numbers above 0"),
+        ({"model.rope_scaling": (float("inf"),)}, "rope_scaling=.*must be 1 or 4 numbers above 0"),
         ({"profile_steps": (3,)}, "profile_steps=.*must be a first and a last step"),
         ({"warmup_steps": 2000}, "warmup_steps=2000: must not exceed steps=1000"),
         ({"schedule": "wsd", "warmup_steps": 1000}, "warmup_steps=1000: must be below steps=1000 for schedule=wsd"),

@@ -100,7 +100,8 @@ def check(c: ml_collections.ConfigDict) -> None:
     if m.head_dim % 2:
         refuse("model.head_dim", "must be even (RoPE rotates pairs)")
     for name, lengths in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
-        if not (len(m[name]) in lengths and all(x > 0 for x in m[name])):
+        are_numbers = all(type(x) in (int, float) and 0 < x <= 1e12 for x in m[name])
+        if not (len(m[name]) in lengths and are_numbers):
             refuse(f"model.{name}", f"must be {lengths[-2] or 'none'} or {lengths[-1]} numbers above 0")
 
     if c.lora.rank and not c.init_from:
