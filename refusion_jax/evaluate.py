@@ -34,7 +34,14 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import choose_method, load_for, load_model, load_tokenizer, weights_stamp
+from refusion_jax.checkpoints.load import (
+    choose_method,
+    is_foreign,
+    load_for,
+    load_model,
+    load_tokenizer,
+    weights_stamp,
+)
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
@@ -47,7 +54,6 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.evaluation import heldout
 from refusion_jax.evaluation.likelihood import held_out_bits, spread
-from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import system_of
 
@@ -111,7 +117,7 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         raise UserError(f"--data={data}: is no directory that `prepare` wrote")
     check_scoring_alone()
     method, tokenizer = _method(checkpoint), load_tokenizer(checkpoint)
-    is_own = not is_huggingface(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
+    is_own = not is_foreign(checkpoint) and (find_step(checkpoint)[0] / "config.json").exists()
     has_likelihood = system_of(method).scoring is not None
     if not (is_own or has_likelihood):
         raise UserError(
@@ -193,7 +199,7 @@ def evaluate(checkpoint: epath.Path, output: Path) -> dict:
     lm = harness.EvaluatedModel(
         model,
         tokenizer,
-        name=str(checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[1]),
+        name=str(checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[1]),
         method=method,
         flags=asked,
         fingerprint=harness.key_of(weights_stamp(checkpoint, settings), settings.weights, _DTYPE.value),

@@ -41,7 +41,14 @@ from rich.console import Console
 from rich.progress import track
 
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_for, read_model_config, weights_stamp
+from refusion_jax.checkpoints.load import (
+    choose_method,
+    find_tokenizer,
+    is_foreign,
+    load_for,
+    read_model_config,
+    weights_stamp,
+)
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
@@ -53,7 +60,6 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.model.huggingface import is_huggingface
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 
@@ -112,7 +118,7 @@ def check_place(checkpoint: epath.Path, output: epath.Path | None) -> None:
     flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [])
     if is_remote(output) or is_remote(checkpoint):
         return
-    root = checkpoint if is_huggingface(checkpoint) else find_step(checkpoint)[0]
+    root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
     real, root = Path(os.path.realpath(output)), Path(os.path.realpath(root))
     is_among_weights = root / "checkpoints" in real.parents
     if is_among_weights or root in real.parents and real.is_file() and not _begins(real, b'{"id": '):

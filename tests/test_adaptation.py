@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import jax
@@ -15,6 +16,7 @@ from helpers import write_lines, write_tokenizer
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
 from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.checkpoints.load import weights_stamp
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.fast_tokenizer import FastTokenizer, load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
@@ -116,6 +118,17 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     run("convert", "--format=peft", f"--from={tmp_path}/run", f"--to={tmp_path}/peft")
     merged, again = (nnx.to_pure_dict(nnx.state(load_model(tmp_path / name))) for name in ("run", "peft"))
     jax.tree.map(np.testing.assert_array_equal, again, merged)
+
+    own = DecodeSettings("ar", max_new_tokens=8)
+    tokenizer = load_tokenizer(tmp_path / "peft")
+    out = decode(load_model(tmp_path / "run"), tokenizer.encode_prompts(["What is 5?"]), own)
+    asked = ["--prompt=What is 5?", "--decode.max_new_tokens=8", "--json"]
+    answer, _ = run("generate", f"--checkpoint={tmp_path}/peft", *asked)
+    assert json.loads(answer)["text"] == tokenizer.decode(out.tokens[0])
+    stamps = [weights_stamp(tmp_path / name, own) for name in ("run", "peft")]
+    for file in source.glob("*.safetensors"):  # of the model that both adapt
+        os.utime(file, (1, 1))
+    assert all(weights_stamp(tmp_path / name, own) != was for name, was in zip(("run", "peft"), stamps, strict=True))
 
     _, err = run("convert", "--format=orbax", f"--from={tmp_path}/peft", f"--to={tmp_path}/ours", code=2)
     assert "peft holds adapters: merge them by --format=huggingface" in err

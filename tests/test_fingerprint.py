@@ -30,6 +30,15 @@ def test_the_stamp_changes_with_the_weights_and_with_those_of_auxiliary_models(t
     assert len(set(map(str, stamps))) == 3
 
 
+def test_the_stamp_of_a_run_is_of_its_content_wherever_it_is(trained_run, tmp_path):
+    steps = sorted((trained_run / "checkpoints").iterdir())
+    stamps = [str(weights_stamp(step, settings("refusion"))) for step in steps]
+    assert len(set(stamps)) == len(steps) > 1
+    shutil.copytree(trained_run, tmp_path / "run", copy_function=shutil.copyfile)  # with other times
+    copies = [tmp_path / "run" / "checkpoints" / step.name for step in steps]
+    assert [str(weights_stamp(step, settings("refusion"))) for step in copies] == stamps
+
+
 def test_answers_of_another_tokenizer_are_kept_apart():
     request = Instance("generate_until", {}, ("Add 1 and 2.", {"max_gen_toks": 8}), 0, metadata=("sums", 0, 1))
     keys = set()

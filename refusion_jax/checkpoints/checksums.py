@@ -50,9 +50,9 @@ def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None
     write(directory, {name: path for name, path in files.items() if name not in known and path.name != but}, part)
 
 
-def listed(directory: epath.Path) -> set[str]:
-    """The files that other processes have listed so far."""
-    return {name for path in _lists(directory) for name in _read_list(path)}
+def listed(directory: epath.Path) -> dict[str, tuple[int, int]]:
+    """(bytes, CRC-32) of the files that processes have listed so far, by name."""
+    return {name: found for path in _lists(directory) for name, found in _read_list(path).items()}
 
 
 def exist(directory: epath.Path) -> bool:

@@ -7,7 +7,7 @@ from absl import logging
 from etils import epath
 from flax import nnx
 
-from refusion_jax.checkpoints import run_directory
+from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.weights import restore_params, stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError
@@ -82,16 +82,32 @@ def load_for(
     return with_auxiliaries(load_model(path, dtype, mesh, settings.weights), **auxiliary)
 
 
+def is_foreign(path: epath.Path) -> bool:
+    """Whether a directory is of a kind that others write: of Hugging Face, or of adapters by `peft`."""
+    return huggingface.is_huggingface(path) or peft.is_peft(path)
+
+
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float, int]]:
-    """(path, time, size) of what changes whenever the weights do, those of auxiliary models included."""
-    files = []
-    for place in [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]:
-        directory = epath.Path(place)
-        if huggingface.is_huggingface(directory):
-            files += sorted(file for file in directory.iterdir() if file.suffix == ".safetensors")
-        else:
-            files.append(find_step(directory)[1])
-    return [(str(absolute(file)), file.stat().mtime, file.stat().length) for file in files]
+    """What changes whenever the weights do, those of auxiliary models included.
+
+    Returns:
+      (name, CRC-32, bytes) of the files of our checkpoints, wherever they are; (path, time, bytes) of others.
+    """
+    places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
+    return [entry for place in places for entry in _stamp(epath.Path(place))]
+
+
+def _stamp(path: epath.Path) -> list[tuple[str, float, int]]:
+    if is_foreign(path):
+        files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
+        own = [(str(absolute(file)), file.stat().mtime, file.stat().length) for file in files]
+        return own + (_stamp(peft.base_of(path)) if peft.is_peft(path) else [])
+    workdir, step = find_step(path)
+    listed = {name: found for name, found in checksums.listed(step).items() if name.startswith("params")}
+    own = [(name, value, size) for name, (size, value) in sorted(listed.items())]
+    own = own or [(str(absolute(step)), step.stat().mtime, step.stat().length)]  # a checkpoint from before checksums
+    adapted = run_directory.read_adapters(workdir)
+    return own + (_stamp(adapted[1]) if adapted else [])
 
 
 def read_model_config(path: epath.Path) -> ModelConfig:
