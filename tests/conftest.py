@@ -103,7 +103,7 @@ def pytest_collection_finish():
 def _free_compiled_programs():
     """Each takes memory mappings, of which Linux grants a process 65,530: all of the tests' together are too many.
 
-    Those that are kept serve the files behind: many decode with the same sizes.
+    Those that are kept serve the later files: many decode with the same sizes.
     """
     yield
     maps = Path("/proc/self/maps")
@@ -288,7 +288,7 @@ def sharp_models():
 
 
 def equipped(model: Transformer, method: str) -> Transformer:
-    """The model with what a decoder needs beside it."""
+    """The model with what a decoder needs besides."""
     return with_auxiliaries(model, **dict.fromkeys(find_decoder(method).settings.auxiliary_models, sharp_model(7)))
 
 

@@ -1,4 +1,4 @@
-"""What several test files need, beside the fixtures and tiny models of conftest.py."""
+"""What several test files need, besides the fixtures and tiny models of conftest.py."""
 
 import importlib.util
 import json

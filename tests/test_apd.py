@@ -18,7 +18,7 @@ def test_a_verifier_without_weight_refuses_nothing_and_all_is_written_at_once():
 
 
 def test_with_all_weight_it_accepts_just_what_it_would_write_itself():
-    """What a forward commits behind its first draft is the verifier's own choice, given all before it."""
+    """What a forward commits after its first draft is the verifier's own choice, given all before it."""
     model = equipped(sharp_models()[1], "apd")
     out = decode(model, PROMPTS, settings("apd", drafter_weight=0.0))
     for prompt, tokens, forwards in zip(PROMPTS, out.tokens, out.forwards, strict=True):

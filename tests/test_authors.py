@@ -45,7 +45,7 @@ def generate_refusion(model, tokenizer, prompt, **settings):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A clone whose code answers what answers.json says, and a torch that is imported from beside it."""
+    """A clone whose code answers what answers.json says, and a torch that is imported from next to it."""
     (tmp_path / "qwen3").mkdir()
     for name, code in {
         "torch.py": TORCH,

@@ -98,7 +98,7 @@ def test_a_batch_that_has_compiled_its_admissions_admits_without_compiling():
 
 
 def test_an_answer_that_the_caller_ends_frees_its_row_and_says_what_it_would_have_said():
-    """Every other one may end behind seven tokens; it is seen within a few forwards, long before the end."""
+    """Every other one may end after seven tokens; it is seen within a few forwards, long before the end."""
     model = sharp_model()
     s = settings(new=128, blocks=8, slot=0.95, token=0.95, eos_id=29, batch_size=2)
     requests = prepare([[BOS, 5 + i] for i in range(6)], s, model.config)

@@ -71,7 +71,7 @@ def assert_equal(a, b):
 
 
 def tear(workdir, step):
-    """What a full disk or a lost file leaves behind."""
+    """What a full disk or a lost file leaves."""
     for path in sorted((workdir / "checkpoints" / str(step)).rglob("*")):
         if path.is_file() and "manifest" not in path.name and path.stat().st_size > 64:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -179,7 +179,7 @@ def flip(path, bit):
 
 
 def test_a_hundred_flipped_bits_are_a_hundred_noticed(tmp_path):
-    """In any file, also in the lists of checksums and in what Orbax writes behind us."""
+    """In any file, also in the lists of checksums and in what Orbax writes after us."""
     save(tmp_path, 1)
     step = tmp_path / "checkpoints" / "1"
     files = [path for path in sorted(step.rglob("*")) if path.is_file() and path.stat().st_size]

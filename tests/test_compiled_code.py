@@ -40,7 +40,7 @@ def test_who_can_write_to_an_object_store_is_not_known():
 
 @pytest.fixture
 def no_cache_yet():
-    """As users have it; the tests' own cache is back behind the test."""
+    """As users have it; the tests' own cache is back after the test."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield

@@ -31,11 +31,11 @@ def test_a_window_that_holds_the_whole_text_leaves_the_order_of_confidence():
         for i in range(len(PROMPTS)):
             assert conv.commit_order[i] == plain.commit_order[i]
             assert conv.tokens[i] == plain.tokens[i]
-            assert conv.forwards[i] == plain.forwards[i]  # both end where the answer is settled
+            assert conv.forwards[i] == plain.forwards[i]  # both end where the answer is final
 
 
 def test_a_narrow_window_writes_next_to_what_is_known():
-    """In a window of 3 only masks beside known tokens have any confidence: the text grows at its end."""
+    """In a window of 3 only masks next to known tokens have any confidence: the text grows at its end."""
     out = decode(sharp_models()[0], PROMPTS, settings("conv", conv_window=3))
     assert all(order == sorted(order) for order in out.commit_order)
 

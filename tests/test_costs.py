@@ -201,12 +201,12 @@ def test_a_step_takes_its_operations_and_the_collectives_that_nothing_hides():
 
 def test_a_calibrated_step_is_a_multiple_of_what_is_expected_and_lies_in_its_range():
     chip = dataclasses.replace(find_chip("v5p:2x2x1"), calibration=Calibration(factor=1.2, spread=0.1, runs=3))
-    beside = Collective("all-gather", "ici", 1, True, chip.ici_bandwidth)
-    costs = Costs(operations=(Operation(4, chip.peak_flops, 0),), collectives=(beside,))
+    overlapped = Collective("all-gather", "ici", 1, True, chip.ici_bandwidth)
+    costs = Costs(operations=(Operation(4, chip.peak_flops, 0),), collectives=(overlapped,))
     times = estimate(costs, chip)
     assert times.roofline == pytest.approx(4)
-    assert 4 < times.expected < 5  # a part of what runs beside arithmetic shows, unless it is fused with it
-    fused = dataclasses.replace(costs, collectives=(dataclasses.replace(beside, fused=True),))
+    assert 4 < times.expected < 5  # a part of what runs during arithmetic shows, unless it is fused with it
+    fused = dataclasses.replace(costs, collectives=(dataclasses.replace(overlapped, fused=True),))
     assert estimate(fused, chip).expected == pytest.approx(4)
     assert times.step == pytest.approx(1.2 * times.expected)
     assert (times.fastest, times.slowest) == pytest.approx((times.step / 1.1, times.step * 1.1))

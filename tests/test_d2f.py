@@ -44,9 +44,9 @@ def test_noise_rises_from_block_to_block_between_its_bounds(batches):
     assert (p <= 0.7).all()
     blocks = np.asarray(batches[0].visibility.rank[0])
     for own in (range(2, 6), range(7, 15), range(15, 18)):
-        for here, behind in zip(own, own[1:], strict=False):
-            rise = p[:, behind] - p[:, here]
-            if blocks[here] == blocks[behind]:
+        for here, after in zip(own, own[1:], strict=False):
+            rise = p[:, after] - p[:, here]
+            if blocks[here] == blocks[after]:
                 np.testing.assert_allclose(rise, 0, atol=1e-6)
             else:
                 assert (rise >= -1e-6).all()

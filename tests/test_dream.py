@@ -19,7 +19,7 @@ OBJECTIVE = dream.ShiftedDiffusion(mask_id=MASK, padding=0.0, shuffle=False, car
 
 
 def test_weights_of_the_docstring():
-    """inputs p q a M c M, and a document beside it that must not count."""
+    """inputs p q a M c M, and another document that must not count."""
     clean = jnp.array([[1, 1, 1, 0, 1, 0, 1, 0]], bool)
     weights = dream.cart_weights(clean, jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]]), 0.5)
     np.testing.assert_allclose(weights[0, [3, 5]], [(1 + 1 / 2 + 1 / 4 + 1) / 4, (1 + 1 / 4 + 1 / 8 + 1 / 16) / 4])

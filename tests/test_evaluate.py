@@ -116,7 +116,7 @@ def test_an_answer_ends_where_its_first_stop_string_begins_and_its_row_sooner(lo
     assert ended["decoding"]["forwards"] <= whole["decoding"]["forwards"]
     assert ended["decoding"]["truncated_share"] == reasons.count("length") / 20
     for sample in samples:
-        if sample["decoding"][0]["finish_reason"] == "stop":  # what is behind the stop string is no part of the answer
+        if sample["decoding"][0]["finish_reason"] == "stop":  # what follows the stop string is no part of the answer
             assert sample["decoding"][0]["tokens"] <= len(sample["resps"][0][0].encode())  # a byte each at least
 
 

@@ -96,7 +96,7 @@ class Written(list):
         # (began, ended) of fetching the rows of each step; when the step ended
         ([(0, 1), (1, 1), (1, 1)], [11, 21, 31], 30, 1),  # rows are always there
         ([(0, 1), (1, 15), (15, 29)], [11, 25, 39], 30, 1 + 4 + 4),  # rows take longer than a step
-        ([(0, 0), (0, 8), (8, 16)], [10, 20, 30], 30, 0),  # rows take as long, but behind a step
+        ([(0, 0), (0, 8), (8, 16)], [10, 20, 30], 30, 0),  # rows take as long, but after a step
         ([(0, 0), (12, 12), (12, 12)], [10, 22, 32], 30, 0),  # the loop did something else: neither
     ],
 )

@@ -94,7 +94,7 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
         batch_size=512,
     )  # fmt: skip
     drawn = decode(model, [prompt] * count, s)
-    assert np.mean(drawn.forwards) < 5.5, "nearly one token a forward: drafts are of no use"
+    assert np.mean(drawn.forwards) < 5.5, "nearly one token per forward: drafts are of no use"
 
     def two_best(sequences, at):
         """(ids, probabilities) [n, 2] at one place of each sequence."""

@@ -207,10 +207,10 @@ def test_templates_and_settings_of_a_line(trained_run, tmp_path):
     flags = ["--decode.slot_size=4", "--decode.max_new_tokens=16", "--decode.token_threshold=0.3"]
     out, _ = run("generate", f"--checkpoint={trained_run}", f"--input={tmp_path}/in.jsonl", *flags)
     answers = [json.loads(line) for line in out.splitlines()]
-    given, behind = tokenizer.encode(["12", ", 5"])
+    given, after = tokenizer.encode(["12", ", 5"])
     first = answers[0]["tokens"]
     assert first[: len(given)] == given
-    assert first[len(given) + 8 : len(given) + 8 + len(behind)] == behind
+    assert first[len(given) + 8 : len(given) + 8 + len(after)] == after
     assert answers[0]["text"].startswith("12")
     given = tokenizer.encode(["Sort 7 3."])[0]
     assert answers[1]["tokens"][: len(given)] == given  # a template needs no prompt

@@ -253,7 +253,7 @@ BAD = {
         lambda p: change_config(p, num_hidden_layers=1),
         "model.layers.1.input_layernorm.weight has no place in the model that config.json describes",
     ),
-    "head beside tied weights": (
+    "head next to tied weights": (
         lambda p: change_config(p, tie_word_embeddings=True),
         "lm_head.weight has no place in the model that config.json describes",
     ),
@@ -360,7 +360,7 @@ print((peak - before - sum(sizes)) / params["embed_tokens"].nbytes)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory through Linux's /proc")
 def test_reading_needs_little_more_memory_than_the_arrays_themselves(tmp_path):
-    """Beside them one tensor at a time: below 1.3 of the largest, here the embedding of 128 MiB."""
+    """Besides them one tensor at a time: below 1.3 of the largest, here the embedding of 128 MiB."""
     path = saved(tmp_path / "theirs", vocab_size=65536, num_tokens=65536, hidden_size=512, intermediate_size=1024)
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     line = [sys.executable, "-c", MEASURE, path]

@@ -1,4 +1,4 @@
-"""Padding behind answers, and masks in it."""
+"""Padding after answers, and masks in it."""
 
 import itertools
 

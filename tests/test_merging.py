@@ -40,4 +40,4 @@ def test_one_mask_for_each_is_decoding_as_it_was_and_more_is_close_to_it():
     assert decode(model, PROMPTS, settings("llada", block_length=4, merge=1)) == plain
     assert decode(model, PROMPTS, settings("llada", block_length=16, merge=9)) == decode(
         model, PROMPTS, settings("llada")
-    )  # nothing lies behind a block that is all
+    )  # nothing lies after a block that is all

@@ -30,7 +30,7 @@ def launch(workdir, *flags: str) -> str:
 
 
 # An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0, at
-# 1.95 tokens a forward, counted to the end of each answer. What has learned nothing answers nothing.
+# 1.95 tokens per forward, counted to the end of each answer. What has learned nothing answers nothing.
 @pytest.mark.parametrize(
     ("steps", "least", "tokens"),
     [(300, 0.1, 1.8), pytest.param(2400, 0.9, 4.0, marks=pytest.mark.slow)],
@@ -61,14 +61,14 @@ def test_run_again_it_goes_straight_to_decoding(trained_run, tmp_path):
 
 
 def decoded(*answers: tuple[bytes, list[int]]) -> Decoded:
-    """Answers given as their letters and the places in the order of writing, behind prompts of ten tokens."""
+    """Answers given as their letters and the places in the order of writing, after prompts of ten tokens."""
     tokens, orders = [list(text) for text, _ in answers], [[10 + place for place in order] for _, order in answers]
     n = len(answers)
     return Decoded(tokens, orders, tokens, [5] * n, [3] * n, ["eos"] * n)
 
 
 def test_slots_are_shown_in_text_order_with_the_time_of_their_writing():
-    dropped = [12, 13, 14, 15]  # behind the end, and written first
+    dropped = [12, 13, 14, 15]  # after the end, and written first
     answer = decoded((b"ABCDEFGHIJ", [*dropped, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9]))
     assert quickstart.written_parts(answer, 0, Letters(), 4) == [(2, "ABCD"), (1, "EFGH"), (3, "IJ")]
 

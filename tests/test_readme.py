@@ -1,4 +1,4 @@
-"""Every command of README.md and of the folders' READMEs is run as it is written, made small by flags behind it."""
+"""Every command of README.md and of the folders' READMEs is run as it is written, made small by more flags."""
 
 import importlib.util
 import json

@@ -86,7 +86,7 @@ def test_the_guard_counts_what_does_not_count():
 
 
 def test_a_spike_is_left_out_and_several_roll_back_past_their_rows(tmp_path):
-    """A limit below the mean makes every step behind the first 20 a spike, whatever the rows."""
+    """A limit below the mean makes every step after the first 20 a spike, whatever the rows."""
     flags = [*TINY_RUN, f"--workdir={tmp_path}", "--config.guard.spike=0.01", "--config.guard.skips=3"]
     out, err = run("train", *flags, "--config.guard.rollbacks=1", code=2)
     assert "step 21 does not count (loss " in out

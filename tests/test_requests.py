@@ -22,7 +22,7 @@ def test_templates_keep_what_is_given_and_fill_the_gaps(method):
         assert text[:2] == [7, 8]
         assert text[12:15] == [9, EOS, 11]
         assert text[18] == 12
-        assert EOS not in text[2:12] + text[15:18]  # a gap that has text behind it cannot end it
+        assert EOS not in text[2:12] + text[15:18]  # a gap that has text after it cannot end it
         assert len(text) == 27 or text.index(EOS, 19) == len(text) - 1
         gaps = {*range(4, 14), *range(17, 20)}
         assert gaps <= set(out.commit_order[0]) <= gaps | set(range(21, 29))
@@ -33,7 +33,7 @@ def test_templates_keep_what_is_given_and_fill_the_gaps(method):
 
 def test_gaps_become_slots_of_which_the_last_may_be_short():
     s = settings(size=4, blocks=2)
-    given = ([7, 8], 6, [9], 5, [])  # nothing is given behind the last gap
+    given = ([7, 8], 6, [9], 5, [])  # nothing is given after the last gap
     request = Request([BOS, 5], given, s)
     assert slots_of(request) == ([4, 8, 11, 15], [4, 2, 4, 1], [False, False, True, True])
     assert slots_a_block(request) == 2
@@ -72,7 +72,7 @@ def test_an_answer_can_end_with_any_token_that_is_said_to_end_it(method):
 
 def test_what_stands_behind_a_gap_changes_what_is_written_into_it():
     model = sharp_model(1)
-    a, b = (decode(model, [Request([BOS, 5], (8, behind))], settings("sequential")) for behind in ([9, 9], [21, 22]))
+    a, b = (decode(model, [Request([BOS, 5], (8, after))], settings("sequential")) for after in ([9, 9], [21, 22]))
     assert a.tokens[0][:8] != b.tokens[0][:8]
 
 

@@ -92,7 +92,7 @@ def test_a_prefix_outlives_the_answer_in_whose_row_it_stands():
 
 
 def test_prompts_with_different_headers_each_find_theirs_in_some_row(monkeypatch):
-    """Three headers take turns: the first prompt of each is prefilled whole, of the others only what is behind it."""
+    """Three headers take turns: the first prompt of each is prefilled whole, of the others only what follows it."""
     model = sharp_model()
     own = settings("ar", new=4, batch_size=8)
     header = [[BOS, 5 + kind, *HEADER[2:64]] for kind in range(3)]

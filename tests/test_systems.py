@@ -1,5 +1,5 @@
 """The contract of a system, held by every registered one: what it trains on leaks nothing and depends on nothing but
-its own rows; what it decodes is its plain reference, whatever stands beside it."""
+its own rows; what it decodes is its plain reference, whatever else is in the batch."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ T = 24
 
 TEMPLATES = [Request([BOS, 5], ([7, 8], 5, [9], 6)), Request([], ([BOS], 6, [14, 9]))]
 SHIFTED = {"shifted": True}  # the model says so
-# What a decoder is tried with beside the settings of conftest: its own ways to go on and to end.
+# What a decoder is tried with besides the settings of conftest: its own ways to go on and to end.
 VARIANTS = {
     "refusion": [
         {"slot": 0.2, "token": 0.7},

@@ -49,7 +49,7 @@ def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, task
         (load_model(workdir), load_tokenizer(workdir)), tmp_path / "journal", "sums", directory, limit=12
     )
     assert records[-1]["eval_sums_exact_match_last"] == results["results"]["sums"]["exact_match,last"]
-    # Four devices speculate four times as many tokens a forward (--decode.speculate is of each shard).
+    # Four devices speculate four times as many tokens per forward (--decode.speculate is of each shard).
     for name in ("mean_tokens", "truncated_share", *["tokens_per_forward"] * (devices == 1)):
         assert records[-1][f"eval_sums_{name}"] == results["decoding"][name]
     board = b"".join(path.read_bytes() for path in (workdir / "tensorboard").iterdir())

@@ -70,7 +70,7 @@ def plan_8b(
 
 @pytest.mark.parametrize(("name", "variant", "topology"), shipped())
 def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(name, variant, topology):
-    """On v5p and v6e gradients are scattered beside the arithmetic; sums over copies block, and all on v4 and v5e."""
+    """On v5p and v6e gradients are scattered while arithmetic runs; sums over copies block, and all on v4 and v5e."""
     record = plan_of(name, variant, topology)
     assert record["fits"], record
     assert record["gathers_by_all_reduce"] == 0, record

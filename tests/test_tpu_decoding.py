@@ -23,7 +23,7 @@ from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.decode_estimate import forward_costs
 from refusion_jax.planning.programs import lower_decode
 
-ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block behind the text; all rows plan the next, too
+ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block after the text; all rows plan the next, too
 
 
 def test_the_decoder_is_planned_too():

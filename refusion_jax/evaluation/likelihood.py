@@ -274,7 +274,7 @@ def token_scores(
 
 
 def _run(model: Transformer, items: Sequence[ScoredTokens]) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """(number of a item, the `log_probabilities` of its tokens) of all items, packed into rows."""
+    """(number of an item, the `log_probabilities` of its tokens) of all items, packed into rows."""
     if not items:
         return
     longest, mesh = max(map(len, items)), mesh_of(model)
