@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, MASK, PROMPTS, causal, forward, settings, sharp_models, tiny_model
+from conftest import BOS, MASK, PROMPTS, causal, equipped, forward, settings, sharp_models, tiny_model
 
 from refusion_jax import decode
 from refusion_jax.systems import prompt_lookup
@@ -15,6 +15,8 @@ from refusion_jax.systems import prompt_lookup
 LOSSLESS = [
     ("prompt_lookup", {"draft_length": 3}),
     ("prompt_lookup", {"draft_length": 7, "ngram": 1}),
+    ("pard", {"draft_length": 1}),
+    ("pard", {"draft_length": 4}),
     ("idlm", {"stride": 2}),
     ("idlm", {"stride": 4}),
     *(("dense", {"fed_tokens": fed}) for fed in (1, 8, 12, 24, 0)),  # every shape of slots of 4; 0: what pays
@@ -25,7 +27,7 @@ LOSSLESS = [
 def test_greedy_they_write_what_ar_writes_from_the_same_weights(method, changes):
     saved = 0
     for model in sharp_models()[:3]:
-        out, ar = (decode(model, PROMPTS, settings(m, **s)) for m, s in ((method, changes), ("ar", {})))
+        out, ar = (decode(equipped(model, m), PROMPTS, settings(m, **s)) for m, s in ((method, changes), ("ar", {})))
         assert out.tokens == ar.tokens
         assert out.commit_order == ar.commit_order
         assert all(a <= b for a, b in zip(out.forwards, ar.forwards, strict=True))
@@ -37,6 +39,7 @@ def test_greedy_they_write_what_ar_writes_from_the_same_weights(method, changes)
     ("method", "changes", "prompt"),
     [
         ("prompt_lookup", {"draft_length": 3}, [BOS, 9, 22, 9]),
+        ("pard", {"draft_length": 3}, [BOS, 9, 13]),
         ("idlm", {"stride": 3}, [BOS, 9, 13]),
         ("dense", {"fed_tokens": 8}, [BOS, 9, 13]),
         ("dense", {"fed_tokens": 24}, [BOS, 9, 13]),
@@ -64,7 +67,7 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     }
     runs, unseen = 1500, min(set(range(5, 30)).difference(*expected))
     s = settings(method, new=4, temperature=1.0, top_k=k, batch_size=500, eos_id=unseen, **changes)
-    seen = collections.Counter(tuple(t[:3]) for t in decode(model, [prompt] * runs, s).tokens)
+    seen = collections.Counter(tuple(t[:3]) for t in decode(equipped(model, method), [prompt] * runs, s).tokens)
     assert seen.keys() <= expected.keys()
     statistic = sum((seen[text] - runs * share) ** 2 / (runs * share) for text, share in expected.items())
     assert len(expected) == 27

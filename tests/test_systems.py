@@ -58,6 +58,7 @@ VARIANTS = {
     "apd": [{"lookahead": 5, "drafter_weight": 0.3}, {"drafter_weight": 0.9, **SHIFTED}],
     "conv": [{"steps": 4, "conv_window": 5}, {"conv_window": 2, **SHIFTED}],
     "idlm": [{"stride": 2}, {"stride": 6, "new": 15}],
+    "pard": [{"draft_length": 3}, {"draft_length": 1}],
     "prompt_lookup": [{"draft_length": 3, "ngram": 2}],
     "block_diffusion": [{"block_size": 8, "sub_block": 3, "threshold": 0.3}, {"block_size": 3, "threshold": 0.6}],
     "wedlm": [{"window": 5, "entropy_threshold": 1.5, "distance_penalty": 0.1}, {"window": 4, "new": 15}],

@@ -2,7 +2,12 @@
 
 `Settings.auxiliary_models` lists the settings whose values are the checkpoints of such models. The decoder finds each
 of them as an attribute of its model, under the name of the setting.
+
+Axes: B rows, T tokens, U rows of an auxiliary model's output head, V those of the main one.
 """
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.decoding.settings import Settings
@@ -45,6 +50,11 @@ def check_vocabulary(name: str, path: str, model: ModelConfig, other: ModelConfi
         if getattr(model, key) != getattr(other, key):
             why = f"is of another vocabulary: {key} is {getattr(other, key)}, not {getattr(model, key)}"
             raise SettingError("decode", name, path, why)
+
+
+def in_vocabulary(logits: Float32[Array, "B T U"], size: int) -> Float32[Array, "B T V"]:
+    """The logits of an auxiliary model for V rows of an output head: their padding may differ, their tokens do not."""
+    return jnp.pad(logits, ((0, 0), (0, 0), (0, max(size - logits.shape[2], 0))))[:, :, :size]
 
 
 def missing(settings: Settings) -> list[str]:

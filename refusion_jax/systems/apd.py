@@ -40,6 +40,7 @@ from jaxtyping import Array, Key
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import (
@@ -131,8 +132,7 @@ class DraftAndCheck(Decoder):
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
         logits, cache = kv.extend(model.verifier, s.cache, fed, w.position - 1)
         share = s.layout.settings.drafter_weight[:, None, None]
-        V = drafter.real.shape[2]  # of num_tokens tokens, as the other's vocabulary, but the padding may differ
-        verifier = jnp.pad(logits, ((0, 0), (0, 0), (0, max(V - logits.shape[2], 0))))[:, :, :V]
+        verifier = in_vocabulary(logits, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
         targets = masked.propose(blended, s, w, self.ids).token
 

@@ -1,0 +1,149 @@
+"""PARD ("Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation", arXiv 2504.18583): a small model
+drafts several tokens in one forward, a left-to-right model verifies them in one.
+
+The drafter (`--decode.drafter=RUN`) was trained to predict tokens at masks that follow clean text, each from the place
+before it, as the system `idlm` trains. It is fed what was committed since its last forward and M - 1 masks, and drafts
+the M tokens that follow. The model verifies them by the rule of speculative sampling: greedy, the text is that of `ar`,
+token by token; with a temperature it has the same distribution, whatever the drafter. Example with three drafts, of
+which the last two are refused in the first round:
+
+    drafter    fed  p q M M            x y M M              p and q were given; x y were committed since
+               drafts  x a b              c d e
+    model      fed  q x a b            y c d e
+               next    x y . .            c d e f
+    committed       x y                c d e f
+
+Drafters know nothing of the model that verifies: one serves all models with its tokenizer. Their way of dropping masks
+in training, which makes it cheaper, is left out.
+
+Axes: B rows, C cache entries, M drafts, N = M + 1 tokens that a round commits at most, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Key
+
+from refusion_jax.cli.settings import setting
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import sampling
+from refusion_jax.decoding import settings as shared
+from refusion_jax.decoding.auxiliary import in_vocabulary
+from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.reference import ReferenceDecoder
+from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.sampling import mask_logits
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.interface import System
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftedSettings(shared.Settings):
+    """How to decode a left-to-right model with a drafter."""
+
+    auxiliary_models: ClassVar[tuple[str, ...]] = ("drafter",)
+
+    drafter: str = setting("", "Run of a smaller `idlm` model with the same tokenizer, which drafts", scope="compiled")
+    draft_length: int = setting(7, "Tokens that are drafted at once", scope="compiled", at_least=1, at_most=4096)
+
+    @classmethod
+    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return []  # it cannot be measured without a second model
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State(Continuation):
+    """The state of the decoding loop."""
+
+    drafter: kv.Cache
+    recent: Int32[Array, "B N"]  # tokens of the last round; the last one that counts is in neither cache
+    count: Int32[Array, "B"]  # how many of them count
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftAndVerify(Continuer):
+    """The decoder with its compiled sizes."""
+
+    settings: ClassVar[type[DraftedSettings]] = DraftedSettings
+
+    @classmethod
+    def width_for(cls, requests: Sequence[Request]) -> int:
+        """N: the last token and the drafts."""
+        return requests[0].settings.draft_length + 1
+
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
+        cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
+        room = self.width - 2  # the drafter is fed so many more than the model: N tokens and M - 1 masks
+        given = dataclasses.replace(
+            layout.given,
+            tokens=jnp.pad(layout.given.tokens, ((0, 0), (0, room))),
+            positions=jnp.pad(layout.given.positions, ((0, 0), (0, room))),
+            shared=None,  # keys and values of the model, not of the drafter
+        )
+        drafter, _ = kv.prefill_but_last(model.drafter, given, self.chunk)
+        recent = jnp.pad(last[:, None], ((0, 0), (0, self.width - 1)))
+        return self.start(State, layout, keys, cache, drafter=drafter, recent=recent, count=jnp.ones_like(last))
+
+    def step(self, model: Transformer, s: State) -> State:
+        """One forward of each model, after which each row commits the accepted drafts and one more token."""
+        N, M = self.width, self.width - 1
+        first = s.places.position[:, 0] + s.record.count  # [B], the place of the first draft
+        offset = jnp.arange(N + M - 1)[None]
+        recent = jnp.pad(s.recent, ((0, 0), (0, M - 1)))
+        fed = jnp.where(offset < s.count[:, None], recent, model.drafter.config.mask_token_id)  # [B, N + M - 1]
+        logits, drafter = kv.extend(model.drafter, s.drafter, fed, (first - s.count)[:, None] + offset)
+        from_token = s.count[:, None] - 1 + offset[:, :M]  # [B, M] of N + M - 1
+        drafting = jnp.take_along_axis(logits, from_token[:, :, None], axis=1)
+        places = first[:, None] + jnp.arange(N)[None]  # predicted by the tokens before them
+        is_warm = s.settings.temperature > 0
+        _, choosable = mask_logits(in_vocabulary(drafting, model.config.vocab_size), None, self.ids)
+        q = sampling.distribution(choosable, s.settings)
+        drafts = sampling.draw(q, is_warm, s.keys, places[:, :M])
+
+        last = jnp.take_along_axis(s.recent, s.count[:, None] - 1, axis=1)
+        logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1)
+        _, choosable = mask_logits(logits, None, self.ids)
+        p = sampling.distribution(choosable, s.settings)
+        accepted, tokens = sampling.verify(p, q, drafts, jnp.full_like(s.count, M), s.keys, places, is_warm)
+        count = jnp.minimum(accepted + 1, s.places.count - s.record.count)
+        after, kept = s.commit(tokens, places, count, self.ids.eos_id)
+        return dataclasses.replace(
+            after,
+            cache=kv.commit(cache, kept),
+            drafter=kv.commit(drafter, jnp.where(s.active, s.count, 0)),
+            recent=jnp.where(s.active[:, None], tokens, s.recent),
+            count=jnp.where(s.active, kept, s.count),
+            forwards=s.forwards + s.active,
+        )
+
+
+def reference(model: Transformer, request: Request) -> dict:
+    """The decoder in plain Python: one request, no cache, greedy."""
+    plain, drafter = ReferenceDecoder(model, request), ReferenceDecoder(model.drafter, request)
+    commits, M = [], request.settings.draft_length
+    text, (start, end) = list(plain.given.values()), (len(plain.given), request.length)
+    while len(text) < end and plain.ids.eos_id not in text[start:]:
+        q = drafter.forward("draft", text + [model.drafter.config.mask_token_id] * (M - 1))
+        drafts = [drafter.best(row, len(text) + i) for i, row in enumerate(q[len(text) - 1 :])]
+        p = plain.forward("verify", text + drafts)
+        best = [plain.best(row, len(text) + i) for i, row in enumerate(p[len(text) - 1 :])]
+        accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), M)
+        for token in best[: accepted + 1]:
+            if len(text) < end and plain.ids.eos_id not in text[start:]:
+                commits.append((token, len(text)))
+                text.append(token)
+    plain.margin = min(plain.margin, drafter.margin)
+    return plain.result(commits, len(plain.phases))
+
+
+SYSTEM = System(
+    name="pard",
+    objective=None,
+    decoders={"pard": DraftAndVerify},
+    references={"pard": reference},
+    decodes=("ar",),
+)
