@@ -10,7 +10,9 @@ import pytest
 from conftest import BOS, MASK, PROMPTS, causal, equipped, forward, settings, sharp_models, tiny_model
 
 from refusion_jax import decode
-from refusion_jax.systems import prompt_lookup
+from refusion_jax.decoding.auxiliary import with_auxiliaries
+from refusion_jax.decoding.requests import Request
+from refusion_jax.systems import pard, prompt_lookup
 
 LOSSLESS = [
     ("prompt_lookup", {"draft_length": 3}),
@@ -72,6 +74,16 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     statistic = sum((seen[text] - runs * share) ** 2 / (runs * share) for text, share in expected.items())
     assert len(expected) == 27
     assert statistic < 54.1  # the 99.9 % quantile with 26 degrees of freedom
+
+
+def test_a_drafter_that_is_the_model_itself_has_its_first_draft_accepted():
+    for model in sharp_models()[:3]:
+        s = settings("pard", draft_length=3)
+        equal = with_auxiliaries(model, drafter=model)
+        out = decode(equal, PROMPTS, s)
+        expected = [pard.reference(equal, Request(prompt, settings=s)) for prompt in PROMPTS]
+        assert out.forwards == [one["forwards"] for one in expected]
+        assert all(2 * forwards <= len(tokens) + 1 for forwards, tokens in zip(out.forwards, out.tokens, strict=True))
 
 
 def test_drafts_are_what_followed_the_longest_match_and_of_equal_ones_the_latest():
