@@ -145,9 +145,9 @@ def main() -> None:
             advance=bar.advance,
         )
     except KeyboardInterrupt:
-        raise UserError("interrupted; the same command goes on from here") from None
-    except OSError as error:
-        raise UserError(f"{error.filename or _OUTPUT.value}: {error.strerror or error}") from error
+        raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
+    except FileNotFoundError as error:  # of the input, since it was listed
+        raise UserError(f"{error.filename}: {error.strerror}") from error
     finally:
         bar.close()
     print(f"{_OUTPUT.value}: {describe(manifest)}")

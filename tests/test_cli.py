@@ -39,6 +39,7 @@ def ended(error, capsys) -> tuple[int, str]:
         (Failure("the disk is full"), 1, "error: the disk is full\n"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "error: x: File name too long\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "error: the output: No space left on device\n"),
+        (RuntimeError("\nput: No space left on device"), 1, "error: No space left on device: put: No space left on device\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
 )
@@ -60,7 +61,13 @@ def test_what_nobody_has_thought_of_is_one_line_and_a_file_with_the_trace(capsys
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("", "is empty"), ("x://y", "names no store"), ("az://y", "cannot be reached")]
+    ("path", "said"),
+    [
+        ("", "is empty"),
+        ("x://y", "names no store"),
+        ("az://y", "cannot be reached"),
+        ("a\udcff", "a\udcff is not UTF-8"),
+    ],
 )
 def test_what_can_be_no_path_is_refused_by_its_flag(path, said):
     values = command.flags.FlagValues()
@@ -87,6 +94,21 @@ def test_an_environment_for_64_bits_is_refused(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     _, err = run("convert", code=2)
     assert err == "error: JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it\n"
+
+
+def test_a_platform_that_is_not_here_is_told_in_one_line():
+    line = [sys.executable, "-c", "import jax; from refusion_jax.cli import command; command.guard(jax.devices)"]
+    env = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(line, capture_output=True, text=True, env=env)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"error: the environment: .*cuda.*\n", ended.stderr)
+
+
+def test_help_without_docstrings_says_why_there_is_none():
+    line = [sys.executable, "-OO", "-m", "refusion_jax.goodput", "--help"]
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"error: --help: python -OO .*\n", ended.stderr)
 
 
 def test_a_flagfile_that_cannot_be_read_is_one_line_that_names_it(tmp_path):

@@ -80,6 +80,11 @@ def test_a_log_that_cannot_be_read_is_not_an_empty_one(tmp_path):
         events.read_log(epath.Path(tmp_path / "events.jsonl"))
 
 
+def test_steps_of_no_number_are_no_event():
+    none = event(3, "steps", first=1, last=0, seconds=1, data_seconds=0)
+    assert events.read_events(f"{json.dumps(STRAIGHT[0])}\n{json.dumps(none)}\n") == STRAIGHT[:1]
+
+
 def test_nothing_that_can_be_accounted_for_is_no_error():
     assert events.account([])["goodput"] == 0.0
     assert events.account([event(5, "init", seconds=1)])["total"] == 0.0  # its start was lost

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -311,6 +312,29 @@ def test_a_killed_process_goes_on_where_it_was_and_its_workers_die(tmp_path, tok
     run("prepare", *flags, f"--output={tmp_path}/killed", "--workers=2")
     assert {path: path.stat().st_mtime_ns for path in shards} == before
     assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
+
+
+def test_an_interrupted_one_tells_how_to_go_on(tmp_path, tokenizer_file):
+    (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=3_000_000)))
+    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--workers=2"]
+    process = start("prepare", *flags, f"--output={tmp_path}/out")
+    wait_until(lambda: list((tmp_path / "out" / ".progress").glob("done-*.json")), process)
+    for one in [*psutil.Process(process.pid).children(recursive=True), process]:  # as Ctrl-C on a terminal
+        one.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from here\n")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_told_in_one_line(workers, tmp_path, tokenizer_file, full_disk):
+    (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=300_000)))
+    flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", f"--workers={workers}"]
+    full_disk(1 << 13)
+    process = start("prepare", *flags, f"--output={tmp_path}/out")
+    full_disk(-1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.fullmatch(r"error: File too large: .*\n", err)
 
 
 def test_two_at_a_time_do_not_write_to_one_directory(tmp_path, tokenizer_file):

@@ -14,7 +14,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conftest import ROOT, TINY_RUN, config_with, run, unprivileged
+from conftest import ROOT, TINY_RUN, config_with, run, start, unprivileged
 from test_prepare import make, tokenizer_file, write_pairs
 
 from refusion_jax import UserError
@@ -283,6 +283,22 @@ def test_a_row_can_be_looked_at(prepared):
     _, err = run("inspect_data", f"--data={prepared}/a", "--row=100000", code=2)
     assert "--row=100000: " in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_reader_of_a_row_that_has_enough_ends_it_quietly(prepared):
+    reads, writes = os.pipe()
+    process = start("inspect_data", f"--data={prepared}/a", stdout=writes)
+    os.close(reads)
+    os.close(writes)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 141
+
+
+def test_a_path_that_is_not_utf8_is_named(prepared, tmp_path):
+    path = f"{tmp_path}/a\udcff"
+    shutil.copytree(prepared / "a", path)
+    with pytest.raises(UserError, match="a\udcff: its path is not UTF-8"):
+        PreparedRows(path)
 
 
 def test_several_prepared_directories_are_held_out_together(prepared, tmp_path):

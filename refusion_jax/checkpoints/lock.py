@@ -117,5 +117,5 @@ def _in_use(directory: epath.Path, holder: bytes) -> UserError:
 
 
 def _this_process() -> bytes:
-    since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return f"process {os.getpid()} on {socket.gethostname()}, since {since}".encode()

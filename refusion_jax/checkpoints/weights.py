@@ -52,6 +52,7 @@ def stored_dtype(path: epath.Path) -> str:
 
 def save_params(workdir: epath.Path, params: Any) -> None:
     """Writes weights as step 0 of a run directory; models are loaded from it, but no training resumes from it."""
+    silence_orbax_tracebacks()
     checkpointer = make_checkpointer(params)
     target = absolute(workdir) / "checkpoints" / "0"
     checkpointer.save(target, args=Items(params=ocp.args.PyTreeSave(params)))

@@ -115,8 +115,12 @@ def guard(main: Callable[[], None]) -> None:
         _end(error, 2)
     except Failure as error:
         _end(error, 1)
-    except KeyboardInterrupt:
-        _end(Failure("interrupted"), 130)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # so does rich end
+            _end(None, 141)
+        raise
+    except KeyboardInterrupt as error:
+        _end(Failure(str(error) or "interrupted"), 130)
     except Exception as error:  # noqa: BLE001  whatever nobody has thought of
         if isinstance(error, BrokenPipeError):
             _end(None, 141)
@@ -124,8 +128,13 @@ def guard(main: Callable[[], None]) -> None:
             _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
         if isinstance(error, OSError) and error.errno in _OF_A_DISK:
             _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
+        if full := next((text for text in map(os.strerror, sorted(_OF_A_DISK)) if text in str(error)), None):
+            _end(Failure(f"{full}: {first_line(error)}"), 1, error)  # in the words of a library
         if isinstance(error, RuntimeError) and _BAD_BACKEND.match(str(error)):
             _end(UserError(f"the environment: {first_line(error)}"), 2, error)
+        if isinstance(error, AssertionError) and _is_of_backends(error):
+            wanted = os.environ.get("JAX_PLATFORMS")
+            _end(UserError(f"the environment: JAX_PLATFORMS={wanted}: JAX finds no such device here"), 2, error)
         _end(Failure(_unforeseen(error)), 1, error)
 
 
@@ -150,6 +159,11 @@ def _end(error: Exception | None, code: int, cause: Exception | None = None) -> 
         os.dup2(nowhere, 1)
         os.close(nowhere)
     sys.exit(code)
+
+
+def _is_of_backends(error: Exception) -> bool:
+    """Whether JAX has given up on all platforms, which it says by an assertion without words."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).name == "xla_bridge.py"
 
 
 def _wants_traceback() -> bool:
@@ -263,6 +277,8 @@ def _help(
     if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used
         flags.FLAGS.mark_as_parsed()
     story = sys.modules["__main__"].__doc__
+    if story is None:
+        raise UserError("--help: python -OO leaves out what it would print; run it without -OO")
     left_out = hidden()
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
     own.append(flags.FLAGS["traceback"])

@@ -8,7 +8,7 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.paths import STORES, is_remote, names_no_store
+from refusion_jax.cli.paths import STORES, is_remote, is_text, names_no_store
 
 # Flags that name a file or directory, in any command.
 _PATHS = {
@@ -38,6 +38,8 @@ def check_values(values: flags.FlagValues) -> None:
                     raise UserError(f"--{name}={path}: {why}")
                 if is_remote(path):
                     _check_reachable(name, path)
+                elif name != "input" and not is_text(path):
+                    raise UserError(f"--{name}={path}: {os.path.abspath(path)} is not UTF-8; give it another name")
 
 
 def _check_reachable(flag: str, path: str) -> None:

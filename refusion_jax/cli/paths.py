@@ -12,6 +12,11 @@ def is_remote(path: epath.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
+def is_text(path: epath.PathLike) -> bool:
+    """Whether a path, from the root, is UTF-8; any other cannot be given to libraries in C++."""
+    return is_remote(path) or not any("\udc80" <= c <= "\udcff" for c in os.path.abspath(path))
+
+
 def names_no_store(text: str) -> str:
     """What is wrong with a path, or paths between commas, neither local nor in a known store; "" for nothing."""
     if all("://" not in path or path.strip().startswith(STORES) for path in text.split(",")):

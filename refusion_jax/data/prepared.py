@@ -13,7 +13,7 @@ from etils import epath
 from grain.sources import ArrayRecordDataSource
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.paths import is_remote
+from refusion_jax.cli.paths import is_remote, is_text
 from refusion_jax.data.interface import RowSource
 from refusion_jax.data.manifest import Manifest, Shard, read_manifest
 from refusion_jax.data.rows import check_row, decode_row
@@ -35,6 +35,8 @@ class PreparedRows(RowSource):
         self.manifest: Manifest = read_manifest(path)
         self._dtype = np.dtype(f"<u{self.manifest.token_bytes}")
         directory = epath.Path(path)
+        if not is_text(path):
+            raise UserError(f"{path}: its path is not UTF-8; give it another name")
         for shard in self.manifest.shards:
             _check_file(directory / shard.file, shard)
         # One descriptor a file: the soft limit is often 1024.

@@ -149,7 +149,9 @@ def read_events(text: str) -> list[dict[str, Any]]:
     for event in parse_log(text.encode()):
         if isinstance(event.get("event"), str):
             needed = ("time", *_NEEDED.get(event["event"], ()), *(["seconds"] if event["event"] in _PART_OF else []))
-            if all(_is_number(event.get(name)) for name in needed):
+            if not all(_is_number(event.get(name)) for name in needed):
+                continue
+            if event["event"] != "steps" or event["first"] <= event["last"]:
                 events.append(event)
     return events
 
