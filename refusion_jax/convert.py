@@ -105,8 +105,11 @@ def main() -> None:
     partial = target  # in an object store what is written last, config.json or model.json, says that it is whole
     if not is_remote(target):
         partial = target.with_name(f".{target.name}.partial")
-        if partial.exists():
-            raise UserError(f"--to={target}: {partial} is in the way, left by a run that was killed; delete it")
+        try:
+            partial.mkdir(parents=True)
+        except FileExistsError as error:
+            why = "another `convert` is writing it, or one that was killed has left it for you to delete"
+            raise UserError(f"--to={target}: {partial} is in the way: {why}") from error
     try:
         for name, content in carried.items():
             write_file(partial / name, content)
@@ -121,6 +124,8 @@ def main() -> None:
         else:
             to_huggingface(source, partial, dtype)
         if partial != target:
+            if target.exists():
+                raise UserError(f"--to={target} has been made by somebody else meanwhile; name a new directory")
             partial.rename(target)
     except BaseException:
         if partial.exists():

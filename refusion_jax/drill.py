@@ -26,6 +26,8 @@ import orbax.checkpoint as ocp
 from absl import flags
 
 from refusion_jax.checkpoints.directory import saved_steps
+from refusion_jax.checkpoints.lock import FILE as LOCK
+from refusion_jax.checkpoints.lock import file_lock
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, explained, names
@@ -41,6 +43,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the kinds of faults and their moment
 _HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", 1, 64)
 _KINDS = flags.DEFINE_list("kinds", [], f"Only these: {', '.join(FAULTS)}")
 
+_OWN = {LOCK, "straight", "straight.log", "faulty", "faulty.log"}  # files of a drill
 _CLOCKS = {"seconds", "tokens_per_second", "mfu"}  # metrics in which no two runs are equal
 
 
@@ -138,7 +141,14 @@ def main() -> None:
     workdir = Path(_WORKDIR.value).absolute()  # as Orbax wants paths
     flag_values.check_output("workdir", workdir, directory=True)
     is_new = not workdir.exists()
-    workdir.mkdir(parents=True, exist_ok=True)
+    if not is_new and (other := {path.name for path in workdir.iterdir()} - _OWN):
+        raise UserError(f"--workdir={workdir} holds {min(other)}, which is of no drill; name another directory")
+    with file_lock(workdir):
+        drill_in(workdir, kinds, is_new)
+
+
+def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
+    """Trains without faults where that is not done, then drills; a new directory whose flags are at fault goes."""
     given = _of_train(sys.argv[1:]) + ["--config.log_every=1", "--config.checkpoint.failures=1000"]
     straight = Subject(given, workdir / "straight", _HOSTS.value)
     faulty = Subject(given, workdir / "faulty", _HOSTS.value)

@@ -39,7 +39,7 @@ def ended(error, capsys) -> tuple[int, str]:
         (Failure("the disk is full"), 1, "error: the disk is full\n"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "error: x: File name too long\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "error: the output: No space left on device\n"),
-        (RuntimeError("\nput: No space left on device"), 1, "error: No space left on device: put: No space left on device\n"),
+        (RuntimeError("x: File too large (27)"), 1, "error: File too large: x: File too large (27)\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
     ],
 )

@@ -1,5 +1,6 @@
 """One run at a time in a directory."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
 from etils import epath
-from helpers import wait_for_steps
+from helpers import wait_for_steps, wait_until
 
 from refusion_jax import UserError
 from refusion_jax.checkpoints import lock
@@ -92,3 +93,55 @@ def test_a_second_training_is_refused_in_one_line_and_hurts_nothing(tmp_path):
         first.kill()  # or it would train for an hour
     assert first.returncode == 75, err
     assert "start it again to resume" in out
+
+
+def test_a_drill_is_refused_where_another_one_runs_or_other_files_are(tmp_path, trained_run):
+    with lock.file_lock(tmp_path / "drill"):
+        _, err = run("drill", *TINY_RUN, f"--workdir={tmp_path}/drill", code=2)
+    assert f"is in use by process {os.getpid()} on " in err
+    assert [path.name for path in (tmp_path / "drill").iterdir()] == ["lock"]
+    before = sorted(trained_run.iterdir())
+    _, err = run("drill", *TINY_RUN, f"--workdir={trained_run}", code=2)
+    assert f"--workdir={trained_run} holds checkpoints, which is of no drill" in err
+    assert sorted(trained_run.iterdir()) == before
+
+
+def test_a_comparison_is_refused_where_other_files_are(trained_run):
+    before = sorted(trained_run.iterdir())
+    _, err = run("bench", "headline", f"--output={trained_run}", code=2)
+    assert f"--output={trained_run} is not empty, and holds no comparison" in err
+    assert sorted(trained_run.iterdir()) == before
+
+
+def test_of_two_conversions_to_one_directory_one_is_refused(tmp_path, trained_run):
+    flags = [f"--from={trained_run}", f"--to={tmp_path}/out", "--format=huggingface"]
+    first = start("convert", *flags)
+    wait_until((tmp_path / ".out.partial").exists, first)
+    first.send_signal(signal.SIGSTOP)
+    _, err = run("convert", *flags, code=2)
+    assert f"--to={tmp_path}/out: {tmp_path}/.out.partial is in the way: another `convert` is writing it, or" in err
+    first.send_signal(signal.SIGCONT)
+    assert first.communicate()[1] == ""
+    assert first.returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_conversion_replaces_nothing_that_was_made_meanwhile(tmp_path, trained_run):
+    process = start("convert", f"--from={trained_run}", f"--to={tmp_path}/out", "--format=huggingface")
+    wait_until((tmp_path / ".out.partial").exists, process)
+    with lock.file_lock(tmp_path / "out"):  # by a run
+        assert "/out has been made by somebody else meanwhile" in process.communicate()[1]
+    assert process.returncode == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_that_is_full_is_told_by_a_conversion_which_leaves_nothing(tmp_path, trained_run, full_disk):
+    run("convert", f"--from={trained_run}", f"--to={tmp_path}/first", "--format=huggingface")
+    full_disk(1 << 13)
+    back = start("convert", f"--from={tmp_path}/first", f"--to={tmp_path}/ours", "--format=orbax")
+    out = start("convert", f"--from={trained_run}", f"--to={tmp_path}/out", "--format=huggingface")
+    full_disk(-1)
+    for process in (back, out):
+        assert process.communicate()[1].splitlines()[-1].startswith("error: File too large: ")
+        assert process.returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]

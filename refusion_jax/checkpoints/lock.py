@@ -39,7 +39,7 @@ def locked(directory: epath.Path) -> Iterator[Callable[[], None]]:
         check, refusal = (lambda: None), None
         if jax.process_index() == 0:
             try:
-                check = stack.enter_context(_lease(directory) if is_remote(directory) else _file_lock(directory))
+                check = stack.enter_context(_lease(directory) if is_remote(directory) else file_lock(directory))
             except UserError as error:
                 refusal = error
         if not all_agree(refusal is None):
@@ -59,7 +59,8 @@ def check_free(directory: epath.Path) -> None:
 
 
 @contextlib.contextmanager
-def _file_lock(directory: epath.Path) -> Iterator[Callable[[], None]]:
+def file_lock(directory: epath.Path) -> Iterator[Callable[[], None]]:
+    """As `locked`, for a local directory and one process; asks JAX for nothing, so that others may have the devices."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / FILE, "a+b") as file:
         _flock(file, fcntl.LOCK_EX, directory)

@@ -187,7 +187,9 @@ class ResultStore:
                     f"--output={directory} holds another comparison (differs in {', '.join(other)}): name another "
                     f"directory"
                 )
-        if not about.exists():
+        else:
+            if directory.exists() and any(directory.iterdir()):
+                raise UserError(f"--output={directory} is not empty, and holds no comparison; name another directory")
             write_file(about, json.dumps(call, indent=2) + "\n")
         self._log = AppendLog(path)
         lines = enumerate(self._log.read()[0].splitlines(), 1)
