@@ -96,6 +96,7 @@ def test_random_requests_decode_as_the_plain_method_does(slot_size, data):
     model, infill = sharp_models()[data.draw(st.integers(0, 4))], data.draw(st.sampled_from(["threshold", "exact"]))
     requests = prepare([data.draw(strategies(slot_size, infill)) for _ in range(8)], DecodeSettings(), model.config)
     sizes = {"slots": 40, "block_slots": 40, "width": 64, "budget": 400, "cache_length": 64 + 40 * slot_size}
+    sizes |= {"new_tokens": 64, "chunk": 32}
     decoder = dataclasses.replace(decoder_for(requests, model.config), **sizes)
     for request, (phases, answer) in zip(requests, phases_of(model, requests, decoder), strict=True):
         expected = plan_and_infill(model, request)
