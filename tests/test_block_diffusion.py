@@ -15,6 +15,7 @@ from refusion_jax.decoding.requests import Given
 from refusion_jax.systems import block_diffusion
 
 KEYS = jax.random.split(jax.random.key(0), 4)
+corrupt = jax.jit(block_diffusion.ComplementaryMasks(MASK, 4).corrupt)
 
 
 def test_the_matrix_of_the_docstring_is_the_mask():
@@ -30,7 +31,7 @@ def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_document
     tokens, response = (np.asarray(x[0]) for x in jax.tree.leaves(shuffle_documents(rows, keys))[::2])
     owner, source = np.array([1] * 8 + [2] * 4), np.array([0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10, 11])
     seen, trained = tokens[source], response[source]
-    batch = block_diffusion.ComplementaryMasks(MASK, 4).corrupt(rows, keys)
+    batch = corrupt(rows, keys)
     first, second, clean = np.split(np.asarray(batch.inputs[0]), 3)
     np.testing.assert_array_equal(clean, tokens)
     np.testing.assert_array_equal(batch.visibility.segment_ids[0], [*owner, *owner, *segments])

@@ -18,6 +18,9 @@ def objective() -> card.SoftTail:
     return card.SoftTail(MASK, tail=1.5, beta=1.0, decay=0.5)
 
 
+corrupt = jax.jit(objective().corrupt)
+
+
 def rows() -> Rows:
     return Rows(jnp.arange(5, 29)[None], jnp.array([SEGMENTS]), jnp.array([RESPONSE]) > 0)
 
@@ -29,7 +32,7 @@ def test_the_matrix_of_the_docstring_is_the_mask():
 def test_masks_lie_in_the_tail_and_are_as_many_as_drawn():
     counts = set()
     for seed in range(20):
-        batch = objective().corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
+        batch = corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
         masked, ratio = np.asarray(batch.inputs[0]) == MASK, np.asarray(batch.diagnostics["mask_ratio"])[0]
         for first, end, length in ((3, 12, 9), (13, 21, 8)):
             count = masked[first:end].sum()
@@ -43,7 +46,7 @@ def test_masks_lie_in_the_tail_and_are_as_many_as_drawn():
 
 def test_weights_are_the_recursion_of_the_paper():
     for seed in range(3):
-        batch = objective().corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
+        batch = corrupt(rows(), jax.random.split(jax.random.key(seed), 1))
         masked = np.asarray(batch.inputs[0]) == MASK
         total, labels = {}, sum(RESPONSE)
         for n, segment in enumerate(SEGMENTS):

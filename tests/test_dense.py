@@ -1,5 +1,7 @@
 """Dense slot diffusion: its mask and labels, what drafting accepts, and that a plan fed ahead changes no text."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -35,10 +37,12 @@ DOCS = [(2, 9), (0, 5), (3, 4)]
 ROWS = many(packed(DOCS, 26), 300)
 
 
+@functools.cache
 def batch_of(text_order: float, copies: float = 0.5, sizes=(2, 3, 4)):
     keys = jax.random.split(jax.random.key(0), len(ROWS.tokens))
     made = DenseSlots(MASK, sizes, text_order, copies, 1.0)
-    return jax.device_get((draw_noise(keys, ROWS, sizes, text_order), jax.jit(made.corrupt)(ROWS, keys)))
+    drawn = jax.jit(draw_noise, static_argnums=(2, 3))(keys, ROWS, sizes, text_order)
+    return jax.device_get((drawn, jax.jit(made.corrupt)(ROWS, keys)))
 
 
 def test_the_matrix_of_the_docstring_is_the_mask_and_its_labels_those_of_the_example():
@@ -144,7 +148,7 @@ def test_the_matrix_of_the_decoder_is_what_its_forward_shows():
     assert two_slots.tolist() == expected
 
 
-@pytest.mark.parametrize(("fed", "each"), [(1, 1), (8, 4), (12, 4), (24, 8)])
+@pytest.mark.parametrize(("fed", "each"), [(1, 1), (8, 4), (24, 8)])
 def test_a_model_that_ignores_its_place_accepts_every_draft(fed, each):
     """Attention and mlp silenced, every token followed by one token: each forward yields as many as it may."""
     model = tiny_model()
@@ -168,17 +172,20 @@ def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
 
 
 def test_a_plan_fed_ahead_changes_no_text():
-    requests = [*PROMPTS, Request([BOS, 5], ([7, 8], 5, [9], 6))]
+    requests = [*map(Request, PROMPTS), Request([BOS, 5], ([7, 8], 5, [9], 6))]
     saved = 0
     for model in sharp_models()[:2]:
         for changes in ({"slot": 0.9}, {"slot": 0.3, "blocks": 2, "order": "left_to_right"}):
-            without, ahead = (
-                decode(model, requests, settings("dense_plan", speculate=tokens, **changes)) for tokens in ("0", "1000")
-            )
-            assert ahead.tokens == without.tokens
-            assert ahead.commit_order == without.commit_order
-            assert ahead.rounds == without.rounds
-            saved += sum(without.forwards) - sum(ahead.forwards)
+            own = settings("dense_plan", **changes)
+            both = [
+                dataclasses.replace(request, settings=dataclasses.replace(own, speculate=tokens))
+                for tokens in ("0", "1000")
+                for request in requests
+            ]
+            out, without, ahead = decode(model, both, own), slice(len(requests)), slice(len(requests), None)
+            for name in ("tokens", "commit_order", "rounds"):
+                assert getattr(out, name)[ahead] == getattr(out, name)[without]
+            saved += sum(out.forwards[without]) - sum(out.forwards[ahead])
     assert saved > 0
 
 

@@ -41,9 +41,9 @@ def test_weights_are_the_double_sum_of_the_paper():
 def test_a_masked_token_is_the_label_of_the_token_before_it_and_the_weights_are_a_mean_over_masks():
     tokens = jnp.arange(5, 21, dtype=jnp.int32)[None]
     rows = Rows(tokens, jnp.array([[1] * 8 + [2] * 6 + [0] * 2]), jnp.array([[0] * 2 + [1] * 12 + [0] * 2], bool))
-    seen = set()
+    seen, corrupt = set(), jax.jit(OBJECTIVE.corrupt)
     for seed in range(5):
-        batch = OBJECTIVE.corrupt(rows, jax.random.split(jax.random.key(seed), 1))
+        batch = corrupt(rows, jax.random.split(jax.random.key(seed), 1))
         masked = np.flatnonzero(batch.inputs[0] == MASK)
         seen |= set(masked)
         cart = dream.cart_weights((rows.segment_ids > 0) & (batch.inputs != MASK), rows.segment_ids, 0.5)[0]

@@ -126,23 +126,25 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
 
 @pytest.mark.parametrize("infill", ["exact", "threshold"])
 def test_neither_the_budget_nor_the_batch_changes_an_answer(infill):
-    """Greedy or drawn."""
+    """Greedy or drawn; each prompt twice in one queue of four rows, so beside others each time."""
     own = {"infill_blend": 0.3} if infill == "exact" else {"top_p": 0.9, "top_k": 10}
+    jobs = [(budget, i) for budget in ("1000", "0") for i in range(len(PROMPTS))]
     for temperature in (0.0, 1.0):
-        s = settings(infill=infill, temperature=temperature, blocks=2, **own)
-        ahead, plain = (
-            decode(sharp_models()[0], PROMPTS, dataclasses.replace(s, speculate=budget, batch_size=size))
-            for budget, size in (("1000", 2), ("0", 64))
-        )
+        s = settings(infill=infill, temperature=temperature, blocks=2, batch_size=4, **own)
+        requests = [
+            Request(PROMPTS[i], settings=dataclasses.replace(s, speculate=budget), noise=i) for budget, i in jobs
+        ]
+        out = decode(sharp_models()[0], requests, s)
+        ahead, plain = slice(len(PROMPTS)), slice(len(PROMPTS), None)
         for name in ("tokens", "commit_order", "rounds"):
-            assert getattr(ahead, name) == getattr(plain, name)
-        assert sum(ahead.forwards) < sum(plain.forwards)
+            assert getattr(out, name)[ahead] == getattr(out, name)[plain]
+        assert sum(out.forwards[ahead]) < sum(out.forwards[plain])
 
 
 def test_infilling_is_exact_unless_the_authors_threshold_is_named():
     """And then it is theirs, as in the public call of theirs that names no way of infilling."""
     model = sharp_models()[1]
-    shared = {"max_new_tokens": 16, "slot_size": 4, "slot_threshold": 0.3}
+    shared = {"max_new_tokens": 16, "slot_size": 4, "slot_threshold": 0.3, "speculate": "0"}
 
     def answers(**own):
         return decode(model, PROMPTS, DecodeSettings("refusion", **shared, **own))
@@ -165,7 +167,8 @@ def test_a_batch_is_infilled_in_one_way_and_an_evaluation_decodes_both():
         for i, more in enumerate(({}, {"token_threshold": 0.4}, {}))
     ]
     answers = {i: answer.tokens for i, answer, _ in generate(model, both, None)}
-    for i, request in enumerate(both):
-        assert answers[i] == decode(model, [request], request.settings).tokens[0]
+    for some in ([0, 2], [1]):
+        requests = [both[i] for i in some]
+        assert [answers[i] for i in some] == decode(model, requests, requests[0].settings).tokens
     with pytest.raises(UserError, match="^prompt 1: infill must be the same for all prompts of a call"):
         decode(model, both, both[0].settings)

@@ -27,13 +27,14 @@ def test_only_relative_positions_matter():
 def test_extending_a_cache_equals_one_forward():
     model = tiny_model()
     tokens, positions = TOKENS[:, :8], jnp.array([[0, 1, 2, 3, 7, 6, 5, 4]])
-    whole = model(tokens, positions, causal(jnp.ones_like(tokens)))
+    whole = forward(model, tokens, positions, causal(jnp.ones_like(tokens)))
     none = jnp.zeros((2, 1, 2, 0, 8))
     below = jnp.tril(jnp.ones((1, 8, 8), bool))
-    first, kept = model.extend(
-        tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(1, int), below[:, :5, :5]
+    extend = nnx.jit(lambda model, *inputs: model.extend(*inputs))
+    first, kept = extend(
+        model, tokens[:, :5], positions[:, :5], KeyValues(none, none), jnp.zeros(1, int), below[:, :5, :5]
     )
-    second, _ = model.extend(tokens[:, 5:], positions[:, 5:], stored(kept), jnp.full(1, 5), below[:, 5:, 5:])
+    second, _ = extend(model, tokens[:, 5:], positions[:, 5:], stored(kept), jnp.full(1, 5), below[:, 5:, 5:])
     np.testing.assert_allclose(whole, jnp.concatenate([first, second], axis=1), atol=1e-5)
 
 
@@ -51,7 +52,8 @@ def test_attention_equals_a_plain_loop():
 def test_attention_of_a_query_that_sees_nothing_is_finite_with_finite_gradients():
     q = jnp.ones((1, 2, 2, 4))
     mask = jnp.array([[[True, False], [False, False]]])
-    value, grads = jax.value_and_grad(lambda q, k, v: attention(q, k, v, mask).sum(), argnums=(0, 1, 2))(q, q, q)
+    summed = jax.value_and_grad(lambda q, k, v: attention(q, k, v, mask).sum(), argnums=(0, 1, 2))
+    value, grads = jax.jit(summed)(q, q, q)
     assert all(np.isfinite(x).all() for x in (value, *grads))
 
 

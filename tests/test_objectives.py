@@ -27,14 +27,17 @@ def objective(name: str):
 
 def prepare(rows: slots.Rows, seed: int = 0, name: str = "refusion") -> Batch:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows.tokens.shape[0]))
-    return objective(name).corrupt(rows, keys)
+    return jax.jit(objective(name).corrupt)(rows, keys)
+
+
+drawn = jax.jit(slots.draw_noise, static_argnums=(2, 3))
 
 
 def test_hybrid_loss_is_the_formula_of_the_paper():
     """Against loops over documents and tokens, as the paper writes it."""
     rows = rows_of([(2, 7), (0, 5), (3, 4)], [(1, 9), (4, 10)])
-    noise = slots.draw_noise(jax.random.split(jax.random.key(4), 2), rows, (2, 3, 4), 1e-3)
-    c = slots.corrupt(rows, noise, MASK)
+    noise = drawn(jax.random.split(jax.random.key(4), 2), rows, (2, 3, 4), 1e-3)
+    c = jax.jit(slots.corrupt, static_argnums=2)(rows, noise, MASK)
     logits = forward(tiny_model(), c.inputs, c.positions, causal(c.segment_ids))
     terms = loss_terms(logits, hybrid_batch(c))
 
@@ -62,7 +65,7 @@ def test_hybrid_loss_is_the_formula_of_the_paper():
 @pytest.mark.parametrize("masked", [True, False], ids=["no clean label", "no masked label"])
 def test_a_missing_kind_of_label_is_zero_and_leaves_the_gradient_finite(masked):
     rows = rows_of([(2, 7), (0, 5)])
-    noise = slots.draw_noise(jax.random.split(jax.random.key(0), 1), rows, (2, 3, 4), 1e-3)
+    noise = drawn(jax.random.split(jax.random.key(0), 1), rows, (2, 3, 4), 1e-3)
     noise = slots.Noise(noise.slot_size, noise.mask_probability, rows.is_response & masked, noise.rank)
     assert_finite(hybrid_batch(slots.corrupt(rows, noise, MASK)), zero="ar" if masked else "mdm")
 
@@ -78,7 +81,7 @@ def assert_finite(batch: Batch, zero: str, also_zero: str = ""):
         terms = loss_terms(nnx.merge(graph, params)(batch.inputs, batch.positions, batch.visibility), batch)
         return sum(terms.values()), terms
 
-    (_, terms), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    (_, terms), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     for name, term in terms.items():
         assert (term == 0) == (name in (zero, also_zero))
     assert all(np.isfinite(g).all() for g in jax.tree.leaves((terms, grads)))

@@ -28,6 +28,7 @@ def inputs():
     return q, k, v, jnp.where((jnp.arange(T) >= 240)[None] & (jnp.arange(B) == 0)[:, None], 0, segments)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def outputs_and_grads(function, q, k, v, segments):
     weight = jnp.where(segments[..., None, None] > 0, jax.random.normal(jax.random.key(9), q.shape), 0)
     out, pull = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
@@ -55,7 +56,7 @@ def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
     expected = outputs_and_grads(definition, *inputs())
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 2, "tensor": 2, "sequence": 2})
     with jax.set_mesh(mesh):
-        assert_close(jax.jit(outputs_and_grads, static_argnums=0)(emulated, *inputs()), expected)
+        assert_close(outputs_and_grads(emulated, *inputs()), expected)
 
 
 @pytest.mark.parametrize("pattern", [CAUSAL, TwoStreams(32)], ids=repr)
@@ -72,7 +73,7 @@ def test_the_tpu_kernel_follows_folded_rows(pattern):
 
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4, "sequence": 2})
     with jax.set_mesh(mesh):
-        got = jax.jit(outputs_and_grads, static_argnums=0)(folded, *inputs())
+        got = outputs_and_grads(folded, *inputs())
     assert_close(got, outputs_and_grads(plain, *inputs()))
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import MASK, tiny_model
+from conftest import MASK, forward, tiny_model
 from test_objectives import rows_of
 
 from refusion_jax.batch.batch import loss_terms
@@ -18,13 +18,13 @@ def batch_of(seed: int = 0, **keys):
     config.r2ft.update(keys)
     rows = rows_of([(2, 7), (0, 9)], [(1, 14)])
     objective = make_objective(config, MASK)
-    return rows, objective, objective.corrupt(rows, jax.random.split(jax.random.key(seed), 2))
+    return rows, objective, jax.jit(objective.corrupt)(rows, jax.random.split(jax.random.key(seed), 2))
 
 
 def test_the_loss_is_the_formula_document_by_document():
     model = tiny_model()
     rows, objective, batch = batch_of(beta_chosen=0.5, beta_rejected=2.0)
-    logits = model(batch.inputs, batch.positions, batch.visibility)
+    logits = forward(model, batch.inputs, batch.positions, batch.visibility)
     log_p, T = np.asarray(jax.nn.log_softmax(logits)), rows.tokens.shape[1]
     preferences, own, documents = 0.0, 0.0, 3
     for row, segment in ((0, 1), (0, 2), (1, 1)):

@@ -137,6 +137,9 @@ def test_a_command_works_as_written(command, user):
         small += " " + " ".join(flag for flag in SMALLER if flag.split("=")[0] not in own)
         small += " --config.model.num_attention_heads=4" if "tensor=2" in command else ""
         small += " --config.model.vocab_size=512 --config.data.on_error=skip"
+    if ".plan " in command:
+        small += " --config.model.num_hidden_layers=1 --config.model.hidden_size=1024 --config.row_length=512"
+        small += " --config.model.intermediate_size=1024 --config.model.vocab_size=8192"
     if ".bench decode" in command:
         small += "".join(f" --decode.{setting}" for setting in SMALLER_BENCH)
         small += " --prompts_per_row=1 --repeats=1 --batch_sizes=2"

@@ -622,7 +622,9 @@ def test_a_port_is_taken_before_a_model_is_loaded():
 
 def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(trained_run):
     """On SIGTERM, as supervisors send it."""
-    server = start("serve", "--port=0", f"--checkpoint={trained_run}", "--decode.batch_size=4", "--seed=5")
+    flags = [f"--decode.{name}={value}" for name, value in SETTINGS.items()]  # as compiled above
+    flags += [f"--checkpoint={trained_run}", "--decode.batch_size=4", "--seed=5"]
+    server = start("serve", "--port=0", *flags)
     try:
         address = re.search(r"http://\S+(?=/v1)", server.stdout.readline())[0]
         how = {"json": {"prompt": TEXTS[0], "max_tokens": 16, "temperature": 3.0}}

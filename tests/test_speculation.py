@@ -21,7 +21,7 @@ LOSSLESS = [
     ("pard", {"draft_length": 4}),
     ("idlm", {"stride": 2}),
     ("idlm", {"stride": 4}),
-    *(("dense", {"fed_tokens": fed}) for fed in (1, 8, 12, 24, 0)),  # every shape of slots of 4; 0: what pays
+    *(("dense", {"fed_tokens": fed}) for fed in (8, 24, 0)),  # a slot, several, and what pays; test_dense.py has others
 ]
 
 
@@ -43,7 +43,6 @@ def test_greedy_they_write_what_ar_writes_from_the_same_weights(method, changes)
         ("prompt_lookup", {"draft_length": 3}, [BOS, 9, 22, 9]),
         ("pard", {"draft_length": 3}, [BOS, 9, 13]),
         ("idlm", {"stride": 3}, [BOS, 9, 13]),
-        ("dense", {"fed_tokens": 8}, [BOS, 9, 13]),
         ("dense", {"fed_tokens": 24}, [BOS, 9, 13]),
     ],
 )

@@ -135,7 +135,7 @@ def test_the_baseline_trains_and_decodes(tmp_path):
     [("gsm8k_train.jsonl", 256), pytest.param("refusion_sample.json", 1024, marks=pytest.mark.slow)],
     ids=["gsm8k", "sample"],
 )
-def test_real_data_trains_by_flags_alone_and_survives_a_kill(tmp_path, file, row_length):
+def test_real_data_trains_by_flags_alone(tmp_path, file, row_length):
     data = SHARED / "data" / file
     if not data.exists():
         pytest.skip(f"{data} is not here; it belongs to the developers' checkout")
@@ -145,9 +145,5 @@ def test_real_data_trains_by_flags_alone_and_survives_a_kill(tmp_path, file, row
         data = some
     flags = [*TINY_RUN, f"--config.data.path={data}", f"--config.row_length={row_length}", "--config.batch_size=4"]
     flags += ["--config.data.on_error=skip", "--config.model.vocab_size=1024", "--config.steps=60"]
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    run("train", *flags, f"--workdir={straight}")
-    assert losses(straight, 50, 60) < 0.9 * losses(straight, 0, 10)
-    kill_when(start("train", *flags, f"--workdir={killed}"), killed, 15)
-    run("train", *flags, f"--workdir={killed}")
-    assert computed(killed) == computed(straight)
+    run("train", *flags, f"--workdir={tmp_path}/run")
+    assert losses(tmp_path / "run", 50, 60) < 0.9 * losses(tmp_path / "run", 0, 10)

@@ -20,8 +20,9 @@ def test_blocks_are_reordered_and_weighted_as_by_hand():
     segments = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0]])
     rows = Rows(jnp.arange(5, 15)[None], segments, jnp.array([[0, 0, 1, 1, 1, 1, 0, 1, 1, 0]]) > 0)
     parts, masked = [[0, 1, 2, 3], [4, 5], [6, 7], [8], [9]], 0
+    corrupt = jax.jit(wedlm.ReorderedBlocks(MASK, 4).corrupt)
     for seed in range(5):
-        batch = wedlm.ReorderedBlocks(MASK, 4).corrupt(rows, jax.random.split(jax.random.key(seed), 1))
+        batch = corrupt(rows, jax.random.split(jax.random.key(seed), 1))
         inputs, labels, weights = (np.asarray(x[0]) for x in (batch.inputs, batch.labels, batch.weights["mdm"]))
         np.testing.assert_array_equal(inputs[10:], rows.tokens[0])
         np.testing.assert_array_equal(batch.weights["ar"][0] * 6, [0] * 10 + [0, 1, 1, 1, 1, 0, 1, 1, 0, 0])
