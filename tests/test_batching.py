@@ -241,17 +241,6 @@ def test_a_mesh_changes_no_answer():
     assert state.cache.entries.keys.sharding.shard_shape(state.cache.entries.keys.shape)[1:3] == (2, 1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_batch_of_mixed_prompts_decodes_each_as_if_alone(temperature):
-    """tests/test_systems.py holds every decoder to this in batches of two."""
-    model = sharp_model()
-    s = settings("ar", temperature=temperature)
-    together = decode(model, PROMPTS, s)
-    for i, prompt in enumerate(PROMPTS):
-        alone = decode(model, [Request(prompt, noise=i, settings=s)], s)  # noise belongs to its place in the call
-        assert {f: v[0] for f, v in vars(alone).items()} == {f: v[i] for f, v in vars(together).items()}
-
-
 def test_no_prompts_give_no_answers():
     assert decode(sharp_model(), [], settings()).tokens == []
 

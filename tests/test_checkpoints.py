@@ -144,12 +144,6 @@ def test_when_all_are_torn_the_run_does_not_start_over_in_silence(tmp_path):
         restored(tmp_path)
 
 
-def test_weights_can_be_read_alone(tmp_path):
-    save(tmp_path, 1)
-    state = make_state(1)
-    assert_equal(restore_params(find_step(tmp_path)[1], target(state.params)), state.params)
-
-
 def test_weights_of_another_shape_are_named_and_no_older_ones_are_tried(tmp_path, caplog, capfd):
     save(tmp_path, 5, 6)
     wanted = target(make_state(5).params)

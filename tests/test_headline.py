@@ -45,31 +45,26 @@ def test_every_setting_of_every_dial_can_be_decoded_with(system, budget):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_every_family_is_asked_for_and_none_of_it_is_trained_on(budget):
+def test_what_chooses_the_settings_does_not_score_them_and_nobody_trains_on_either(budget):
     config, (validation, test) = CONFIGS(budget), asked_for(budget).held_out()
     mixture = families.mixture(config.data.difficulty)
     assert {problem.family for problem in validation} == set(mixture.families)
     trained = {asked(mixture, p) for p in mixture.problems("train", 3000, config.seed)}
     assert not {asked(mixture, p) for p in validation + test} & trained
-
-
-def asked(mixture, problem):
-    """What a problem asks, however it is worded."""
-    return mixture.families[problem.family].asks(problem.query)
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_what_chooses_the_settings_does_not_score_them(budget):
-    validation, test = asked_for(budget).held_out()
     assert not {p.query for p in validation} & {p.query for p in test}
     assert Counter(p.family for p in validation) == Counter(p.family for p in test)
-    by_loss = {p.query for p in held_out_problems(CONFIGS(budget).data)}  # which chooses the learning rates
+    by_loss = {p.query for p in held_out_problems(config.data)}  # which chooses the learning rates
     assert {p.family for p in test if p.query in by_loss} <= {"product", "product_by_steps"}  # too few
     for problems in (validation, test):
         again = Counter((p.family, p.query) for p in problems) - Counter({(p.family, p.query) for p in problems})
         assert {family for family, _ in again} <= {"product"}  # of one digit and two there are not enough
         assert sum(again.values()) < 10
         assert len({p.family for p in problems[: BUDGETS[budget].timed]}) > 8  # no family waits for the end
+
+
+def asked(mixture, problem):
+    """What a problem asks, however it is worded."""
+    return mixture.families[problem.family].asks(problem.query)
 
 
 def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
