@@ -78,15 +78,11 @@ def decode_all(batch_size: int, dtype: str = "float32", budgets=BUDGETS) -> list
     return results
 
 
-# `decode` is tried with one row below, and budgets in between at random by tests/test_decoding.py.
-@pytest.mark.parametrize(
-    ("batch_size", "budgets"),
-    [(16, BUDGETS[::3]), *(pytest.param(n, BUDGETS, marks=pytest.mark.slow) for n in (1, 64))],
-    ids=str,
-)
-def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size, budgets):
+# `decode` is tried with one row below.
+@pytest.mark.parametrize("batch_size", [16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 64))])
+def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size):
     wrong = []
-    for case, budget, got in decode_all(batch_size, budgets=budgets):
+    for case, budget, got in decode_all(batch_size):
         expected = {
             "tokens": case["answer_ids"],
             "commit_tokens": case["commit_ids"],
@@ -101,7 +97,7 @@ def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size, budgets)
             differs.append(f"{got.forwards} forwards, not {case['n_forwards']}")
         if differs:
             wrong.append((case["id"], budget, differs))
-    assert not wrong, f"{len(wrong)} of {len(budgets) * len(cases())} decodings: {wrong}"
+    assert not wrong, f"{len(wrong)} of {4 * len(cases())} decodings: {wrong}"
 
 
 def test_public_decode_gives_the_recorded_answers():
