@@ -107,7 +107,7 @@ def _free_compiled_programs():
     """
     yield
     maps = Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") > 45_000:
+    if not maps.exists() or maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
 
 
