@@ -103,7 +103,9 @@ def main() -> None:
     carried = {name: read_file(directory / name) for name in _TOKENIZER_FILES if (directory / name).exists()}
     dtype = _DTYPE.value or read_dtype(source)
     partial = target  # in an object store what is written last, config.json or model.json, says that it is whole
+    made = []
     if not is_remote(target):
+        made = [parent for parent in target.parents if not parent.exists()]  # the innermost first
         partial = target.with_name(f".{target.name}.partial")
         try:
             partial.mkdir(parents=True)
@@ -130,6 +132,9 @@ def main() -> None:
     except BaseException:
         if partial.exists():
             partial.rmtree()
+        for parent in made:
+            if not any(parent.iterdir()):
+                parent.rmdir()
         raise
     print(f"{target}: written")
 
