@@ -29,15 +29,15 @@ def launch(workdir, *flags: str) -> str:
     return done.stdout
 
 
-# After a sixteenth of the steps 4 % (refusion) and 3.5 % (sequential) are right with seed 0, at 1.41 tokens per
-# forward, counted to the end of each answer. What has learned nothing answers nothing.
+# An eighth of the steps takes an eighth of the time: 20 % (refusion) and 18 % (sequential) are right with seed 0, at
+# 1.95 tokens per forward, counted to the end of each answer. What has learned nothing answers nothing.
 @pytest.mark.parametrize(
-    ("steps", "examples", "least", "tokens"),
-    [(150, 6000, 0.02, 1.2), pytest.param(2400, 40_000, 0.9, 4.0, marks=pytest.mark.slow)],
-    ids=["sixteenth", "whole"],
+    ("steps", "least", "tokens"),
+    [(300, 0.1, 1.8), pytest.param(2400, 0.9, 4.0, marks=pytest.mark.slow)],
+    ids=["eighth", "whole"],
 )
-def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, examples, least, tokens):
-    out = launch(workdir / str(steps), f"--config.steps={steps}", f"--config.data.examples={examples}")
+def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(workdir, steps, least, tokens):
+    out = launch(workdir / str(steps), f"--config.steps={steps}")
     report = json.loads((workdir / str(steps) / "report.json").read_text())
     for method in ("refusion", "sequential"):
         assert set(report[method]) == {"accuracy", "tokens_per_forward", "tokens_per_second"}

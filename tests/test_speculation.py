@@ -43,6 +43,7 @@ def test_greedy_they_write_what_ar_writes_from_the_same_weights(method, changes)
         ("prompt_lookup", {"draft_length": 3}, [BOS, 9, 22, 9]),
         ("pard", {"draft_length": 3}, [BOS, 9, 13]),
         ("idlm", {"stride": 3}, [BOS, 9, 13]),
+        ("dense", {"fed_tokens": 8}, [BOS, 9, 13]),
         ("dense", {"fed_tokens": 24}, [BOS, 9, 13]),
     ],
 )

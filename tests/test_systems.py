@@ -287,15 +287,16 @@ def test_every_position_is_committed_once_and_the_answer_is_what_was_committed(n
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_neither_its_row_nor_the_others_change_an_answer(name):
-    """Each request twice in a queue, the second time in the opposite order."""
+def test_neither_its_row_nor_the_others_nor_the_capacity_change_an_answer(name):
+    """Requests in one order and the opposite, in batches and caches of two sizes."""
     model = equipped(sharp_model(), name)
     for temperature in (0.0, 0.8):
         requests = requests_for(name, model, temperature=temperature)
-        out = decode(model, [*requests, *requests[::-1]], settings(name, temperature=temperature, batch_size=8))
+        out = decode(model, requests, settings(name, temperature=temperature, batch_size=8))
+        sizes = {"batch_size": 2, "cache_length": 96}
+        again = decode(model, requests[::-1], settings(name, temperature=temperature, **sizes))
         for field in ("tokens", "commit_order", "commit_tokens", "rounds", "finish_reason"):
-            found = getattr(out, field)
-            assert found == found[::-1], field
+            assert getattr(again, field) == getattr(out, field)[::-1], field
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def assert_same_training(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), a[1].params, b[1].params)
 
 
-MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}]
+MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}]
 MESHES += [{"fsdp": 4, "sequence": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}]
 
 
@@ -93,6 +93,10 @@ def test_eight_devices_train_as_one(mesh):
 @pytest.mark.parametrize("objective", ["refusion", "ar"])
 def test_accumulation_changes_nothing(objective):
     assert_same_training(train(objective=objective), train(accumulation=4, objective=objective))
+
+
+def test_accumulation_on_a_mesh_changes_nothing():
+    assert_same_training(train(), train(accumulation=2, devices=8, data=2, fsdp=4))
 
 
 def test_the_same_run_is_the_same_to_the_bit():
