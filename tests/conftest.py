@@ -272,9 +272,9 @@ PROMPTS = [
 ]
 
 
-def sharp_model(seed: int = 0):
+def sharp_model(seed: int = 0, **changes):
     """A random model sure enough of itself that thresholds decide."""
-    model = tiny_model(seed)
+    model = tiny_model(seed, **changes)
     model.layers.o_proj[...] *= 8.0
     model.layers.down_proj[...] *= 4.0
     model.lm_head[...] *= 3.0

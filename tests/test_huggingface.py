@@ -89,6 +89,9 @@ FAMILIES = {
     "olmo2": {"rms_norm_eps": 1e-5},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen3_moe normalized": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 12, "norm_topk_prob": True}
+    | {"num_experts_per_tok": 3},
 }
 
 

@@ -206,7 +206,8 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
         )
     sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
     positions = "rope_theta rope_scaling local_rope query_pre_attn_scalar"
-    for key in f"{sizes} {positions} rms_norm_eps tie_word_embeddings family".split():
+    experts = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
+    for key in f"{sizes} {positions} {experts} rms_norm_eps tie_word_embeddings family".split():
         if getattr(there, key) != getattr(config, key):
             raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:

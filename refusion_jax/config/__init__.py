@@ -16,6 +16,7 @@ from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
+from refusion_jax.model.shape import experts_fault
 from refusion_jax.systems.api import DecodeSettings, check_settings, read_settings
 from refusion_jax.systems.interface import Objective
 from refusion_jax.systems.registry import decoders_for, find_decoder, find_system
@@ -97,6 +98,8 @@ def check(c: ml_collections.ConfigDict) -> None:
     m = c.model
     if m.num_attention_heads % m.num_key_value_heads:
         refuse("model.num_attention_heads", f"must be a multiple of num_key_value_heads={m.num_key_value_heads}")
+    if not c.init_from and (fault := experts_fault(m)):
+        raise UserError(f"--config.model.{fault}")
     if m.head_dim % 2:
         refuse("model.head_dim", "must be even (RoPE rotates pairs)")
     for name, lengths in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
@@ -165,6 +168,8 @@ def check_mesh(c: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
         ("model.num_attention_heads", "heads", 1),
         ("model.num_key_value_heads", "kv_heads", 1),
         ("model.intermediate_size", "mlp", 1),
+        ("model.moe_intermediate_size", "mlp", 1),
+        ("model.num_experts", "experts", 1),
     ):
         size, parts = _get(c, key), sharding.shard_count(mesh, axis) * each
         if size % parts:

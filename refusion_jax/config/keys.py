@@ -75,6 +75,7 @@ _MESH = {
     "replica": _axis(1, "copies of the whole over the data-centre network"),
     "data": _axis(1, "copies of the weights inside a slice"),
     "fsdp": _axis(-1, "weights and batch split over these chips; -1 takes all that are left"),
+    "expert": _axis(1, "as fsdp, but layers with experts are split by whole ones"),
     "tensor": _axis(1, "heads, mlp and vocabulary split over these chips"),
     "sequence": _axis(1, "the tokens of each row are split over these chips"),
 }
@@ -110,6 +111,13 @@ _MODEL = {
     "local_rope": Setting((), "of Gemma 3: (rope_theta of local layers, every how many-th layer is global); or empty"),
     "query_pre_attn_scalar": Setting(
         0, "attention divides by its square root; 0: by that of head_dim", at_least=0, at_most=2**20
+    ),
+    "num_experts": Setting(0, "experts of a layer, of a family that has them", at_least=0, at_most=2**14),
+    "num_experts_per_tok": Setting(0, "experts that a token goes to", at_least=0, at_most=2**7),
+    "moe_intermediate_size": Setting(0, "width of an expert's SwiGLU", at_least=0, at_most=2**22),
+    "norm_topk_prob": Setting(True, "the weights of a token's experts sum to 1"),
+    "router_aux_loss_coef": Setting(
+        0.001, "weight of the loss that balances experts, the metric loss_router; 0: none", at_least=0, at_most=1e6
     ),
 }
 

@@ -17,15 +17,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from refusion_jax.cli.errors import UserError
 
 # replica: copies over the data-centre network; data: copies inside a slice; fsdp: weights split over the batch's
-# chips; tensor: heads, mlp and vocabulary split; sequence: rows split.
-MESH_AXES = ("replica", "data", "fsdp", "tensor", "sequence")
+# chips; expert: the same, where a layer has experts, by whole ones; tensor: heads, mlp and vocabulary split; sequence:
+# rows split.
+MESH_AXES = ("replica", "data", "fsdp", "expert", "tensor", "sequence")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     None: None,
-    "batch": ("replica", "data", "fsdp"),
+    "batch": ("replica", "data", "fsdp", "expert"),
     "length": "sequence",
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "expert"),
+    "experts": "expert",
+    "expert_embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",

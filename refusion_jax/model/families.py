@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# Ours -> theirs, with the number of the layer for {}. A weight of `lora.INPUTS` is transposed.
+# Ours -> theirs, with the number of the layer for {}, and of the expert for a second one. A weight of `lora.INPUTS` is
+# transposed.
 NAMES = {
     "embed_tokens": "model.embed_tokens.weight",
     "attention_norm": "model.layers.{}.input_layernorm.weight",
@@ -23,6 +24,7 @@ NAMES = {
     "post_attention_norm": "model.layers.{}.post_attention_layernorm.weight",
     "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
     "post_mlp_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+    "router": "model.layers.{}.mlp.gate.weight",
     "gate_proj": "model.layers.{}.mlp.gate_proj.weight",
     "up_proj": "model.layers.{}.mlp.up_proj.weight",
     "down_proj": "model.layers.{}.mlp.down_proj.weight",
@@ -42,7 +44,9 @@ class Family:
     norm_offset: float = 0.0  # added to the scale of every RMSNorm
     activation: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})  # in config.json
     scaled_embedding: bool = False  # by the root of the hidden size
+    experts: bool = False  # in every layer, in place of an MLP
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of config.json: another name -> ours
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from NAMES
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json; other values are refused
 
@@ -81,6 +85,30 @@ FAMILIES = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed={"use_sliding_window": False}),  # and 2.5
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", fixed={"attention_bias": False, "use_sliding_window": False}),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        qk_norm="head",
+        experts=True,
+        fixed={
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        },
+        names={
+            "gate_proj": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
+            "up_proj": "model.layers.{}.mlp.experts.{}.up_proj.weight",
+            "down_proj": "model.layers.{}.mlp.experts.{}.down_proj.weight",
+        },
+        keys={"num_local_experts": "num_experts"},  # as transformers 5 writes it
+        defaults={
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+        },
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 """FLOPs of training, for the model-FLOPs utilization (MFU).
 
-Axes: D hidden size, N query heads, K key/value heads, H head size, F mlp size, V vocabulary, L layers.
+Axes: D hidden size, N query heads, K key/value heads, H head size.
 """
 
 from refusion_jax.model.transformer import ModelConfig
@@ -9,15 +9,28 @@ from refusion_jax.model.transformer import ModelConfig
 def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
     """FLOPs of forward and backward for one token: 3 x those of the forward, without recomputation (remat).
 
-    The forward has 2 for every weight in a matrix product (not the embedding look-up), and for attention 2 N H (scores)
-    + 2 N H (values) for every key seen; with causal attention (T + 1) / 2 keys on average.
+    The forward has 2 for every weight in a matrix product (not the embedding look-up; of experts, those of the token),
+    and for attention 2 N H (scores) + 2 N H (values) for every key seen; with causal attention (T + 1) / 2 keys on
+    average.
 
     Args:
       c: the model.
       keys_seen: by a query, on average; see `Pattern.keys_seen`.
     """
-    D, N, K, H, F = (
-        c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
-    )  # fmt: skip
-    layer = 2 * (D * (N + 2 * K) * H + N * H * D + 3 * D * F) + 4 * N * H * keys_seen
-    return 3.0 * (c.num_hidden_layers * layer + 2 * D * c.vocab_size)
+    layer = 2 * layer_weights(c, c.num_experts_per_tok) + 4 * c.num_attention_heads * c.head_dim * keys_seen
+    return 3.0 * (c.num_hidden_layers * layer + 2 * c.hidden_size * c.vocab_size)
+
+
+def layer_weights(c: ModelConfig, experts: float) -> float:
+    """Weights in the products of a layer, with so many of its experts, if it has any."""
+    D, N, K, H = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    attention = D * (N + 2 * K) * H + N * H * D
+    if not c.num_experts:
+        return attention + 3 * D * c.intermediate_size
+    return attention + D * c.num_experts + experts * 3 * D * c.moe_intermediate_size
+
+
+def count_weights(c: ModelConfig) -> tuple[float, float]:
+    """(weights in products, the embedding among them, those of them that a token uses)."""
+    outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+    return tuple(c.num_hidden_layers * layer_weights(c, n) + outside for n in (c.num_experts, c.num_experts_per_tok))

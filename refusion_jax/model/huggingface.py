@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.distributed.storage import replacing, write_file
+from refusion_jax.model import experts
 from refusion_jax.model.families import FAMILIES, NAMES, Release
 from refusion_jax.model.lora import INPUTS
 from refusion_jax.model.shape import to_model_config
@@ -35,6 +36,8 @@ _COPIED = (  # of config.json into ModelConfig and back
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
 )
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef")
+_INPUTS = INPUTS | {"router": 1}  # axes of those that are transposed
 _FULL = "full_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
 _IGNORED = (  # keys of config.json that change nothing, in what authors released
@@ -75,6 +78,11 @@ class Config(pydantic.BaseModel):
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
     query_pre_attn_scalar: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    router_aux_loss_coef: float = 0.001
     rope_local_base_freq: float | None = None
     sliding_window: int | None = None
     sliding_window_pattern: int | None = None
@@ -108,7 +116,7 @@ def read_model_config(
     """
     file, given = path / "config.json", read_config(path, releases)
     theta, scaling, local = _rope(file, given)
-    shape = {name: getattr(given, name) for name in _COPIED}
+    shape = {name: getattr(given, name) for name in (*_COPIED, *_EXPERTS)}
     if local:  # attention to all of so many tokens is attention in a window
         shape["max_position_embeddings"] = min(given.sliding_window or 2**28, given.max_position_embeddings)
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
@@ -171,7 +179,7 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
     if system and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
-    renamed = {ours: given[key] for key, ours in release.keys.items() if key in given}
+    renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
     given = family.defaults | release.defaults | given | renamed
     if system:
         ours = {key: given[key] for key in _OURS if key in given}
@@ -251,12 +259,15 @@ def load_params(
         params[name] = place(theirs, tensors.read(theirs, shape), target[name])
     params["layers"] = {}
     for name, goal in target["layers"].items():
+        stacking = names[name].count("{}")  # axes: layers, and experts
         layer = jax.ShapeDtypeStruct(
-            goal.shape[1:], goal.dtype, sharding=_drop_first_axis(goal.sharding) if goal.sharding else None
+            goal.shape[stacking:],
+            goal.dtype,
+            sharding=_drop_first_axes(goal.sharding, stacking) if goal.sharding else None,
         )
         stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
-        for index in range(goal.shape[0]):
-            theirs, inputs = names[name].format(index), INPUTS.get(name, 0)
+        for index, theirs in _indexed(names[name], goal.shape):
+            inputs = _INPUTS.get(name, 0)
             tensor = tensors.read(theirs, _their_shape(layer.shape, inputs))
             tensor = (tensor.T if inputs else tensor).reshape(layer.shape)
             stacked = _put(stacked, place(theirs, tensor, layer), index)
@@ -272,7 +283,7 @@ def _refuse_others(tensors: Tensors, config: Config, names: Mapping[str, str], t
     """
     known = {names[name] for name in target if name != "layers"}
     for name, stacked in target["layers"].items():
-        known |= {names[name].format(index) for index in range(stacked.shape[0])}
+        known |= {theirs for _, theirs in _indexed(names[name], stacked.shape)}
     for name in sorted(tensors.names - known):
         if name == names["lm_head"]:  # of tied weights, which some save twice
             shape = (config.vocab_size, config.hidden_size)
@@ -280,6 +291,12 @@ def _refuse_others(tensors: Tensors, config: Config, names: Mapping[str, str], t
                 continue
         if not name.endswith(".rotary_emb.inv_freq"):  # which follows from rope_theta
             raise UserError(f"{tensors.place_of(name)}: {name} has no place in the model that config.json describes")
+
+
+def _indexed(name: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Where each tensor of theirs is in a stacked weight of ours: (layer,) or (layer, expert), and its name."""
+    for index in np.ndindex(shape[: name.count("{}")]):
+        yield index, name.format(*index)
 
 
 def _their_shape(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
@@ -301,20 +318,23 @@ def _is_finite(tensor: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stacked: jax.Array, layer: jax.Array, index: int) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, axis=0)
+def _put(stacked: jax.Array, layer: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    layer = layer.reshape((1,) * len(index) + layer.shape)
+    return jax.lax.dynamic_update_slice(stacked, layer, (*index, *(0,) * (layer.ndim - len(index))))
 
 
-def _drop_first_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding of one layer, of that of all layers stacked."""
+def _drop_first_axes(sharding: jax.sharding.Sharding, axes: int) -> jax.sharding.Sharding:
+    """The sharding of one layer or expert, of that of all of them stacked."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[axes:]))
 
 
 def count_tensors(target: dict[str, Any]) -> int:
     """How many tensors `load_params` reads for a target."""
-    return len(target) - 1 + sum(stacked.shape[0] for stacked in target["layers"].values())
+    sparse = "router" in target["layers"]
+    leading = {name: 2 if sparse and name in experts.NAMES else 1 for name in target["layers"]}
+    return len(target) - 1 + sum(math.prod(w.shape[: leading[name]]) for name, w in target["layers"].items())
 
 
 def read_dtype(path: epath.Path) -> str:
@@ -364,19 +384,19 @@ def _their_tensors(params: dict[str, Any], family: str) -> dict[str, tuple[int, 
     """Every tensor by its Hugging Face name: (bytes, what brings it to the host)."""
     found, names = {}, NAMES | dict(FAMILIES[family].names)
     for name in [name for name in params if name != "layers"]:
-        found[names[name]] = params[name].nbytes, functools.partial(_on_host, params[name], None, 0)
+        found[names[name]] = params[name].nbytes, functools.partial(_on_host, params[name], (), 0)
     for name, stacked in params["layers"].items():
-        for layer in range(len(stacked)):
-            on_host = functools.partial(_on_host, stacked, layer, INPUTS.get(name, 0))
-            found[names[name].format(layer)] = stacked.nbytes // len(stacked), on_host
+        for index, theirs in _indexed(names[name], stacked.shape):
+            size = stacked.nbytes // math.prod(stacked.shape[: len(index)])
+            found[theirs] = size, functools.partial(_on_host, stacked, index, _INPUTS.get(name, 0))
     return found
 
 
-def _on_host(weight: jax.Array, layer: int | None, inputs: int) -> np.ndarray:
-    """A weight outside the layers, or that of one layer, as their tensor."""
-    if layer is None:
+def _on_host(weight: jax.Array, index: tuple[int, ...], inputs: int) -> np.ndarray:
+    """A weight outside the layers, or that of one layer or expert, as their tensor."""
+    if not index:
         return np.ascontiguousarray(jax.device_get(weight))
-    tensor = jax.device_get(weight[layer])
+    tensor = jax.device_get(weight[index])
     theirs = _their_shape(tensor.shape, inputs)
     return np.ascontiguousarray(tensor.reshape(theirs[::-1]).T if inputs else tensor.reshape(theirs))
 
@@ -405,7 +425,7 @@ def _their_config(model: Transformer) -> dict[str, Any]:
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": str(jax.tree.leaves(nnx.state(model))[0].dtype),
-        **{key: getattr(c, key) for key in _COPIED},
+        **{key: getattr(c, key) for key in (*_COPIED, *(_EXPERTS if family.experts else ()))},
         "rope_theta": c.rope_theta,
         "rope_scaling": scaling,
         **local,

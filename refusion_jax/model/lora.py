@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from refusion_jax.cli.errors import SettingError
 from refusion_jax.model.layers import weight
 
 INPUTS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 2, "gate_proj": 1, "up_proj": 1, "down_proj": 1}  # axes
@@ -88,10 +89,17 @@ def read_lora(section: Mapping[str, Any]) -> Lora | None:
 
 
 def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
-    """Gives the layers of a transformer adapters that change nothing yet: A is drawn, B is 0."""
+    """Gives the layers of a transformer adapters that change nothing yet: A is drawn, B is 0.
+
+    Raises:
+      SettingError: where one would be an adapter of experts.
+    """
     layers.lora_scale = lora.alpha / lora.rank
     for name in lora.names:
         w = getattr(layers, name)
+        if "experts" in w.logical_axes:
+            why = f"experts have no adapters, and {name} is theirs; of this family (q|k|v|o)_proj can have them"
+            raise SettingError("config", "lora.targets", lora.targets, why)
         inputs = 1 + INPUTS[name]
         a_shape, b_shape = (*w.shape[:inputs], lora.rank), (w.shape[0], lora.rank, *w.shape[inputs:])
         a_axes = (*w.logical_axes[:inputs], "rank")

@@ -8,15 +8,16 @@ from collections.abc import Callable
 import jax
 
 INPUT, ATTENTION, GATE, UP = "layer_input", "attention", "gate", "up"  # of a layer; GATE and UP: its two wide products
+EXPERT, GATHERED = "expert", "gathered"  # the same products of experts, and their weights from all chips
 
 # From the most memory to the least; None: everything stays.
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
     "products": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # those with weights
-        jax.checkpoint_policies.save_only_these_names(ATTENTION),
+        jax.checkpoint_policies.save_only_these_names(ATTENTION, EXPERT),
     ),
-    "outputs": jax.checkpoint_policies.save_only_these_names(ATTENTION, GATE, UP),
+    "outputs": jax.checkpoint_policies.save_only_these_names(ATTENTION, GATE, UP, EXPERT),
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
     "full": jax.checkpoint_policies.nothing_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -26,6 +27,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
         offload_dst="pinned_host",
     ),
 }
+WITHOUT_GATHERED = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)  # in place of None, with experts
 HELP = (
     "what the backward pass computes again: none | products (keeps those with weights, and attention) | "
     "outputs (keeps attention and mlp) | attention (keeps it) | full | offload"

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_collections
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
@@ -34,12 +35,29 @@ def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfi
     return config
 
 
+def experts_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
+    """What is wrong with the experts of a model of a known family."""
+    if not FAMILIES[c.family].experts:
+        return f"num_experts={c.num_experts}: family={c.family} has none" if c.num_experts else None
+    if not 1 <= c.num_experts <= 2**14:
+        return f"num_experts={c.num_experts} must be 1 to {2**14} for family={c.family}"
+    if not 1 <= c.num_experts_per_tok <= c.num_experts:
+        return f"num_experts_per_tok={c.num_experts_per_tok} must be 1 to num_experts={c.num_experts}"
+    if not 1 <= c.moe_intermediate_size <= 2**22:
+        return f"moe_intermediate_size={c.moe_intermediate_size} must be 1 to {2**22} for family={c.family}"
+    if not 0 <= c.router_aux_loss_coef <= 1e6:
+        return f"router_aux_loss_coef={c.router_aux_loss_coef} must be 0 or above"
+    return None
+
+
 def _fault(c: ModelConfig) -> str | None:
     for name, largest in _LARGEST.items():
         if not 1 <= getattr(c, name) <= largest:
             return f"{name}={getattr(c, name)} must be 1 to {largest}"
     if c.family not in FAMILIES:
         return f"family={c.family[:60]} must be one of {', '.join(FAMILIES)}"
+    if fault := experts_fault(c):
+        return fault
     if c.num_attention_heads % c.num_key_value_heads:
         return f"num_attention_heads={c.num_attention_heads} must be a multiple of {c.num_key_value_heads} kv heads"
     if not 0 <= c.block_size <= 2**20:

@@ -1,11 +1,11 @@
 """The transformer that every system shares, in Flax NNX; by default of Qwen3's shape (arXiv 2505.09388).
 
-RMSNorm, grouped-query attention, RoPE (half-split rotation), SwiGLU. Where the norms stand, and which biases there are,
-is that of a family (families.py). The weights of all layers are stacked on a
+RMSNorm, grouped-query attention, RoPE (half-split rotation), SwiGLU, or a mixture of them (experts.py). Where the norms
+stand, and which biases there are, is that of a family (families.py). The weights of all layers are stacked on a
 leading `layers` axis and run by one scan, so that compile time does not grow with depth.
 
 Axes: B rows, T tokens of this forward, S keys it sees, L layers, D hidden size, N query heads, K key/value heads,
-H head size, F mlp size, V vocabulary.
+H head size, F mlp size, V vocabulary, E experts.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
+from refusion_jax.model.experts import Load, mixture
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, stored_like, widened
 from refusion_jax.model.layers import (
@@ -38,7 +39,7 @@ from refusion_jax.model.layers import (
     weight,
 )
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP
+from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP, WITHOUT_GATHERED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,11 @@ class ModelConfig:
     rope_scaling: tuple[float, ...] = ()  # see `layers.rope_rotation`
     local_rope: tuple[float, ...] = ()  # of Gemma 3: (rope_theta of local layers, every how many-th layer is global)
     query_pre_attn_scalar: int = 0  # attention divides by its square root; 0: by that of head_dim
+    num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of an expert
+    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
+    router_aux_loss_coef: float = 0.001  # of the loss that balances them
 
 
 @jax.tree_util.register_dataclass
@@ -108,9 +114,13 @@ class Layers(nnx.Module):
             rngs, (L, N, H, D), ("layers", "heads", "head_dim", "embed"), residual * (N * H) ** -0.5,
             ("heads", "head_dim"),
         )  # fmt: skip
-        self.gate_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5, ("embed",))
-        self.up_proj = weight(rngs, (L, D, F), ("layers", "embed", "mlp"), D**-0.5, ("embed",))
-        self.down_proj = weight(rngs, (L, F, D), ("layers", "mlp", "embed"), residual * F**-0.5, ("mlp",))
+        leading, axes, embed = (L,), ("layers",), "embed"
+        if E := config.num_experts:
+            F, leading, axes, embed = config.moe_intermediate_size, (L, E), ("layers", "experts"), "expert_embed"
+            self.router = weight(rngs, (L, D, E), ("layers", "embed", None), D**-0.5)
+        self.gate_proj = weight(rngs, (*leading, D, F), (*axes, embed, "mlp"), D**-0.5, (embed,))
+        self.up_proj = weight(rngs, (*leading, D, F), (*axes, embed, "mlp"), D**-0.5, (embed,))
+        self.down_proj = weight(rngs, (*leading, F, D), (*axes, "mlp", embed), residual * F**-0.5, ("mlp",))
 
 
 # Attention over a cache is compiled for all of its entries, a half and a quarter of them: most rows are far from full.
@@ -176,15 +186,27 @@ class Transformer(nnx.Module):
           labels: of each token.
           is_labelled: the others cost nothing, and are 0.
         """
+        return self.cross_entropy_and_load(tokens, positions, visibility, labels, is_labelled)[0]
+
+    def cross_entropy_and_load(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        visibility: Visibility,
+        labels: Int32[Array, "B T"],
+        is_labelled: Bool[Array, "B T"],
+    ) -> tuple[Float32[Array, "B T"], Load | None]:
+        """The same, and how much each expert had to do, if there are experts."""
         head = widened(self._head.get_value(), self.dtype)
         parts = shard_count_here("length")
         if parts == 1 or tokens.shape[1] % (2 * parts):
-            return linear_cross_entropy(self.hidden(tokens, positions, visibility), head, labels, is_labelled)
+            x, load = self.hidden_and_load(tokens, positions, visibility)
+            return linear_cross_entropy(x, head, labels, is_labelled), load
         tokens, positions, labels, is_labelled = (
             constrain(fold(x, parts), "batch", "length") for x in (tokens, positions, labels, is_labelled)
         )
-        x = self.hidden(tokens, positions, fold_visibility(visibility, parts))
-        return unfold(linear_cross_entropy(x, head, labels, is_labelled), parts)
+        x, load = self.hidden_and_load(tokens, positions, fold_visibility(visibility, parts))
+        return unfold(linear_cross_entropy(x, head, labels, is_labelled), parts), load
 
     def extend(self, *fed: Any) -> tuple[Float32[Array, "B T V"], KeyValues]:
         """`extend_hidden`, with the logits of all new tokens in place of what the output head reads."""
@@ -246,7 +268,7 @@ class Transformer(nnx.Module):
             return heads.reshape(*k.shape[:2], *heads.shape[2:]), new
 
         layers = jnp.arange(self.config.num_hidden_layers)
-        return self._run(ragged.pack(tokens), ragged.pack(positions), attend, layers)
+        return self._run(ragged.pack(tokens), ragged.pack(positions), attend, layers)[:2]
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
@@ -261,11 +283,18 @@ class Transformer(nnx.Module):
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> Float[Array, "B T D"]:
         """What the output head reads, of packed rows; the arguments are those of a call."""
+        return self.hidden_and_load(tokens, positions, visibility)[0]
+
+    def hidden_and_load(
+        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
+    ) -> tuple[Float[Array, "B T D"], Load | None]:
+        """The same, and how much the experts of all layers had to do, if there are any."""
 
         def attend(q, k, v, _):
             return packed.packed_attention(q, k, v, visibility, self.backend), None
 
-        return self._run(tokens, positions, attend, None)[0]
+        x, _, load = self._run(tokens, positions, attend, None, visibility.segment_ids > 0)
+        return x, load
 
     @property
     def weight_bytes(self) -> int:
@@ -325,7 +354,9 @@ class Transformer(nnx.Module):
                 each.cache_dtype = jnp.dtype(jnp.int8)
         return model
 
-    def _run(self, tokens, positions, attend: Callable, per_layer: Any) -> tuple[jax.Array, Any]:
+    def _run(
+        self, tokens, positions, attend: Callable, per_layer: Any, is_real: jax.Array | None = None
+    ) -> tuple[jax.Array, Any, Load | None]:
         """Embeds and scans the layers.
 
         Args:
@@ -333,9 +364,10 @@ class Transformer(nnx.Module):
           positions: [B, T] int32.
           attend: (q, k, v, this layer's part of per_layer) -> ([B, T, N, H], what to keep of this layer).
           per_layer: arrays with a leading layers axis, or None.
+          is_real: [B, T] bool, tokens that count for the load of experts; None: it is not wanted.
 
         Returns:
-          ([B, T, D] after the final norm, what was kept, stacked over layers).
+          ([B, T, D] after the final norm, what was kept, stacked over layers, the load summed over them).
         """
         c, family = self.config, FAMILIES[self.config.family]
         rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
@@ -382,17 +414,24 @@ class Transformer(nnx.Module):
             h = product(heads, w, "o_proj", inputs=2)
             x = x + (norm(h, w["post_attention_norm"]) if "post_attention_norm" in w else h)
             h = norm(x, w["mlp_norm"]) if "mlp_norm" in w else x
-            gate = checkpoint_name(product(h, w, "gate_proj"), GATE)
-            up = checkpoint_name(product(h, w, "up_proj"), UP)
-            h = product(activation(gate) * up, w, "down_proj")
+            load = None
+            if c.num_experts:
+                h, load = mixture(h, w, c.num_experts_per_tok, c.norm_topk_prob, activation, is_real)
+            else:
+                gate = checkpoint_name(product(h, w, "gate_proj"), GATE)
+                up = checkpoint_name(product(h, w, "up_proj"), UP)
+                h = product(activation(gate) * up, w, "down_proj")
             x = x + (norm(h, w["post_mlp_norm"]) if "post_mlp_norm" in w else h)
-            return constrain(x, "batch", "length", None), kept
+            return constrain(x, "batch", "length", None), (kept, load)
 
-        if policy := REMAT_POLICIES[self.remat]:
+        if policy := REMAT_POLICIES[self.remat] or (c.num_experts and WITHOUT_GATHERED):
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan keeps the copies apart
         weights = in_dtype(nnx.to_pure_dict(nnx.state(self.layers)), self.dtype)
-        x, kept = jax.lax.scan(layer, x, (weights, per_layer, is_global))
-        return norm(x, self.final_norm[...].astype(self.dtype)), kept
+        if c.num_experts:
+            weights["router"] = self.layers.router[...].astype(jnp.float32)
+        x, (kept, load) = jax.lax.scan(layer, x, (weights, per_layer, is_global))
+        load = jax.tree.map(functools.partial(jnp.sum, axis=0), load)
+        return norm(x, self.final_norm[...].astype(self.dtype)), kept, load
 
 
 class Wrapper(Transformer):
@@ -402,8 +441,8 @@ class Wrapper(Transformer):
         self.model = model
         self.config, self.dtype, self.cache_dtype = model.config, model.dtype, model.cache_dtype
 
-    def hidden(self, *fed: Any) -> Float[Array, "B T D"]:
-        return self.model.hidden(*fed)
+    def hidden_and_load(self, *fed: Any) -> tuple[Float[Array, "B T D"], Load | None]:
+        return self.model.hidden_and_load(*fed)
 
     def extend_hidden(self, *fed: Any) -> tuple[Float[Array, "_ _ D"], KeyValues]:
         return self.model.extend_hidden(*fed)

@@ -4,7 +4,8 @@ The body of a loop counts as often as it runs, unlike in XLA's own cost analysis
 branch counts. Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the
 result multiply to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque
 to XLA. They are counted as if every row were one document, on the chip with most to do: ours say in their name how
-many tiles that is, those of other programs are taken to work on all tiles on or below the diagonal.
+many tiles that is, those of other programs are taken to work on all tiles on or below the diagonal. Ragged products of
+experts are counted as if this chip's experts got all tokens that they may.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ _FREE = (
     *("copy-done", "async-done", "async-update", "opt-barrier", "slice-done", "iota"),
     *("send", "send-done", "recv-done"),
 )
+_RAGGED = "ragged-dot-none"  # XLA's kernel
 _KERNEL_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}  # matrix products a tile
 
 
@@ -292,6 +294,10 @@ def _flops(computation: Computation, i: Instruction) -> float:
         sizes = [computation.instructions[name].shapes[0].elements for name in i.operands[:2]]
         batch = _batch(i.attributes)
         return 2 * math.sqrt(math.prod(sizes) * i.shapes[0].elements / batch)
+    if i.name.startswith(_RAGGED):  # [M, K] x [E, K, N]; its gradients' shapes multiply to the same
+        arrays = [*(s for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")), i.shapes[0]]
+        experts = max(s.dims[0] for s in arrays if len(s.dims) == 3)
+        return 2 * math.sqrt(math.prod(s.elements for s in arrays) / experts)
     kernel = _kernel(computation, i)
     return kernel.flops if kernel else 0.0
 

@@ -14,7 +14,7 @@ left out. Real chips are slower than this roofline, by how much has not been mea
 operations and collectives, and rows that idle at the end of a queue are left out; a decoder that runs narrower forwards
 than its compiled width is faster than estimated.
 
-Axes: D hidden size, L layers, T places of all rows.
+Axes: D hidden size, L layers, E experts, T places of all rows.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from typing import Self
 
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.distributed.chips import Chip
+from refusion_jax.model.flops import layer_weights
 from refusion_jax.model.transformer import ModelConfig
 
 BATCH_SIZES = tuple(2**i for i in range(9))
@@ -72,11 +73,12 @@ def forward_costs(model: ModelConfig, rows: int, places: float, context: float, 
     """
     c, T = model, rows * places
     D, L, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads * c.head_dim
-    layer = D * (heads + 2 * c.num_key_value_heads * c.head_dim) + heads * D + 3 * D * c.intermediate_size
-    weights = L * layer + c.vocab_size * D
+    E, used = c.num_experts, c.num_experts_per_tok
+    read = E * (1 - (1 - used / E) ** T) if E else 0  # of experts: those that any of the tokens goes to
+    multiplied, read = (L * layer_weights(c, n) + c.vocab_size * D for n in (used, read))
     return ForwardCosts(
-        weight_flops=2 * T * weights / chips,
-        weight_bytes=_ITEMSIZE * weights / chips,
+        weight_flops=2 * T * multiplied / chips,
+        weight_bytes=_ITEMSIZE * read / chips,
         attention_flops=4 * L * heads * T * (context + places) / chips,
         cache_bytes=rows * (context + places) * bytes_per_token(c, _DTYPE) / chips,
         network_bytes=(2 * L + 1) * 2 * T * D * _ITEMSIZE * (chips - 1) / chips,

@@ -15,6 +15,7 @@ from refusion_jax.config.model import model_config
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip
+from refusion_jax.model.flops import count_weights
 from refusion_jax.planning import hlo, programs
 from refusion_jax.planning.compiler import Compiled, assigned_bytes, compile_program, libtpu_version, tpu_devices
 from refusion_jax.planning.costs import GATHER_BY_SUM, Costs, count
@@ -45,7 +46,7 @@ def plan_train(
     tokens = config.batch_size * config.row_length
     objective = make_objective(config, shape.mask_token_id)
     model_flops = config.batch_size * train_flops_per_row(objective, shape, config.row_length) / mesh.size
-    state = programs.state_bytes(config, mesh)
+    state, (weights, active) = programs.state_bytes(config, mesh), count_weights(shape)
     return {
         **_program("train", topology, slices, mesh.size, compiled, costs),
         "mesh": dict(mesh.shape),
@@ -56,6 +57,8 @@ def plan_train(
         "state_gib": state / GIB,
         "activations_gib": (compiled.peak - state) / GIB,
         **_times(times, topology),
+        "weights": weights,
+        "active_weights": active,
         "model_flops_per_chip": model_flops,
         "mfu": times.mfu(model_flops, chip),
         "tokens_per_second": tokens / times.step,
@@ -207,6 +210,10 @@ def to_table(r: dict) -> Table:
     rows = []
     if "rows_per_chip" in r:
         rows.append(("rows x tokens, of a chip", f"{r['rows_per_chip']:g} x {r['row_length']:,}"))
+    if r.get("weights", 0) > r.get("active_weights", 0):
+        rows.append(
+            ("weights, those that a token uses", f"{r['weights'] / 1e9:.3g} G, {r['active_weights'] / 1e9:.3g} G")
+        )
     if "state_gib" in r:
         rows += [
             ("state" if r["what"] == "train" else "weights and prompts", f"{r['state_gib']:.2f} GiB"),

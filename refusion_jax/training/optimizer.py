@@ -69,7 +69,8 @@ def _map_axes(function: Callable, axes: dict) -> dict:
 
 def _as_matrix(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
     """Input and output axes of a stacked layer weight; None for weights that are no matrix of a layer."""
-    if names[0] != "layers" or "embed" not in names:
+    embed = next((i for i, name in enumerate(names) if name in ("embed", "expert_embed")), None)
+    if names[0] != "layers" or embed is None:
         return None
-    embed, others = names.index("embed"), tuple(i for i, name in enumerate(names) if name not in ("layers", "embed"))
-    return optax.contrib.MuonDimensionNumbers(*(((embed,), others) if embed == 1 else (others, (embed,))))
+    others = tuple(i for i, name in enumerate(names) if name not in ("layers", "experts") and i != embed)
+    return optax.contrib.MuonDimensionNumbers(*(((embed,), others) if embed < others[0] else (others, (embed,))))

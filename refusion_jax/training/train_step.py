@@ -21,6 +21,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 from refusion_jax.batch.batch import is_labelled, weigh
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.distributed import sharding
+from refusion_jax.model.experts import balance
 from refusion_jax.model.lora import combine
 from refusion_jax.systems.interface import Objective
 
@@ -153,13 +154,29 @@ def make_train_step(
       debug_nans: adds `finite` to the metrics, whether each weight, gradient and update is finite.
     """
 
-    def loss_fn(params, frozen, batch):
+    def loss_fn(params, frozen, batch, counts=None):
         model = nnx.merge(graphdef, combine(params, frozen))
-        terms = weigh(
-            model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)),
-            batch,
+        ce, load = model.cross_entropy_and_load(
+            batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
         )
-        return sum(objective.coefficients[name] * term for name, term in terms.items()), terms
+        terms = weigh(ce, batch)
+        loss = sum(objective.coefficients[name] * term for name, term in terms.items())
+        if load and (coefficient := model.config.router_aux_loss_coef):
+            prices = balance(load.counts if counts is None else counts, model.config.num_experts_per_tok)
+            terms["router"] = jnp.sum(prices * load.probabilities)
+            loss += coefficient * terms["router"]
+        return loss, terms
+
+    def expert_counts(weights, batch):
+        """Of the whole batch, which the gradient of each part needs: one more forward, where experts are balanced."""
+        model = nnx.merge(graphdef, weights)
+        if not (model.config.num_experts and model.config.router_aux_loss_coef):
+            return None
+        some = (batch.inputs, batch.positions, batch.visibility)
+        counts = jax.lax.map(
+            lambda micro: model.hidden_and_load(*micro)[1].counts, sharding.split_batch(some, accumulation)
+        )
+        return jnp.sum(counts, axis=0)
 
     def train_step(state: TrainState, rows: Rows):
         batch = objective.corrupt(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
@@ -169,12 +186,13 @@ def make_train_step(
         if accumulation == 1:
             (loss, terms), grads = grad_fn(state.params, state.frozen, batch)
         else:
-            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad_fn, state.params, state.frozen, batch))
-            (loss, terms), grads = jax.lax.scan(
-                lambda total, micro: (jax.tree.map(jnp.add, total, grad_fn(state.params, state.frozen, micro)), None),
-                zeros,
-                sharding.split_batch(batch, accumulation),
-            )[0]
+            counts = expert_counts(state.weights, batch)
+
+            def add(total, micro):
+                return jax.tree.map(jnp.add, total, grad_fn(state.params, state.frozen, micro, counts)), None
+
+            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad_fn, state.params, state.frozen, batch, counts))
+            (loss, terms), grads = jax.lax.scan(add, zeros, sharding.split_batch(batch, accumulation))[0]
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {

@@ -1,0 +1,238 @@
+"""A mixture of experts in place of an MLP: a router sends each token to the k experts that suit it best.
+
+The tokens of each expert are made neighbours, so that the products of all experts are one product of ragged groups. No
+expert has a capacity and no token is dropped; all shapes are static. Where the mesh splits the experts, chips gather
+each other's tokens, apply their own experts to them, and sum what comes out: for as many chips as a token has experts
+that moves no more than sending tokens to their experts would.
+
+Axes: B rows, T tokens of a row, D hidden size, E experts (of one chip, where they are split), F width of an expert, k
+experts of a token, N tokens of all chips that share the experts, P = N k pairs of a token and one of its experts, S
+slots, in which pairs are sorted, R slots of a tile.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from refusion_jax.distributed.sharding import (
+    all_gather,
+    all_sum,
+    device_kind_here,
+    on_each_chip,
+    scatter_sum,
+    shard_count_here,
+    shard_index,
+    spec,
+)
+from refusion_jax.model.int8 import Int8Array, factors
+from refusion_jax.model.remat import EXPERT, GATHERED
+
+NAMES = ("gate_proj", "up_proj", "down_proj")
+_AXES = {"gate_proj": ("experts", "expert_embed", "mlp"), "down_proj": ("experts", "mlp", "expert_embed")}
+_AXES["up_proj"] = _AXES["gate_proj"]
+
+
+class Load(NamedTuple):
+    """How much a router sends to each expert, summed over real tokens: of one layer, or of all."""
+
+    counts: Float32[Array, "E"]  # tokens that go there
+    probabilities: Float32[Array, "E"]  # of going there
+
+
+def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
+    """What a probability of each expert costs, from how many tokens of the whole batch go there.
+
+    `sum(balance(counts, k) * probabilities)` is E sum_e f_e P_e of Switch Transformers (arXiv 2101.03961, equation 4)
+    for k experts a token: f_e and P_e are means over the tokens of all layers, of those that go to e and of the
+    probability of that. It is k where all experts have as much to do.
+
+    Args:
+      counts: of the whole batch, in all layers.
+      chosen: k.
+    """
+    tokens = jnp.maximum(jnp.sum(counts) / chosen, 1)
+    return counts * (counts.size / tokens**2)
+
+
+def mixture(
+    x: Float[Array, "B T D"],
+    weights: Mapping[str, Array | Int8Array],
+    chosen: int,
+    normalized: bool,
+    activation: Callable,
+    is_real: Bool[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T D"], Load | None]:
+    """The sum of the k experts of each token, weighed by the router.
+
+    Args:
+      x: split over the mesh as "batch", "length", None.
+      weights: of one layer: router [D, E] float32, gate_proj and up_proj [E, D, F], down_proj [E, F, D].
+      chosen: k.
+      normalized: whether the weights of a token's experts are divided by their sum.
+      activation: of the gate.
+      is_real: tokens that count for the load; None: it is not wanted.
+    """
+
+    def on_chip(x, is_real, router, *projections):
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
+        probabilities = jax.nn.softmax(logits)
+        weight, expert = jax.lax.top_k(probabilities, chosen)  # [N, k]
+        if normalized:
+            weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+        load = None
+        if is_real is not None:
+            real = is_real.reshape(-1, 1).astype(jnp.float32)
+            counts = jnp.sum(jnp.sum(jax.nn.one_hot(expert, router.shape[1]), axis=1) * real, axis=0)
+            load = all_sum(Load(counts, jnp.sum(probabilities * real, axis=0)), "batch", "length")
+        x, weight, expert = (all_gather(each, "experts", axis=0) for each in (x, weight.astype(x.dtype), expert))
+        y = _apply(x, weight, expert, [_whole(w, name) for w, name in zip(projections, NAMES, strict=True)], activation)
+        return all_sum(scatter_sum(y, "experts", axis=0), "mlp").reshape(shape), load
+
+    tokens = spec("batch", "length", None)
+    flags = None if is_real is None else spec("batch", "length")
+    split = [jax.tree.map(functools.partial(_spec, _AXES[name]), weights[name]) for name in NAMES]
+    run = on_each_chip(
+        on_chip, (tokens, flags, spec(None, None), *split), (tokens, None if is_real is None else spec(None))
+    )
+    return run(x, is_real, weights["router"], *(weights[name] for name in NAMES))
+
+
+def _spec(axes: tuple[str, ...], x: Array) -> jax.sharding.PartitionSpec:
+    """Of a weight, or of its scale in int8, some of whose axes have size 1."""
+    return spec(*(axis if size > 1 else None for axis, size in zip(axes, x.shape, strict=True)))
+
+
+def _whole(w: Array | Int8Array, name: str) -> Array | Int8Array:
+    """The weights of this chip's experts, gathered along the hidden size."""
+    axis = _AXES[name].index("expert_embed")
+    gathered = jax.tree.map(lambda x: all_gather(x, "expert_embed", axis) if x.shape[axis] > 1 else x, w)
+    return checkpoint_name(gathered, GATHERED)
+
+
+def _apply(x, weight, expert, projections, activation: Callable) -> jax.Array:
+    """[N, D], the part of the experts that this chip has, from x [N, D], weight and expert [N, k]."""
+    gate_proj, up_proj, down_proj = projections
+    experts, parts = gate_proj.shape[0], shard_count_here("experts")
+    own = expert.ravel() - experts * shard_index("experts")  # [P]
+    own = jnp.where((own >= 0) & (own < experts), own, experts)  # those of other chips come last
+    slots = _Slots.of(own, experts, len(x) * min(expert.shape[1], experts), parts)
+    source = slots.source // expert.shape[1]  # the token of a slot; where none is, it is out of bounds
+    place = slots.place.reshape(expert.shape)
+
+    h = _to_slots(x, source, place)  # [S, D]
+    gate, up = (checkpoint_name(slots.product(h, w), EXPERT) for w in (gate_proj, up_proj))
+    h = activation(gate) * up * _to_slots(weight.reshape(-1, 1), slots.source, slots.place[:, None])
+    return _to_tokens(slots.product(h, down_proj), place, source)
+
+
+class _Slots(NamedTuple):
+    """Where the pairs of a token and one of its experts are, sorted by expert; each expert begins with a tile.
+
+    With tiles of one slot there is no padding but after the last pair: as many pairs as a chip may get at most.
+    """
+
+    source: Int32[Array, "S"]  # index of its pair; out of bounds in padding
+    place: Int32[Array, "P"]  # slot of a pair; out of bounds where the expert is on another chip
+    expert: Int32[Array, "S"]
+    sizes: Int32[Array, "E"]  # slots of each expert
+    tile: int  # R
+
+    @classmethod
+    def of(cls, expert: Int32[Array, "P"], experts: int, most: int, parts: int) -> "_Slots":
+        """Sorts pairs.
+
+        Args:
+          expert: of each pair; E: none of this chip's.
+          experts: E.
+          most: pairs there may be.
+          parts: that split the experts.
+        """
+        tile = _tile(len(expert) / parts / experts)
+        total = min(most, most // tile + experts) * tile if tile > 1 else most
+        counts = jnp.sum(expert[None] == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
+        sizes = -(-counts // tile) * tile
+        # Before the first pair or slot of each expert; the last is of pairs that are none of this chip's.
+        pairs, slots = (jnp.pad(jnp.cumsum(each, dtype=jnp.int32), (1, 0)) for each in (counts, sizes))
+        order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+        place = jnp.argsort(order).astype(jnp.int32) - pairs[expert] + slots[expert]
+        place = jnp.where(expert < experts, place, total)
+        index = jnp.arange(total, dtype=jnp.int32)
+        owner = jnp.minimum(jnp.sum(slots[1:, None] <= index[None], axis=0, dtype=jnp.int32), experts - 1)
+        offset = index - slots[owner]
+        sorted_pair = jnp.minimum(pairs[owner] + offset, len(order) - 1)
+        source = jnp.where(offset < counts[owner], order[sorted_pair], len(order))
+        return cls(source, place, owner, sizes, tile)
+
+    def product(self, x: Float[Array, "S _"], w: Float[Array, "E _ _"] | Int8Array) -> Float[Array, "S _"]:
+        """Each slot times the weight of its expert; undefined in the padding after the last pair."""
+        w, scale = factors(w, x.dtype)
+        if self.tile == 1:
+            y = jax.lax.ragged_dot(x, w, self.sizes)
+        else:
+            y = _tiled(x, w, self.expert[:: self.tile], jnp.sum(self.sizes) // self.tile)
+        return y if scale is None else (y * scale[:, 0][self.expert]).astype(x.dtype)
+
+
+def _tile(pairs: float) -> int:
+    """Slots of a tile: on a CPU, where XLA computes `ragged_dot` for all experts, about as many as an expert gets."""
+    if device_kind_here() != "cpu":
+        return 1
+    return 2 ** min(max(round(math.log2(max(pairs, 1))), 2), 7)
+
+
+@jax.custom_vjp
+def _tiled(x, w, expert, tiles) -> jax.Array:
+    """[S, F], from x [S, D] in tiles of one expert each, w [E, D, F], expert [S/R] of a tile, and how many tiles count.
+
+    The gradient of w is summed in place, one tile after the other, which differentiating a scan would not do.
+    """
+    blocks = x.reshape(len(expert), -1, x.shape[1])
+    y = jnp.zeros((*blocks.shape[:2], w.shape[2]), x.dtype)
+    return jax.lax.fori_loop(0, tiles, lambda i, y: y.at[i].set(blocks[i] @ w[expert[i]]), y).reshape(len(x), -1)
+
+
+def _tiled_forward(x, w, expert, tiles):
+    return _tiled(x, w, expert, tiles), (x, w, expert, tiles)
+
+
+def _tiled_backward(kept, dy):
+    x, w, expert, tiles = kept
+    blocks, dblocks = (each.reshape(len(expert), -1, each.shape[1]) for each in (x, dy))
+    dx = _tiled(dy, w.swapaxes(1, 2), expert, tiles)
+    dw = jax.lax.fori_loop(0, tiles, lambda i, dw: dw.at[expert[i]].add(blocks[i].T @ dblocks[i]), jnp.zeros_like(w))
+    return dx, dw, None, None
+
+
+_tiled.defvjp(_tiled_forward, _tiled_backward)
+
+
+# What a gather sums in its gradient is known here by index, so that both directions are gathers.
+
+
+@jax.custom_vjp
+def _to_slots(x: Float[Array, "N D"], source: Int32[Array, "S"], place: Int32[Array, "N k"]) -> Float[Array, "S D"]:
+    """The token of each slot; 0 where there is none."""
+    return x.at[source].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _to_tokens(y: Float[Array, "S D"], place: Int32[Array, "N k"], source: Int32[Array, "S"]) -> Float[Array, "N D"]:
+    """The sum of the slots of each token."""
+    return jnp.sum(y.at[place].get(mode="fill", fill_value=0), axis=1)
+
+
+_to_slots.defvjp(
+    lambda x, source, place: (_to_slots(x, source, place), (source, place)),
+    lambda kept, dy: (_to_tokens(dy, *kept[::-1]), None, None),
+)
+_to_tokens.defvjp(
+    lambda y, place, source: (_to_tokens(y, place, source), (place, source)),
+    lambda kept, dx: (_to_slots(dx, *kept[::-1]), None, None),
+)

@@ -1,0 +1,219 @@
+"""Mixtures of experts: the same as a loop over all of them, on one device and on meshes, in training and decoding."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import PROMPTS, causal, config_with, forward, settings, sharp_model, tiny_config, tiny_model
+from flax import nnx
+from test_huggingface import change_config, change_tensors, saved, tensors
+from test_tpu import HAS_COMPILER
+from test_train_step import random_rows
+
+from refusion_jax import UserError, decode, load_model
+from refusion_jax.config import check
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.distributed import sharding
+from refusion_jax.model import experts, huggingface, int8
+from refusion_jax.model.flops import count_weights, train_flops_per_token
+from refusion_jax.model.lora import Lora, add_adapters
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.planning.compiler import prepare_environment
+from refusion_jax.planning.report import plan_train
+from refusion_jax.systems.registry import find_system
+from refusion_jax.training.program import train_program
+
+E, CHOSEN, D, F, B, T = 8, 3, 16, 24, 8, 12
+MOE = {"family": "qwen3_moe", "num_experts": E, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": F}
+MESHES = [{}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"expert": 4, "sequence": 2}, {"expert": 8}]
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"router": (D, E), "gate_proj": (E, D, F), "up_proj": (E, D, F), "down_proj": (E, F, D)}
+    weights = {name: jax.random.normal(key, shapes[name]) / 4 for name, key in zip(shapes, keys[1:], strict=True)}
+    return jax.random.normal(keys[0], (B, T, D)), weights
+
+
+def loop(x, w):
+    """Each expert on all tokens; those that did not choose it weigh 0."""
+    weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["router"]), CHOSEN)
+    weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+    y = jnp.zeros_like(x)
+    for e in range(E):
+        own = jnp.sum(jnp.where(chosen == e, weight, 0), axis=-1, keepdims=True)
+        y += own * ((jax.nn.silu(x @ w["gate_proj"][e]) * (x @ w["up_proj"][e])) @ w["down_proj"][e])
+    return y
+
+
+def ours(x, w):
+    return experts.mixture(x, w, CHOSEN, True, jax.nn.silu, None)[0]
+
+
+@pytest.mark.parametrize("tile", [1, 4])  # of TPUs and GPUs, and of CPUs
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_value_and_gradient_are_those_of_a_loop_over_experts(mesh, tile, monkeypatch):
+    monkeypatch.setattr(experts, "_tile", lambda _: tile)
+    devices = jax.devices()[: math.prod(mesh.values())]
+
+    def gradients(f):
+        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(*inputs())
+
+    with jax.default_matmul_precision("highest"):
+        expected = gradients(loop)
+        with jax.set_mesh(sharding.make_mesh(mesh, devices)):
+            found = gradients(ours)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()), found, expected)
+
+
+@functools.cache
+def one_step(accumulation: int = 1, remat: str = "none", **mesh: int) -> tuple[dict, dict]:
+    """(metrics, gradient) of a training step."""
+    keys = {"optimizer": "adamw", "accumulation": accumulation, "remat": remat, "batch_size": 16, "row_length": 24}
+    keys |= {f"mesh.{axis}": size for axis, size in (dict.fromkeys(sharding.MESH_AXES, 1) | mesh).items()}
+    shape = tiny_config(**MOE, router_aux_loss_coef=0.1)
+    config = config_with(**keys, **{"slots.sizes": (2, 3, 4), "clip_norm": 1e6, "warmup_steps": 0})
+    devices = sharding.make_mesh(config.mesh, jax.devices()[: math.prod(mesh.values())])
+    program = train_program(config, shape, devices)
+    with jax.set_mesh(devices):
+        rows = jax.device_put(random_rows(0), sharding.sharding(devices, "batch", "length"))
+        after, metrics = program.step(program.initial_state(), rows)
+        return jax.device_get((metrics, after.opt_state[1][0].mu))  # a tenth of the gradient
+
+
+SPLIT = [{"accumulation": 4}, {"remat": "products"}, {"remat": "full", "accumulation": 2, "expert": 2, "fsdp": 4}]
+
+
+@pytest.mark.parametrize("how", [*SPLIT, {"expert": 2, "tensor": 2, "sequence": 2}], ids=str)
+def test_neither_devices_nor_accumulation_nor_remat_change_a_step(how):
+    (metrics, gradient), (split_metrics, split_gradient) = one_step(), one_step(**how)
+    assert metrics["loss_router"] > CHOSEN  # where all have as much to do it is that
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], split_metrics[name], rtol=1e-5, err_msg=name)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(b).max()), split_gradient, gradient
+    )
+    assert np.abs(gradient["layers"]["router"]).max() > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs
+def test_the_router_loss_is_that_of_transformers_over_real_tokens(tmp_path):
+    torch = pytest.importorskip("torch", reason="pip install -e '.[compare]' brings torch and transformers")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen3MoeForCausalLM.from_pretrained(saved(tmp_path / "theirs", **MOE), dtype=torch.float32)
+    tokens = np.random.default_rng(0).integers(0, 30, (2, 17))
+    real = np.arange(17)[None] < np.array([[17], [11]])
+    with torch.no_grad():
+        expected = theirs(
+            torch.tensor(tokens), attention_mask=torch.tensor(real.astype(int)), output_router_logits=True
+        )
+    tokens, places, real = (jnp.asarray(x, jnp.int32) for x in (tokens, np.broadcast_to(np.arange(17), (2, 17)), real))
+    _, load = load_model(tmp_path / "theirs").hidden_and_load(tokens, places, causal(real))
+    found = jnp.sum(experts.balance(load.counts, CHOSEN) * load.probabilities)
+    np.testing.assert_allclose(found, expected.aux_loss.numpy(), rtol=1e-5)
+
+
+def test_a_directory_comes_back_to_the_bit_straight_to_a_mesh(tmp_path):
+    path = saved(tmp_path / "theirs", **MOE, norm_topk_prob=False)
+    model = load_model(path)
+    assert (model.config.num_experts, model.config.norm_topk_prob) == (E, False)
+    huggingface.save(model, tmp_path / "ours")
+    before, after = tensors(path), tensors(tmp_path / "ours")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(tensor, after[name]) for name, tensor in before.items())
+    split = load_model(path, mesh=sharding.make_mesh({"expert": 2, "fsdp": 2, "tensor": 2}))
+    assert split.layers.gate_proj.get_value().sharding.spec == sharding.spec("layers", "experts", "expert_embed", "mlp")
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, split)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda p: change_config(p, mlp_only_layers=[0]), r"mlp_only_layers=\[0\] is not supported"),
+        (lambda p: change_config(p, decoder_sparse_step=2), "decoder_sparse_step=2 is not supported"),
+        (lambda p: change_config(p, num_experts=7), "layers.0.mlp.experts.7.down_proj.weight has no place in"),
+        (lambda p: change_config(p, num_experts_per_tok=9), "num_experts_per_tok=9 must be 1 to num_experts=8"),
+        (lambda p: change_config(p, model_type="qwen3"), "num_experts=8: family=qwen3 has none"),
+        (
+            lambda p: change_tensors(
+                p, lambda t: t | {"model.layers.0.mlp.shared_expert.gate.weight": np.ones(3, "f")}
+            ),
+            "mlp.shared_expert.gate.weight has no place in the model",
+        ),
+    ],
+)
+def test_what_is_no_model_of_this_family_is_refused_by_name(spoil, said, tmp_path):
+    path = saved(tmp_path / "theirs", **MOE)
+    spoil(path)
+    with pytest.raises(UserError, match=said):
+        load_model(path)
+
+
+def test_configs_and_adapters_that_cannot_be_are_refused_in_one_line():
+    with pytest.raises(UserError, match=r"--config.model.num_experts=0 must be 1 to 16384 for family=qwen3_moe"):
+        check(config_with(**{"model.family": "qwen3_moe"}))
+    model = tiny_model(**MOE)
+    with pytest.raises(
+        UserError, match=r"lora.targets=.\*_proj: experts have no adapters, and gate_proj is theirs; of"
+    ):
+        add_adapters(model.layers, Lora(2, 4.0, ".*_proj"), nnx.Rngs(0))
+    add_adapters(model.layers, Lora(2, 4.0, "(q|k|v|o)_proj"), nnx.Rngs(0))
+    assert forward(model, *(jnp.ones((1, 4), jnp.int32),) * 2, causal(jnp.ones((1, 4), jnp.int32))).shape == (1, 4, 32)
+
+
+def test_decoding_with_a_cache_is_decoding_without_one_in_int8_and_on_a_mesh_too(tmp_path):
+    model = sharp_model(**MOE)
+    plain, rounded = settings("ar", new=8), settings("ar", new=8, weights="int8")
+    narrow = model.rounded("int8")
+    graph, state = nnx.split(model)
+    widened = nnx.merge(
+        graph,
+        jax.tree.map(lambda w: int8.widened(w, jnp.float32), nnx.to_pure_dict(nnx.state(narrow)), is_leaf=int8.is_int8),
+    )
+    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
+    close = [forward(m, tokens, tokens, causal(tokens)) for m in (narrow, widened, model)]
+    np.testing.assert_allclose(*close[:2], atol=1e-4)
+    assert np.abs(close[0] - close[2]).max() > 1e-3
+    out = decode(model, PROMPTS, plain)
+    for request, tokens in zip(prepare(PROMPTS, plain, model.config), out.tokens, strict=True):
+        assert tokens == find_system("ar").references["ar"](model, request)["tokens"]
+    huggingface.save(model, tmp_path / "model")
+    narrow = decode(model, PROMPTS, rounded)
+    for size in (2, 8):
+        split = load_model(tmp_path / "model", mesh=sharding.make_mesh({"expert": size}, jax.devices()[:size]))
+        assert decode(split, PROMPTS, plain) == out
+        assert decode(split, PROMPTS, rounded) == narrow
+
+
+def test_flops_are_those_of_the_experts_that_a_token_goes_to():
+    sparse = tiny_config(**MOE, tie_word_embeddings=True)
+    total, active = count_weights(sparse)
+    assert total - active == 2 * (E - CHOSEN) * 3 * D * F
+    model = nnx.eval_shape(lambda: Transformer(sparse, nnx.Rngs(0)))
+    norms = D + 2 * (2 * D + 2 * 8)
+    assert total == sum(x.size for x in jax.tree.leaves(nnx.state(model))) - norms
+    assert train_flops_per_token(sparse, 0) == 6 * active
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs the TPU compiler: pip install libtpu (Linux)")
+def test_a_step_with_experts_on_64_chips_compiles_and_counts_what_the_model_needs():
+    """Each chip multiplies what it may get at most: all tokens of two chips, with as many of its experts as fit."""
+    prepare_environment()
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 128} | MOE
+    sizes |= {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "vocab_size": 8192}
+    mesh = {"mesh.expert": 4, "mesh.fsdp": 16}
+    config = config_with(
+        **{f"model.{name}": value for name, value in sizes.items()}, **mesh, batch_size=128, row_length=1024,
+        dtype="bfloat16", remat="full",
+    )  # fmt: skip
+    record = plan_train(config, "v5p:4x4x4", 1, memory_only=True)
+    assert record["fits"]
+    assert record["gathers_by_all_reduce"] == 0
+    total, active = 4 * 3 * 1024 * 512 * 64, 4 * 3 * 1024 * 512 * 4
+    assert record["weights"] - record["active_weights"] == total - active
+    moved = sum(c["bytes"] for c in record["collectives"])
+    assert moved < 1.1e9  # 2.5e9 where experts are gathered as other weights are, with mesh.expert=1
