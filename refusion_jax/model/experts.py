@@ -143,6 +143,7 @@ class _Slots(NamedTuple):
     expert: Int32[Array, "S"]
     sizes: Int32[Array, "E"]  # slots of each expert
     tile: int  # R
+    share: int  # pairs of this chip, if all experts have as much to do
 
     @classmethod
     def of(cls, expert: Int32[Array, "P"], experts: int, most: int, parts: int) -> "_Slots":
@@ -154,7 +155,8 @@ class _Slots(NamedTuple):
           most: pairs there may be.
           parts: that split the experts.
         """
-        tile = _tile(len(expert) / parts / experts)
+        share = len(expert) // parts
+        tile = _tile(share / experts)
         total = min(most, most // tile + experts) * tile if tile > 1 else most
         counts = jnp.sum(expert[None] == jnp.arange(experts)[:, None], axis=1, dtype=jnp.int32)
         sizes = -(-counts // tile) * tile
@@ -168,13 +170,14 @@ class _Slots(NamedTuple):
         offset = index - slots[owner]
         sorted_pair = jnp.minimum(pairs[owner] + offset, len(order) - 1)
         source = jnp.where(offset < counts[owner], order[sorted_pair], len(order))
-        return cls(source, place, owner, sizes, tile)
+        return cls(source, place, owner, sizes, tile, share)
 
     def product(self, x: Float[Array, "S _"], w: Float[Array, "E _ _"] | Int8Array) -> Float[Array, "S _"]:
         """Each slot times the weight of its expert; undefined in the padding after the last pair."""
         w, scale = factors(w, x.dtype)
         if self.tile == 1:
-            y = jax.lax.ragged_dot(x, w, self.sizes)
+            with jax.named_scope(f"pairs_{self.share}_of_{len(x)}"):  # as planning/costs.py reads it
+                y = jax.lax.ragged_dot(x, w, self.sizes)
         else:
             y = _tiled(x, w, self.expert[:: self.tile], jnp.sum(self.sizes) // self.tile)
         return y if scale is None else (y * scale[:, 0][self.expert]).astype(x.dtype)

@@ -5,7 +5,7 @@ branch counts. Matrix products are counted from their shapes: for [M, K] x [K, N
 result multiply to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque
 to XLA. They are counted as if every row were one document, on the chip with most to do: ours say in their name how
 many tiles that is, those of other programs are taken to work on all tiles on or below the diagonal. Ragged products of
-experts are counted as if this chip's experts got all tokens that they may.
+experts are counted as if all experts had as much to do.
 """
 
 import dataclasses
@@ -297,7 +297,9 @@ def _flops(computation: Computation, i: Instruction) -> float:
     if i.name.startswith(_RAGGED):  # [M, K] x [E, K, N]; its gradients' shapes multiply to the same
         arrays = [*(s for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")), i.shapes[0]]
         experts = max(s.dims[0] for s in arrays if len(s.dims) == 3)
-        return 2 * math.sqrt(math.prod(s.elements for s in arrays) / experts)
+        named = re.search(r"\bpairs_(\d+)_of_(\d+)\b", i.attributes)  # as model/experts.py calls it
+        share = int(named[1]) / int(named[2]) if named else 1
+        return share * 2 * math.sqrt(math.prod(s.elements for s in arrays) / experts)
     kernel = _kernel(computation, i)
     return kernel.flops if kernel else 0.0
 
