@@ -189,6 +189,6 @@ def test_moments_live_where_their_weights_live():
     shardings = state_shardings(mesh, axes, abstract)
     adam = shardings.opt_state[1][0]
     assert adam.mu == adam.nu == shardings.params
-    assert shardings.params["layers"]["q_proj"].spec == jax.P(None, "fsdp", "tensor", None)
-    assert shardings.params["embed_tokens"].spec == jax.P("tensor", "fsdp")
+    assert shardings.params["layers"]["q_proj"].spec == jax.P(None, ("fsdp", "expert"), "tensor", None)
+    assert shardings.params["embed_tokens"].spec == jax.P("tensor", ("fsdp", "expert"))
     assert adam.count.spec == jax.P()

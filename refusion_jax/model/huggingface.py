@@ -177,6 +177,7 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
                 f"family's defaults"
             )
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
+    known -= set() if family.experts else set(_EXPERTS)
     if system and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
     renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
