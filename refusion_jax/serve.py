@@ -3,26 +3,31 @@
   python -m refusion_jax.serve --checkpoint=runs/quickstart --port=8000
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Sort 7 3 9 1."}'
 
-Routes: POST /v1/completions and /v1/chat/completions, with `stream`; GET /v1/models, /health, /docs; and /tokenize,
-/detokenize and /tokenizer_info for clients that evaluate the model. refusion_jax/serving/README.md explains the fields,
-also those of decoding. What a field asks for is done, or the request is refused.
+Routes: POST /v1/completions and /v1/chat/completions, with `stream`; GET /v1/models, /docs; /health, /ready, /version
+and /metrics; and /tokenize, /detokenize and /tokenizer_info for clients that evaluate the model.
+refusion_jax/serving/README.md explains the fields, also those of decoding. What a field asks for is done, or the
+request is refused.
 
 Requests share one batch of --decode.batch_size rows; none waits until others are done, and an answer depends on its own
 request alone. The --decode flags are what requests get that do not say otherwise, and the sizes that are compiled:
 --decode.max_new_tokens is the most that a request may ask for, --decode.cache_length the most that prompt and answer
 may have together.
 
-The server has no passwords: it listens on this machine only, unless --host says otherwise. It ends on SIGINT or
-SIGTERM, after the answers under way.
+The server listens on this machine only, unless --host says otherwise; --api_key closes it to others. It ends on SIGINT
+or SIGTERM, after the answers under way; on SIGTERM with exit code 0.
 """
 
 import dataclasses
 import math
+import os
+import signal
+import sys
 
 import jax
 from absl import flags
 from etils import epath
 
+import refusion_jax
 from refusion_jax.checkpoints.load import choose_method, load_for, load_tokenizer, read_model_config
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line
@@ -46,6 +51,14 @@ _SEED = flags.DEFINE_integer(
     0,
     2**32 - 1,
 )
+_KEYS = flags.DEFINE_list(
+    "api_key", [], "Keys, with commas between, one of which a request must have; by default those in REFUSION_API_KEY"
+)
+_CORS = flags.DEFINE_list("cors", [], "Origins of web pages that may ask from a browser, with commas between; *: all")
+_HOSTS = flags.DEFINE_list(
+    "allowed_host", [], "Names by which a proxy may call it; on the loopback, localhost and its addresses may always"
+)
+_LOG = flags.DEFINE_bool("access_log", False, "Print a JSON line for each request, with its X-Request-Id")
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
 )
@@ -72,7 +85,8 @@ def main() -> None:
     with needs("serve"):
         import uvicorn
 
-        from refusion_jax.serving.address import listen
+        from refusion_jax.serving.access import Access, allowed_hosts
+        from refusion_jax.serving.address import listen, most_connections
         from refusion_jax.serving.app import make_app
         from refusion_jax.serving.engine import Engine
         from refusion_jax.serving.service import Service
@@ -98,14 +112,19 @@ def main() -> None:
     model = load_for(checkpoint, settings, _DTYPE.value, mesh)
     engine = Engine(model, settings, rows)
     seed = given.get("seed") if _SEED.value is None else _SEED.value
-    app = make_app(Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed))
-    how = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE, "server_header": False}
-    server = uvicorn.Server(uvicorn.Config(app, **how))
     host, port, *_ = listening.getsockname()
+    keys = _KEYS.value or [key for key in os.environ.get("REFUSION_API_KEY", "").split(",") if key]
+    access = Access(keys, _CORS.value, allowed_hosts(host, _HOSTS.value), _LOG.value)
+    app = make_app(
+        Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed), access, refusion_jax.__version__
+    )
+    how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _GRACE, "server_header": False}
+    server = uvicorn.Server(uvicorn.Config(app, limit_concurrency=most_connections(), **how))
     try:
         engine.start(failed=lambda: setattr(server, "should_exit", True))
         if not engine.failure:
             command.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raised again by uvicorn, when all is answered
             server.run(sockets=[listening])
     finally:
         engine.close()

@@ -1,5 +1,6 @@
 """The server, asked by real clients: OpenAI's, lm-eval's and plain HTTP."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -20,12 +21,15 @@ from helpers import wait_until
 from hypothesis import strategies as st
 from local_task import CHOICES, GENERATE, evaluate, task_writer
 from local_task import TEXTS as TEXTS_TASK
+from prometheus_client.parser import text_string_to_metric_families
 
+import refusion_jax
 from refusion_jax import DecodeSettings, Request, decode, load_model, load_tokenizer, log_likelihood
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import token_scores
+from refusion_jax.serving.access import allowed_hosts
 from refusion_jax.serving.address import listen
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
 from refusion_jax.serving.errors import largest_body
@@ -338,7 +342,8 @@ def test_what_asks_for_nothing_is_let_through_and_routes_that_are_not_there_are_
     assert answer.status_code == 200, answer.text
     assert httpx.get(f"{address}/v1/models/tiny").json()["id"] == "tiny"
     assert httpx.get(f"{address}/v1/models/gpt").json()["error"]["code"] == 404
-    assert post(address, "/v1/embeddings", json={}).status_code == 404
+    answer = post(address, "/v1/embeddings", json={})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "Not Found")
     assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "tiny"
 
 
@@ -352,6 +357,77 @@ def test_text_becomes_tokens_and_text_again(address, library):
     for name, token in (("eos_token", tokenizer.eos_id), ("bos_token", tokenizer.bos_id)):
         asked = post(address, "/tokenize", json={"prompt": special[name], "add_special_tokens": False})
         assert asked.json()["tokens"] == [token]
+
+
+def test_a_page_whose_name_resolves_to_this_machine_is_refused(address):
+    for host, status in (("evil.example", 400), ("localhost", 200), ("127.0.0.1:8000", 200), ("[::1]:8000", 200)):
+        assert httpx.get(f"{address}/health", headers={"Host": host}).status_code == status
+    assert allowed_hosts("::1", ["mine"]) == ["mine", "localhost", "127.0.0.1", "[::1]", "::1"]
+    assert allowed_hosts("0.0.0.0", []) == []
+
+
+def test_what_operators_read(address):
+    before = figures(address)
+    how = {"json": {"prompt": "a", "max_tokens": 8, "stream": True}, "headers": {"X-Request-Id": "mine-7"}}
+    answer = post(address, "/v1/completions", **how)
+    assert answer.headers["x-request-id"] == "mine-7"
+    last = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")][-1]
+    plain = post(address, "/v1/completions", json={"prompt": "a", "max_tokens": 8}, headers={"X-Request-Id": "a b"})
+    assert re.fullmatch(r"[0-9a-f]{32}", plain.headers["x-request-id"])
+    usage, (choice,) = plain.json()["usage"], plain.json()["choices"]
+    gained = {name: value - before[name] for name, value in figures(address).items()}
+    assert gained["vllm:prompt_tokens_total"] == 2 * usage["prompt_tokens"]
+    assert gained["vllm:generation_tokens_total"] == 2 * usage["completion_tokens"]
+    assert gained["vllm:time_to_first_token_seconds_count"] == 1
+    assert gained["vllm:e2e_request_latency_seconds_count"] == 2
+    assert gained["refusion_jax:tokens_per_forward_count"] == 2
+    per_forward = usage["completion_tokens"] / choice["forwards"]
+    assert gained["refusion_jax:tokens_per_forward_sum"] == pytest.approx(2 * per_forward)
+    assert last["choices"][0]["forwards"] == choice["forwards"]
+    assert gained["vllm:request_success_total"] == 2
+    assert figures(address)["vllm:num_requests_running"] == figures(address)["vllm:num_requests_waiting"] == 0
+    assert httpx.get(f"{address}/ready").json() == {"ready": True}
+    assert httpx.get(f"{address}/version").json() == {"version": refusion_jax.__version__}
+
+
+def figures(address):
+    """What /metrics tells, added up over labels."""
+    found = collections.Counter()
+    for family in text_string_to_metric_families(httpx.get(f"{address}/metrics").text):
+        for sample in family.samples:
+            found[sample.name] += sample.value
+    return found
+
+
+def test_keys_origins_and_a_log(trained_run, monkeypatch):
+    monkeypatch.setenv("REFUSION_API_KEY", "first,second")
+    flags = ["--cors=https://page.example", "--allowed_host=proxy.example", "--access_log", "--decode.batch_size=1"]
+    server = start("serve", "--port=0", f"--checkpoint={trained_run}", "--decode.max_new_tokens=8", *flags)
+    try:
+        address = re.search(r"http://\S+(?=/v1)", server.stdout.readline())[0]
+        assert httpx.get(f"{address}/health", headers={"Host": "proxy.example"}).status_code == 200
+        for path in ("/v1/models", "/metrics", "/version", "/none"):
+            for given in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}):
+                answer = httpx.get(f"{address}{path}", headers=given)
+                if path != "/none":
+                    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "invalid_request_error")
+        names = {"X-Request-Id": "mine-8", "Origin": "https://page.example"}
+        for key in ("first", "second"):
+            answer = httpx.get(f"{address}/v1/models", headers=names | {"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+        assert httpx.options(f"{address}/v1/completions", headers=asked).status_code == 400
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=60)
+        assert (server.returncode, err) == (0, "")
+    finally:
+        server.kill()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert "/health" not in {line["path"] for line in lines}
+    (first, second) = (line for line in lines if line["request_id"] == "mine-8")
+    assert first["path"] == "/v1/models"
+    assert (first["method"], first["status"]) == ("GET", 200)
 
 
 def test_bodies_of_any_kind_freeze_nobody(address):
@@ -380,7 +456,7 @@ def test_a_client_that_goes_away_leaves_its_rows_to_others(address):
     for stream in (b"true", b"false"):
         asked = body.replace(b"true", stream)
         with socket.create_connection((host, int(port))) as connection:
-            head = ["POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json"]
+            head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
             head.append(f"Content-Length: {len(asked)}")
             connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + asked)
             wait_until(lambda: httpx.get(f"{address}/health").json()["waiting"] > 100)
@@ -637,6 +713,6 @@ def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(trained_run):
             server.send_signal(signal.SIGTERM)
             assert len(answer.result().json()["choices"]) == 64
         assert server.communicate(timeout=60) == ("", "")
-        assert server.returncode == -signal.SIGTERM
+        assert server.returncode == 0
     finally:
         server.kill()

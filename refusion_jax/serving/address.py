@@ -1,8 +1,12 @@
-"""The address that a server listens on."""
+"""The address that a server listens on, and how many may be connected to it."""
 
+import contextlib
+import resource
 import socket
 
 from refusion_jax.cli.errors import UserError
+
+_DESCRIPTORS = 1 << 16  # of which three quarters are for clients
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -26,3 +30,15 @@ def listen(host: str, port: int) -> socket.socket:
         listening.close()
         raise UserError(f"--host={host} --port={port}: {error.strerror}") from error
     return listening
+
+
+def most_connections() -> int:
+    """How many clients may be connected: others are answered by status 503, while there are descriptors for that.
+
+    The limit of descriptors, one for each of them, is raised as far as the system allows.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    with contextlib.suppress(ValueError, OSError):  # a system may grant less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4

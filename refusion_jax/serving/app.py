@@ -4,12 +4,14 @@ import time
 from typing import Annotated, Any
 
 import anyio
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
+from refusion_jax.serving.access import Access, KeyCheck, guard_access
 from refusion_jax.serving.errors import handle_errors
 from refusion_jax.serving.protocol import Chat, Completion, Detokenize, Tokenize
 from refusion_jax.serving.reply import Reply
@@ -17,10 +19,12 @@ from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service, access: Access, version: str) -> FastAPI:
     """The server as an ASGI application; the engine is started and ended by the caller."""
-    app = FastAPI(title="refusion_jax", docs_url="/docs", redoc_url=None)
+    checks = [Depends(KeyCheck(access.keys))]
+    app = FastAPI(title="refusion_jax", version=version, docs_url="/docs", redoc_url=None, dependencies=checks)
     handle_errors(app, service.engine.settings.cache_length)
+    guard_access(app, access)
     described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
     described["max_model_len"] = service.engine.settings.cache_length
     one_at_a_time = anyio.CapacityLimiter(1)  # scoring needs memory besides the batch, for one response
@@ -28,6 +32,18 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/health")
     async def health() -> JSONResponse:
         return JSONResponse(service.engine.load, 503 if service.engine.failure else 200)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        return JSONResponse({"ready": service.engine.is_ready}, 200 if service.engine.is_ready else 503)
+
+    @app.get("/version")
+    async def of_the_server() -> dict[str, str]:
+        return {"version": version}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -86,6 +86,11 @@ class Engine:
             waiting = sum(not job.is_over for jobs in self._waiting for job in jobs)
         return {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": waiting}
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken now: decoding goes on, and the queue has room."""
+        return not (self._is_closed or self.failure) and self.load["waiting"] < MOST_WAITING
+
     def check(self, request: Request) -> Request:
         """The request with its settings completed; the device is not asked.
 

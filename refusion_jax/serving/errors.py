@@ -40,7 +40,7 @@ def handle_errors(app: FastAPI, cache_length: int) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
-        return _refusal(error.status_code, str(error.detail))
+        return _refusal(error.status_code, str(error.detail), headers=error.headers)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:

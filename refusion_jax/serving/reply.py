@@ -39,6 +39,7 @@ class Reply:
         self._deltas: asyncio.Queue[tuple[int, Delta | Exception, Answer | None]] = asyncio.Queue()
         self._jobs: list[Job] = []
         self._tokens = [0] * len(choices)  # of each answer so far
+        self._began = time.monotonic()
 
     def _submit(self, is_watched: bool) -> None:
         """Has the engine decode; deltas then arrive in the queue."""
@@ -54,6 +55,7 @@ class Reply:
             else:
                 self._jobs.append(_job(number, one, self._service, put, is_watched or bool(one.stops.texts)))
         self._service.engine.submit(self._jobs)
+        self._service.metrics.asked(self._usage()["prompt_tokens"])
 
     async def _arriving(self) -> AsyncIterator[tuple[int, Delta, Answer | None]]:
         """(number of the choice, delta, answer so far) until all choices are complete."""
@@ -62,8 +64,13 @@ class Reply:
             number, delta, answer = await self._deltas.get()
             if isinstance(delta, Exception):
                 raise delta
+            metrics, seconds = self._service.metrics, time.monotonic() - self._began
+            if self._body.stream and delta.tokens and not self._tokens[number]:
+                metrics.began(seconds)
             self._tokens[number] = len(delta.tokens)
-            missing -= delta.finish_reason is not None
+            if delta.finish_reason:
+                missing -= 1
+                metrics.finished(delta.finish_reason, len(delta.tokens), answer.forwards if answer else 0, seconds)
             yield number, delta, answer
 
     def _forget(self) -> None:

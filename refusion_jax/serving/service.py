@@ -17,6 +17,7 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import TokenScore, token_scores
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.serving.engine import Engine
+from refusion_jax.serving.metrics import Metrics
 from refusion_jax.serving.protocol import Chat, Completion
 from refusion_jax.serving.writer import Writer
 
@@ -50,6 +51,7 @@ class Service:
           seed: of requests that give none; None: each draws its own.
         """
         self.name, self.engine, self.tokenizer, self._seed = name, engine, tokenizer, seed
+        self.metrics = Metrics(name, engine)
         self._model, self._settings = model, engine.settings
         # As in `evaluate`: a model's config may name a token that its tokenizer never writes.
         begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)

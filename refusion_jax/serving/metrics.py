@@ -1,0 +1,59 @@
+"""What Prometheus reads of a server: vLLM's names where they mean the same, so that its dashboards work."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from refusion_jax.serving.engine import Engine
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_PER_FORWARD = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+
+
+class Metrics:
+    """The figures of one engine, from the start of the server."""
+
+    def __init__(self, model: str, engine: Engine):
+        self.registry = CollectorRegistry()
+        labels = {"model_name": model}
+
+        def make(kind: type, name: str, text: str, more: tuple[str, ...] = (), **how):
+            metric = kind(name, text, ["model_name", *more], registry=self.registry, **how)
+            return metric if more else metric.labels(**labels)
+
+        for key, name, text in (
+            ("decoding", "running", "Answers that are being decoded"),
+            ("waiting", "waiting", "Answers that wait for a row"),
+        ):
+            gauge = make(Gauge, f"vllm:num_requests_{name}", text)
+            gauge.set_function(lambda key=key: engine.load[key])
+        self._model = model
+        self._success = make(Counter, "vllm:request_success", "Finished answers", ("finished_reason",))
+        self._prompt = make(Counter, "vllm:prompt_tokens", "Tokens of prompts")
+        self._generated = make(Counter, "vllm:generation_tokens", "Tokens of answers")
+        first, whole = "Until the first tokens of a streamed answer", "Until an answer was complete"
+        self._first = make(Histogram, "vllm:time_to_first_token_seconds", first, buckets=_SECONDS)
+        self._whole = make(Histogram, "vllm:e2e_request_latency_seconds", whole, buckets=_SECONDS)
+        per_forward = "Tokens per forward of each answer"
+        self._per_forward = make(Histogram, "refusion_jax:tokens_per_forward", per_forward, buckets=_PER_FORWARD)
+
+    def asked(self, prompt_tokens: int) -> None:
+        """Counts a request."""
+        self._prompt.inc(prompt_tokens)
+
+    def began(self, seconds: float) -> None:
+        """Hears how long the first tokens of a stream took."""
+        self._first.observe(seconds)
+
+    def finished(self, reason: str, tokens: int, forwards: int, seconds: float) -> None:
+        """Counts an answer.
+
+        Args:
+          reason: "stop" | "length".
+          tokens: of the answer.
+          forwards: of the decoding loop; 0 where nothing was decoded.
+          seconds: since the request was accepted.
+        """
+        self._success.labels(model_name=self._model, finished_reason=reason).inc()
+        self._generated.inc(tokens)
+        self._whole.observe(seconds)
+        if forwards:
+            self._per_forward.observe(tokens / forwards)
