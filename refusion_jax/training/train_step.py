@@ -162,8 +162,8 @@ def make_train_step(
         terms = weigh(ce, batch)
         loss = sum(objective.coefficients[name] * term for name, term in terms.items())
         if load and (coefficient := model.config.router_aux_loss_coef):
-            prices = balance(load.counts if counts is None else counts, model.config.num_experts_per_tok)
-            terms["router"] = jnp.sum(prices * load.probabilities)
+            share = balance(load.counts if counts is None else counts, model.config.num_experts_per_tok)
+            terms["router"] = jnp.sum(share * load.probabilities)
             loss += coefficient * terms["router"]
         return loss, terms
 
