@@ -118,7 +118,7 @@ def silence_orbax_tracebacks() -> None:
 def _is_of_orbax(exc_info: Any) -> bool:
     if not exc_info:
         return False
-    if "tensorstore" in str(exc_info[1]):  # its futures have no frames
+    if any(name in str(exc_info[1]) for name in ("tensorstore", "OCDBT")):  # whose futures have no frames
         return True
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc_info[2]))
     return any(name.partition(".")[0] == "orbax" for name in names)
