@@ -246,6 +246,20 @@ def test_rows_that_the_manifest_describes_otherwise_are_named(prepared, tmp_path
         PreparedRows(str(tmp_path / "a"))[0]
 
 
+def test_files_of_other_rows_than_the_manifest_counts_are_named_before_a_run_begins(prepared, tmp_path):
+    shutil.copytree(prepared / "a", tmp_path / "a")
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    manifest["shards"][-1]["rows"] += 1
+    manifest["shards"][-2]["rows"] -= 1  # as many in all
+    (tmp_path / "a" / "manifest.json").write_text(json.dumps(manifest))
+    flags = [*TINY_RUN, f"--config.data.path={tmp_path}/a", f"--config.row_length={ROW}"]
+    _, err = run("train", *flags, f"--workdir={tmp_path}/run", code=2)
+    assert re.fullmatch(
+        r"error: \S*/a/rows-\d+.array_record has (\d+) rows instead of \d+; prepare the data again\n", err
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_row_that_is_not_as_it_was_written_is_named(prepared, monkeypatch):
     damaged = bytearray(PreparedRows(str(prepared / "a")).record(0))
     damaged[-1] ^= 1
