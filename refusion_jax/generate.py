@@ -10,7 +10,8 @@ follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3
 Each line of --output has id, text, tokens (reading order, through the end of text; of a template the given ones too),
 commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text), forwards,
 rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
-are done; a single --prompt at a terminal gets its text alone.
+are done; a single --prompt at a terminal gets its text alone. --watch=PAGE.html writes a page besides, which plays the
+decodings of up to 16 prompts in a browser, forward by forward.
 
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
@@ -54,6 +55,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.player import BEGINNING, MOST, Player
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.stops import Stops
@@ -69,6 +71,7 @@ _CHECKPOINT = flags.DEFINE_string(
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
+_WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings of up to 16 prompts in a browser")
 _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
@@ -106,26 +109,38 @@ def describe_call(ids: Sequence[object], requests: Sequence[Request]) -> dict[st
     return {name: hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest() for name, x in parts.items()}
 
 
-def check_place(checkpoint: epath.Path, output: epath.Path | None) -> None:
-    """Refuses an --output where nothing can be written, or over the prompts or a file of the model.
+def check_place(checkpoint: epath.Path, flag: str, output: epath.Path | None, beginning: bytes) -> None:
+    """Refuses a file where nothing can be written, or over the prompts or a file of the model.
 
     Raises:
       UserError: naming the flag.
     """
     if not output:
         return
-    flag_values.check_output("output", output)
-    flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [])
+    flag_values.check_output(flag, output)
+    flag_values.check_apart(output, [_INPUT.value] if _INPUT.value else [], flag)
     if is_remote(output) or is_remote(checkpoint):
         return
     root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
     real, root = Path(os.path.realpath(output)), Path(os.path.realpath(root))
     is_among_weights = root / "checkpoints" in real.parents
-    if is_among_weights or root in real.parents and real.is_file() and not _begins(real, b'{"id": '):
-        raise UserError(f"--output={output}: is a file of the model, or lies between its weights; name another place")
+    if is_among_weights or root in real.parents and real.is_file() and not _begins(real, beginning):
+        raise UserError(f"--{flag}={output}: is a file of the model, or lies between its weights; name another place")
 
 
-def _begins(path: Path, beginning: bytes) -> bool:
+def check_watch(watch: epath.Path | None, output: epath.Path | None) -> None:
+    """Refuses a page in the place of the answers, or of a file that is no such page.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    if watch and output and os.path.realpath(watch) == os.path.realpath(output):
+        raise UserError(f"--watch={watch}: is the --output, too; name another place")
+    if watch and watch.is_file() and not _begins(watch, BEGINNING):
+        raise UserError(f"--watch={watch}: is there already, and no page of --watch; name another place")
+
+
+def _begins(path: Path | epath.Path, beginning: bytes) -> bool:
     with path.open("rb") as file:
         return file.read(len(beginning)) == beginning
 
@@ -163,7 +178,10 @@ def main() -> None:
         raise UserError("--checkpoint=DIR and one of --input=FILE and --prompt=TEXT are needed; --help explains")
     checkpoint = epath.Path(_CHECKPOINT.value)
     output = epath.Path(_OUTPUT.value) if _OUTPUT.value else None
-    check_place(checkpoint, output)
+    watch = epath.Path(_WATCH.value) if _WATCH.value else None
+    check_place(checkpoint, "output", output, b'{"id": ')
+    check_place(checkpoint, "watch", watch, BEGINNING)
+    check_watch(watch, output)
     stops = Stops(tuple(_STOP.value))
     for stop in stops.texts:
         check_characters(stop, "--stop")
@@ -184,6 +202,8 @@ def main() -> None:
         prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
     else:
         prompts = read_prompts(Path(_INPUT.value), tokenizer, settings)
+    if watch and len(prompts) > MOST:
+        raise UserError(f"--watch={watch}: a page plays {MOST} prompts at most; {_INPUT.value} holds {len(prompts)}")
     ids, requests = zip(*prompts, strict=True)
     config = read_model_config(checkpoint)
     requests = prepare(requests, settings, config)
@@ -206,27 +226,34 @@ def main() -> None:
             file = output and stack.enter_context(open(output, "w", buffering=1, encoding="utf-8"))
             records, add = {}, InOrder(lambda record: file.write(to_line(record)) if file else show(record)).add
 
-        # 3. What is not answered yet is decoded.
-        todo = [i for i in range(len(requests)) if i not in records]
-        if records:
-            print(f"{journal.path}: {len(records)} of {len(requests)} answers are there, going on", flush=True)
+        # 3. What is not answered yet is decoded; for a page, everything.
+        player = Player(tokenizer) if watch else None
+        todo = [i for i in range(len(requests)) if player or i not in records]
+        if done := len(requests) - len(todo):
+            print(f"{journal.path}: {done} of {len(requests)} answers are there, going on", flush=True)
         if todo:
             answers = track(
                 stream(
                     load_for(checkpoint, settings, _DTYPE.value, mesh),
                     [requests[i] for i in todo],
                     decoder,
+                    watch=player and player.watch,
                 ),
                 total=len(requests),
-                completed=len(records),
+                completed=done,
                 description="decoding",
                 console=Console(stderr=True),
                 disable=_INPUT.value is None or not sys.stderr.isatty(),
             )
             for at, answer in answers:
-                add(todo[at], to_record(ids[todo[at]], answer, tokenizer, stops))
+                record = to_record(ids[todo[at]], answer, tokenizer, stops)
+                add(todo[at], record)
+                if player:
+                    player.add(at, requests[at], answer, record)
 
-        # 4. The finished file, in the order of the prompts.
+        # 4. The finished files, in the order of the prompts.
+        if player:
+            write_file(watch, player.page())
         if journal or (output and is_remote(output)):
             write_file(output, "".join(to_line(records[i]) for i in range(len(requests))))
             if journal:

@@ -50,7 +50,7 @@ NASTY = [
 DECODE = " ".join(f"decode.{name}" for name in all_settings())
 CONFIG = " ".join(f"config.{name}" for name in names())
 FLAGS = {  # of each command, and one that is none
-    "generate": f"checkpoint input prompt output stop dtype mesh.data mesh.tensor json promtp {DECODE}",
+    "generate": f"checkpoint input prompt output watch stop dtype mesh.data mesh.tensor json promtp {DECODE}",
     "train": f"config workdir peer_seconds lost_seconds start_over config.x {CONFIG}",
     "prepare": "input output tokenizer row_length text_packing dedup held_out on_error shard_mib query_field "
     "response_field text_field workers mask_piece",

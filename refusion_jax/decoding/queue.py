@@ -51,6 +51,7 @@ def stream(
     requests: Sequence[Request],
     batch_size: int,
     is_over: Callable[[int, list[int]], bool] | None = None,
+    watch: Callable[[int, int, int], object] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
 
@@ -65,6 +66,8 @@ def stream(
       batch_size: the largest B.
       is_over: (index, tokens so far in reading order, up to the first gap) -> whether to stop this answer. Called every
         few forwards.
+      watch: told (index, forwards, number of committed tokens) after the admission of a request and after each forward,
+        perhaps twice; the device then waits for the host after each.
     """
     batch = RunningBatch(model, decoder, requests[0], batch_rows(len(requests), batch_size, mesh_of(model)))
     refill, eos_id = -(-batch.rows // REFILL), decoder.ids.eos_id
@@ -76,15 +79,18 @@ def stream(
             yield index, read_answer(requests[index], *outcome, eos_id, is_ended)
 
     while waiting or row_of:
-        is_worth_it = len(batch.free) >= min(refill, len(waiting))
-        if is_worth_it:
+        some = []
+        if len(batch.free) >= min(refill, len(waiting)):
             some = [waiting.pop() for _ in range(min(len(batch.free), len(waiting)))]
             row_of |= zip(batch.admit([requests[index] for index in some]), some, strict=True)
         # Where fewer requests wait than a refill takes, so many free rows are enough.
         wanted = min(refill, len(waiting)) if waiting else batch.rows
-        batch.run(wanted, LOOK if is_over else UNTIL_DONE)
+        most = int(not some) if watch else LOOK if is_over else UNTIL_DONE  # 0 forwards show what an admission commits
+        batch.run(wanted, most)
         yield from answers()  # the caller's work, too, takes place while the device decodes
         progress = batch.look()
+        for row, index in row_of.items() if watch else ():
+            watch(index, int(progress.forwards[row]), int(progress.record.count[row]))
         done, ended = [row for row in row_of if not progress.active[row]], []
         for row in [row for row in row_of if progress.active[row] and is_over]:
             record, *_ = progress.of(row)

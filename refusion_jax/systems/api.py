@@ -132,6 +132,7 @@ def stream(
     requests: Sequence[Request],
     decoder: Decoder | None = None,
     is_over: Callable[[int, list[int]], bool] | None = None,
+    watch: Callable[[int, int, int], object] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
 
@@ -140,6 +141,7 @@ def stream(
       requests: their settings name the decoder and the batch size.
       decoder: with compiled sizes that several calls share; by default the smallest for these requests.
       is_over: (index, tokens so far) -> whether to stop an answer, as for `queue.stream`.
+      watch: told (index, forwards, number of committed tokens), as for `queue.stream`.
 
     Raises:
       UserError: where the decoder cannot serve them together.
@@ -148,7 +150,7 @@ def stream(
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
     model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
-    return queue.stream(model, decoder, requests, settings.batch_size, is_over)
+    return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch)
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
