@@ -25,7 +25,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import logical_axes
 from refusion_jax.systems import registry
-from refusion_jax.systems.api import decoder_for
+from refusion_jax.systems.api import decoder_for, stream
 from refusion_jax.training.train_step import init_state, make_train_step, state_shardings
 
 TRAINABLE = registry.trainable()
@@ -297,6 +297,20 @@ def test_neither_its_row_nor_the_others_nor_the_capacity_change_an_answer(name):
         again = decode(model, requests[::-1], settings(name, temperature=temperature, **sizes))
         for field in ("tokens", "commit_order", "commit_tokens", "rounds", "finish_reason"):
             assert getattr(again, field) == getattr(out, field)[::-1], field
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_an_answer_is_the_same_when_watched_and_every_forward_is_seen(name):
+    model, seen = equipped(sharp_model(), name), {}
+    requests = requests_for(name, model, batch_size=2, cache_length=96)
+    watched = stream(model, requests, watch=lambda i, *now: seen.setdefault(i, {}).update([now]))
+    answers = dict(watched)
+    assert answers == dict(stream(model, requests))
+    for i, answer in answers.items():
+        counts = list(seen[i].values())
+        assert list(seen[i]) == list(range(answer.forwards + 1))
+        assert counts == sorted(counts)
+        assert counts[-1] == len(answer.commit_order)
 
 
 @pytest.fixture
