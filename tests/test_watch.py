@@ -45,10 +45,10 @@ def test_a_page_plays_what_generate_answers(trained_run, tmp_path):
     for scene, record in zip(scenes, map(json.loads, out.splitlines()), strict=True):
         assert scene["id"] == record["id"]
         assert len(scene["counts"]) == record["forwards"] + 1
-        cells = [cell for slot in scene["slots"] for cell in slot]
+        cells = [cell for slot in scene["groups"] for cell in slot]
         written = [word for word, order, after in cells if order < len(record["commit_order"]) and not after]
         assert "".join(written).removesuffix("</s>") == record["text"]
-    assert [len(slot) for slot in scenes[2]["slots"]][1:3] == [4, 1]  # a slot ends with its gap
+    assert [len(slot) for slot in scenes[2]["groups"]][1:3] == [4, 1]  # a slot ends with its gap
 
 
 def test_a_cell_tells_what_it_holds_and_when():
@@ -56,7 +56,7 @@ def test_a_cell_tells_what_it_holds_and_when():
     answer = Answer(list(b"AB</"), [4, 5, 2, 3], list(b"</AB"), 2, 1, "length")
     page = page_of(Request([65, 66], settings=settings), answer, 0, 2, 4, stop="/")
     (scene,) = json.loads(DATA.search(page)[1])
-    assert scene["slots"] == [[["A", 2, 0], ["B", 3, 0]], [["<", 0, 0], ["/", 1, 1]]]
+    assert scene["groups"] == [[["A", 2, 0], ["B", 3, 0]], [["<", 0, 0], ["/", 1, 1]]]
     assert (scene["prompt"], scene["counts"]) == ("AB", [0, 2, 4])
     assert "<" not in DATA.search(page)[1]
 

@@ -37,14 +37,14 @@ class Player:
         spelled = dict(zip(places, self._spell([text[place] for place in places]), strict=True))
         first_after = dict(enumerate(places)).get(len(request.prompt) + len(record["tokens"]), request.length)
         cells = [
-            [(spelled.get(at, ""), order.get(at, len(order)), int(at >= first_after)) for at in slot]
-            for slot in slots_of(request)
-            if any(at in text for at in slot)
+            [(spelled.get(at, ""), order.get(at, len(order)), int(at >= first_after)) for at in group]
+            for group in groups_of(request)
+            if any(at in text for at in group)
         ]
         self._scenes[index] = {
             "id": record["id"],
             "prompt": self._tokenizer.decode(request.prompt) if self._tokenizer else " ".join(map(str, request.prompt)),
-            "slots": cells,  # of (text, number in the order of commitment or -1 if given, whether it is after the end)
+            "groups": cells,  # of (text, number in the order of commitment or -1 if given, whether it is after the end)
             "counts": list(self._counts[index].values()),  # committed tokens after 0, 1, 2 .. forwards
         }
 
@@ -65,7 +65,7 @@ class Player:
             yield whole[len(before) :] or self._tokenizer.name_of(token) or str(token)
 
 
-def slots_of(request: Request) -> Iterator[range]:
+def groups_of(request: Request) -> Iterator[range]:
     """The places after the prompt, a given text or a slot at a time; without slots, each place of a gap alone."""
     at = len(request.prompt)
     for piece in request.pieces[1:]:
