@@ -88,6 +88,7 @@ def main() -> None:
         from refusion_jax.serving.access import Access, allowed_hosts
         from refusion_jax.serving.address import listen, most_connections
         from refusion_jax.serving.app import make_app
+        from refusion_jax.serving.connections import TimedConnection
         from refusion_jax.serving.engine import Engine
         from refusion_jax.serving.service import Service
     checkpoint = epath.Path(_CHECKPOINT.value)
@@ -119,7 +120,8 @@ def main() -> None:
         Service(_NAME.value or _CHECKPOINT.value, model, tokenizer, engine, seed), access, refusion_jax.__version__
     )
     how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": _GRACE, "server_header": False}
-    server = uvicorn.Server(uvicorn.Config(app, limit_concurrency=most_connections(), **how))
+    how |= {"http": TimedConnection, "limit_concurrency": most_connections()}
+    server = uvicorn.Server(uvicorn.Config(app, **how))
     try:
         engine.start(failed=lambda: setattr(server, "should_exit", True))
         if not engine.failure:

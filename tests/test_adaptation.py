@@ -81,7 +81,7 @@ def test_adaptation_starts_from_the_weights_resumes_without_them_and_exports(sou
 
 
 def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp_path):
-    flags = {"lora.rank": 4, "lora.full": ".*norm", "learning_rate": 0.01, "steps": 4, "dtype": "bfloat16"}
+    flags = {"lora.rank": 4, "lora.full": ".*norm|none", "learning_rate": 0.01, "steps": 4, "dtype": "bfloat16"}
     flags["schedule"] = "constant"
     out, _ = run(*recipe(source, tmp_path / "run", **flags))
     assert re.search(r"parameters, [0-9,]+ of them trained, on", out)
@@ -105,7 +105,7 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
     card = (tmp_path / "export" / "README.md").read_text()
     assert f"`objective=refusion` from {source} on `" in card
     assert ": 4 of 4 steps of " in card
-    assert '| `lora.full` | ".*norm" |' in card
+    assert r'| `lora.full` | ".*norm\|none" |' in card
     assert re.search(r"^\| `loss` \| [0-9.]+ \|$", card, re.MULTILINE)
     exported = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "export")))
     jax.tree.map(np.testing.assert_array_equal, exported, after)

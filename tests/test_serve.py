@@ -1,5 +1,6 @@
 """The server, asked by real clients: OpenAI's, lm-eval's and plain HTTP."""
 
+import asyncio
 import collections
 import concurrent.futures
 import dataclasses
@@ -16,6 +17,7 @@ import httpx
 import hypothesis
 import openai
 import pytest
+import uvicorn
 from conftest import BOS, ROOT, run, serving, settings, sharp_model, start
 from helpers import wait_until
 from hypothesis import strategies as st
@@ -31,6 +33,7 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import token_scores
 from refusion_jax.serving.access import allowed_hosts
 from refusion_jax.serving.address import listen
+from refusion_jax.serving.connections import TimedConnection
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
 from refusion_jax.serving.errors import largest_body
 from refusion_jax.serving.writer import Writer
@@ -716,3 +719,31 @@ def test_a_server_that_is_asked_to_end_answers_what_it_has_begun(trained_run):
         assert server.returncode == 0
     finally:
         server.kill()
+
+
+def test_a_connection_ends_whose_request_is_not_whole_in_time_and_a_slow_answer_does_not():
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            await asyncio.sleep(1)  # the request has been read
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+    quick = type("Quick", (TimedConnection,), {"seconds": 0.5})
+    with listen("127.0.0.1", 0) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, http=quick, lifespan="off", log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        address = listening.getsockname()
+        head = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n"
+        for part in (b"", head[:-2], head + b"1"):
+            with socket.create_connection(address, timeout=10) as half:
+                half.sendall(part)
+                assert half.recv(1) == b""
+        with socket.create_connection(address, timeout=10) as kept:
+            for _ in range(2):
+                kept.sendall(head + b"12")
+                assert kept.recv(1 << 12).startswith(b"HTTP/1.1 200 OK")
+            kept.sendall(head)
+            assert kept.recv(1) == b""
+        server.should_exit = True
+        thread.join()

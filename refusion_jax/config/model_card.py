@@ -41,5 +41,6 @@ def model_card(workdir: epath.Path, step: int, name: str) -> str:
 
 
 def _table(title: str, values: dict) -> list[str]:
-    rows = [f"| `{key}` | {json.dumps(value)} |".replace("\n", " ") for key, value in sorted(values.items())]
+    texts = {key: json.dumps(value).replace("|", "\\|") for key, value in sorted(values.items())}
+    rows = [f"| `{key}` | {text} |" for key, text in texts.items()]
     return ["", f"| {title} | |", "| --- | --- |", *rows, ""] if rows else []

@@ -1,0 +1,40 @@
+"""HTTP connections over which a request arrives in time, or which end: others would shut everybody out."""
+
+import asyncio
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class TimedConnection(H11Protocol):
+    """uvicorn's connection, closed where a request is not whole in time; uvicorn itself waits for ever."""
+
+    seconds = 60.0  # from the connection, or from the first byte of a later request, to the last byte of its body
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Called by asyncio."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio, with any part of a request."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):  # whole
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
