@@ -11,7 +11,7 @@ Each line of --output has id, text, tokens (reading order, through the end of te
 commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text), forwards,
 rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
 are done; a single --prompt at a terminal gets its text alone. --watch=PAGE.html writes a page besides, which plays the
-decodings of up to 16 prompts in a browser, forward by forward.
+decodings of up to 16 prompts in a browser, forward by forward; answers that are kept are then decoded again.
 
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
@@ -134,8 +134,8 @@ def check_watch(watch: epath.Path | None, output: epath.Path | None) -> None:
     Raises:
       UserError: naming the flag.
     """
-    if watch and output and os.path.realpath(watch) == os.path.realpath(output):
-        raise UserError(f"--watch={watch}: is the --output, too; name another place")
+    if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
+        raise UserError(f"--watch={watch}: is the --output, too, or its OUTPUT.partial; name another place")
     if watch and watch.is_file() and not _begins(watch, BEGINNING):
         raise UserError(f"--watch={watch}: is there already, and no page of --watch; name another place")
 
