@@ -150,7 +150,7 @@ def test_a_command_works_as_written(command, user):
     if "pytest" in command:
         small += f" -q -k {CHEAP_TESTS}"
     small = small.replace("XLA_FLAGS=", "XLA_FLAGS=$XLA_FLAGS\\ ")  # those of a quick compiler stay
-    small = small.replace("--vocab_size=8192", "--vocab_size=400")
+    small = small.replace("--vocab_size=8192", "--vocab_size=400").replace("row_length=1024", "row_length=128")
     assert run_quickly(small, user).strip()
 
 
