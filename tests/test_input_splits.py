@@ -2,14 +2,18 @@
 
 import random
 import re
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import ROOT, config_with
 from test_prepare import write_pairs
 
-from refusion_jax.data.examples import Example, Fields
+from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.input_splits import find_files, read, splits_of, whole
+from refusion_jax.data.sources import read_examples
 
 
 def test_a_directory_with_a_link_to_one_above_is_read_once(tmp_path):
@@ -61,6 +65,64 @@ def test_one_long_text_in_every_row_of_a_table_is_read_a_few_rows_at_a_time(tmp_
     first, peak = peak_of_first(tmp_path / "a.parquet")
     assert first.response == text
     assert peak < 300 << 20
+
+
+CAPPED = """
+import resource, sys, types
+import pyarrow.parquet
+from refusion_jax.data import sources
+from refusion_jax.data.packing import usable
+sources._MOST = 1 << 25
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (256 << 20),) * 2)
+fields = dict(query_field="", response_field="", text_field="", turns="last")
+try:
+    usable(sources.read_examples(types.SimpleNamespace(path=sys.argv[1], **fields), seed=0), "stop")
+except sources.UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a.jsonl", "a.jsonl:1: a line of more than 16 MiB"),
+        ("a.json", "a.json: a list of more than 1024 MiB; one object a line is .jsonl"),
+        ("a.txt", "a.txt holds more than 33,554,432 characters, all of which would be kept in memory; `prepare` it"),
+        ("a.txt.gz", "a.txt.gz: is compressed; unpack it first"),
+        ("a.parquet", "a.parquet: row 1: not a whole Parquet file: .* bytes hold 16,777,216 values of messages"),
+    ],
+)
+def test_a_file_that_would_fill_the_memory_is_one_line_within_256_mib(name, said, tmp_path):
+    path = tmp_path / name
+    if name == "a.parquet":  # less than a KiB
+        turns = pyarrow.nulls(1 << 24, pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
+        messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1 << 24], pyarrow.int32()), turns)
+        pyarrow.parquet.write_table(pyarrow.table({"messages": messages}), path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(4 << 30)  # without a newline, and without a block on the disk
+    line = [sys.executable, "-c", CAPPED, str(path)]
+    ended = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert re.search(said, ended.stdout), ended.stderr[-500:]
+    assert (len(ended.stdout.splitlines()), ended.stderr, ended.returncode) == (1, "", 0)
+
+
+def test_what_follows_a_line_that_is_too_long_is_read_under_its_own_number(tmp_path):
+    good = b'{"text": "one"}\n'
+    (tmp_path / "a.jsonl").write_bytes(good + b" " * (40 << 20) + b"\n" + good)
+    for size in (1 << 20, 1 << 30):
+        found = [e for part in splits_of(str(tmp_path / "a.jsonl"), size) for e in read(part, Fields())]
+        assert [str(e.where).rsplit(":", 1)[1] for e in found] == ["1", "2", "3"]
+        assert [type(e) for e in found] == [Example, Bad, Example]
+
+
+def test_a_long_text_is_trained_on_in_parts_that_lose_nothing(tmp_path):
+    text = "one two three\n" * 200_000
+    (tmp_path / "a.txt").write_text(text)
+    parts = list(read_examples(config_with(**{"data.path": str(tmp_path / "a.txt")}).data, seed=0))
+    assert len(parts) == 3
+    assert "".join(part.response for part in parts) == text
 
 
 @pytest.mark.parametrize("size", [7, 64, 1000, 10**6])

@@ -7,6 +7,7 @@ newline) or of row groups of a Parquet file. Splits are a function of the files 
 import codecs
 import dataclasses
 import glob
+import io
 import os
 import re
 import sysconfig
@@ -31,6 +32,8 @@ from refusion_jax.data.examples import (
     to_examples,
 )
 
+_LINE = 1 << 24  # bytes of a line of JSON, at most: its values may take 30 times as much
+_LIST = 1 << 30  # bytes of a JSON list, which is read whole
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
@@ -148,17 +151,27 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
 
 
 def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
-    with epath.Path(part.path).open("rb") as file:
+    with (
+        epath.Path(part.path).open("rb") as raw,
+        io.BufferedReader(raw) as file,
+    ):  # fsspec's own has no bounded readline
         if part.start:
             file.seek(part.start - 1)
-            file.readline()
-        start = offset = file.tell()
-        number = 0
-        while offset < part.end and (line := file.readline()):
+            _pass_line(file)
+        start, number = file.tell(), 0
+        while file.tell() < part.end and (line := file.readline(_LINE)):
             number += 1
-            offset += len(line)
-            if line.removeprefix(codecs.BOM_UTF8).strip():
-                yield from parse(line, Line(part.path, start, number), fields)
+            where = Line(part.path, start, number)
+            if len(line) == _LINE and not line.endswith(b"\n"):
+                yield Bad(where, f"a line of more than {_LINE >> 20} MiB", "too long a line")
+                _pass_line(file)
+            elif line.removeprefix(codecs.BOM_UTF8).strip():
+                yield from parse(line, where, fields)
+
+
+def _pass_line(file: io.BufferedReader) -> None:
+    while len(block := file.readline(_LINE)) == _LINE and not block.endswith(b"\n"):
+        pass
 
 
 def _text(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
@@ -190,6 +203,9 @@ def _text_cut(file, offset: int, size: int) -> int:
 
 def _json_list(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     path = part.path
+    if part.size > _LIST:
+        yield Bad(path, f"a list of more than {_LIST >> 20} MiB; one object a line is .jsonl", "too long a list")
+        return
     items = load_json(epath.Path(path).read_bytes(), path)
     if isinstance(items, Bad):
         yield items

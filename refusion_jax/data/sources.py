@@ -4,6 +4,7 @@ Whatever the source, it becomes a stream of `Example`s. A bad one (malformed lin
 error that names file and line, or with on_error="skip" it is counted and left out.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data import families, input_splits, tasks
 from refusion_jax.data.examples import Bad, Example, Fields
 from refusion_jax.data.problems import Problem
+from refusion_jax.data.tokenizer import plain_prompt
 
 GENERATED = {"tasks": lambda data: tasks.MIXTURE, "families": lambda data: families.mixture(data.difficulty)}
 HELD_OUT = "held_out"  # as in families:held_out
+_PART = 1 << 20  # bytes of a text, tokenized at a time
+_MOST = 1 << 30  # characters
 _FEWER = 100  # held-out problems are a part of so many of the training problems
 
 
@@ -32,7 +36,7 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
       seed: of generated problems; held-out ones are the same for every seed.
 
     Raises:
-      UserError: where there is no such file, or nothing in it.
+      UserError: where there is no such file, or more in it than memory should hold.
     """
     name, _, split = data.path.partition(":")
     if name in GENERATED and split in ("", HELD_OUT):
@@ -49,5 +53,20 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
     if not files:
         raise UserError(f"--config.data.path: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
     fields = Fields(data.query_field, data.response_field, data.text_field, turns=data.turns)
-    for path in files:
-        yield from input_splits.read(input_splits.whole(path), fields)
+    held = 0
+    for part in itertools.chain.from_iterable(map(_parts, files)):
+        for example in input_splits.read(part, fields):
+            if isinstance(example, Example):
+                held += len(plain_prompt(example.prompt)) + len(example.response)
+            if held > _MOST:
+                raise UserError(
+                    f"--config.data.path: {data.path} holds more than {_MOST:,} characters, all of which would be kept "
+                    f"in memory; `prepare` it, and name the directory that it writes"
+                )
+            yield example
+
+
+def _parts(path: str) -> list[input_splits.InputSplit]:
+    """A text in parts, any other file as one."""
+    file = input_splits.whole(path)
+    return input_splits.splits_of(path, _PART) if file.kind == "text" else [file]

@@ -19,6 +19,7 @@ from refusion_jax.data.examples import (
 _ROWS = 256  # read at a time, at most
 _BATCH = 1 << 28  # bytes of a column's longest value times the rows read at a time
 _EXPANDS, _SMALL = 1000, 64 << 20  # a row group larger than _SMALL that expands more than _EXPANDS times is refused
+_VALUE = 256  # bytes that a value of a list takes in Python
 _TURNS = (*CONVERSATION_FIELDS, *QUERY_FIELDS, *RESPONSE_FIELDS)  # columns that may hold turns
 
 
@@ -56,12 +57,16 @@ def _rows_at_a_time(metadata: pyarrow.parquet.FileMetaData, groups: range, colum
     """
     longest = 1
     for group in map(metadata.row_group, groups):
+        whole = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
         for column in map(group.column, range(group.num_columns)):
             if columns and column.path_in_schema.split(".")[0] not in columns:
                 continue
             expanded, stored = column.total_uncompressed_size, column.total_compressed_size
             if expanded > max(_SMALL, _EXPANDS * stored):
                 raise ValueError(f"{stored:,} bytes of {column.path_in_schema} expand to {expanded:,}")
+            values = column.num_values - group.num_rows  # of lists; one row may hold them all
+            if _VALUE * values > max(_SMALL, _EXPANDS * whole):
+                raise ValueError(f"{whole:,} bytes hold {column.num_values:,} values of {column.path_in_schema}")
             longest = max(longest, expanded)
     return max(1, min(_ROWS, _BATCH // longest))
 
