@@ -106,6 +106,7 @@ def run(command: str, flags: list[str]) -> NoReturn:
     sys.argv = [f"{refusion_jax.__path__[0]}/{command}.py", *flags]
     if command in ("plan", "bench"):
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    sys.dont_write_bytecode = False  # as it is unless a user says otherwise
     code = 0
     try:
         runpy.run_module(f"refusion_jax.{command}", run_name="__main__", alter_sys=True)

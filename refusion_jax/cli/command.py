@@ -54,6 +54,7 @@ def run(
             sys.exit(0)
         if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
             raise missing
+        keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # or a config file would get a __pycache__
         try:
             logging.set_verbosity(logging.ERROR)  # ml_collections warns of what is refused below
             rest = flags.FLAGS(argv)[1:]
@@ -65,6 +66,8 @@ def run(
             raise fault or (
                 error if is_ours else UserError(f"{config_flag(argv)}: {type(error).__name__}: {error}")
             ) from error
+        finally:
+            sys.dont_write_bytecode = keeps
         logging.set_verbosity(logging.WARNING)
         given = flags.FLAGS["config"] if "config" in flags.FLAGS else None
         if given is not None and given.present and not isinstance(given.value, ml_collections.ConfigDict):
