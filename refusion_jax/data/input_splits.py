@@ -32,7 +32,7 @@ from refusion_jax.data.examples import (
     to_examples,
 )
 
-_LINE = 1 << 24  # bytes of a line of JSON, at most: its values may take 30 times as much
+_LINE = 1 << 24  # bytes of a line of JSON, at most: its values may take 37 times as much
 _LIST = 1 << 30  # bytes of a JSON list, which is read whole
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
