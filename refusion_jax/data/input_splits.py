@@ -151,10 +151,7 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
 
 
 def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
-    with (
-        epath.Path(part.path).open("rb") as raw,
-        io.BufferedReader(raw) as file,
-    ):  # fsspec's own has no bounded readline
+    with epath.Path(part.path).open("rb") as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
         if part.start:
             file.seek(part.start - 1)
             _pass_line(file)

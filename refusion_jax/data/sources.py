@@ -53,12 +53,12 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
     if not files:
         raise UserError(f"--config.data.path: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
     fields = Fields(data.query_field, data.response_field, data.text_field, turns=data.turns)
-    held = 0
+    characters = 0
     for part in itertools.chain.from_iterable(map(_parts, files)):
         for example in input_splits.read(part, fields):
             if isinstance(example, Example):
-                held += len(plain_prompt(example.prompt)) + len(example.response)
-            if held > _MOST:
+                characters += len(plain_prompt(example.prompt)) + len(example.response)
+            if characters > _MOST:
                 raise UserError(
                     f"--config.data.path: {data.path} holds more than {_MOST:,} characters, all of which would be kept "
                     f"in memory; `prepare` it, and name the directory that it writes"
