@@ -12,6 +12,11 @@
 # Options, remembered from `create` and `run` on:
 #   --zone=Z --accelerator=TYPE (v4-32, v5litepod-64, v5p-64, v6e-32 ...) --project=P --slices=N --spot
 #   --runtime=VERSION (that of the accelerator's generation)
+#   --internal-ip, --tunnel-through-iap: how gcloud reaches workers without external addresses
+#   --alpha calls `gcloud alpha`, for flags that are there alone
+#   any other --flag=value goes to `gcloud compute tpus queued-resources create` as it is: --reserved, --service-account=A,
+#   --network=N, --subnetwork=N, --internal-ips, --labels=K=V; --type=v5p --topology=4x4x4 in place of --accelerator, with
+#   --runtime; --alpha --provisioning-model=flex-start --max-run-duration=2d
 #   --dry_run prints every command instead of running it
 # Exit codes: that of `train`; 2 for bad input, which is never tried again. Interrupt this script and the run goes on.
 set -uo pipefail
@@ -32,7 +37,10 @@ esac
 [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || fail "${name:-no name}: the second argument names the TPU: a-z, 0-9 and -"
 shift 2
 
-zone='' accelerator='' project='' slices=1 spot='' runtime='' dry_run='' worker=0 flags=() options=()
+zone='' accelerator='' project='' slices=1 spot='' runtime='' alpha='' dry_run='' worker=0
+reach=() # flags for ssh and scp
+asked=() # flags for `create`
+flags=() options=()
 read_options() { # of the command line, or remembered ones; what follows -- are flags of `train`
   while (($# > 0)); do
     case $1 in
@@ -41,12 +49,16 @@ read_options() { # of the command line, or remembered ones; what follows -- are 
         printf -v "${key#--}" %s "${1#*=}"
         ;;
       --spot) spot=1 ;;
+      --alpha) alpha=1 ;;
+      --internal-ip | --tunnel-through-iap) reach=("$1") ;;
       --dry_run) dry_run=1 ;;
       --)
         shift
         flags=("$@")
         return
         ;;
+      --config* | --workdir*) fail "$1: flags of train come after --" ;;
+      --?*) asked+=("$1") ;;
       *) fail "$1: no such option; flags of train come after --" ;;
     esac
     shift
@@ -56,16 +68,24 @@ if [ -f "$MEMORY/$name" ]; then
   mapfile -d '' -t options <"$MEMORY/$name"
   read_options "${options[@]}"
 fi
+options=("${asked[@]}") asked=()
 read_options "$@"
+if ((${#asked[@]} == 0)); then
+  asked=("${options[@]}")
+elif [[ $command != create && $command != run ]]; then
+  fail "${asked[0]}: no such option of $command"
+fi
 [ -n "$zone" ] || fail "--zone=Z is needed, such as --zone=us-east5-a"
 [[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices=$slices: must be a number of at least 1"
 if [[ $command == create || $command == run ]]; then
-  [ -n "$accelerator" ] || fail "--accelerator=TYPE is needed, such as --accelerator=v5p-64"
+  [[ -n $accelerator || " ${asked[*]}" == *" --topology="* ]] ||
+    fail "--accelerator=TYPE is needed, such as --accelerator=v5p-64"
   case $accelerator in
     v4-*) default=tpu-ubuntu2204-base ;;
     v5litepod-*) default=v2-alpha-tpuv5-lite ;;
     v5p-*) default=v2-alpha-tpuv5 ;;
     v6e-*) default=v2-alpha-tpuv6e ;;
+    7x* | tpu7x*) fail "--accelerator=$accelerator: Google has this generation on GKE only, see launch/gke" ;;
     *) [ -n "$runtime" ] || fail "--accelerator=$accelerator: known are v4-N, v5litepod-N, v5p-N, v6e-N; else give --runtime=VERSION" ;;
   esac
   runtime=${runtime:-$default}
@@ -81,11 +101,12 @@ remember() {
   if [ -n "$dry_run" ]; then return; fi
   mkdir -p "$MEMORY"
   printf '%s\0' "--zone=$zone" "--accelerator=$accelerator" "--project=$project" "--slices=$slices" ${spot:+--spot} \
-    "--runtime=$runtime" -- "${flags[@]}" >"$MEMORY/$name"
+    "--runtime=$runtime" ${alpha:+--alpha} "${reach[@]}" "${asked[@]}" -- "${flags[@]}" >"$MEMORY/$name"
 }
 
 gcloud_() { # gcloud compute tpus queued-resources VERB NAME ..., in the right place
-  local line=(gcloud compute tpus queued-resources "$@" "--zone=$zone" ${project:+"--project=$project"})
+  local line=(gcloud ${alpha:+alpha} compute tpus queued-resources "$@" "--zone=$zone" ${project:+"--project=$project"})
+  case $1 in ssh | scp) line+=("${reach[@]}") ;; esac
   if [ -n "$dry_run" ]; then
     printf '%q ' "${line[@]}"
     echo
@@ -133,7 +154,8 @@ create() { # until the TPU is there; what is left of a preempted one is deleted 
     case $state in
       ACTIVE) return ;;
       NONE)
-        gcloud_ create "$name" "${nodes[@]}" "--accelerator-type=$accelerator" "--runtime-version=$runtime" ${spot:+--spot} || exit 1
+        gcloud_ create "$name" "${nodes[@]}" ${accelerator:+"--accelerator-type=$accelerator"} "--runtime-version=$runtime" \
+          ${spot:+--spot} "${asked[@]}" || exit 1
         created=1
         ;;
       SUSPENDED | FAILED)

@@ -103,6 +103,30 @@ def test_dry_run_prints_the_calls_and_makes_none(gcloud):
     assert all(line.rstrip().endswith("--zone=us-east5-a --project=p") for line in lines)
 
 
+def test_flags_of_gcloud_go_to_create_as_they_are_and_are_remembered(gcloud):
+    asked = ["--reserved", "--service-account=a@p", "--network=n", "--internal-ips", "--labels=a=b c"]
+    reach = "--tunnel-through-iap"
+    answer(gcloud, describe=[ABSENT, (0, "ACTIVE"), (0, "SUSPENDED"), ABSENT, (0, "ACTIVE")], wait=[(75, "")])
+    tpu_vm(gcloud, "run", "tpu", *ASKED[:2], *asked, reach, "--", *TRAIN)
+    created = [call for call in calls(gcloud) if call[0] == "create"]
+    assert created == [[*CREATED[:-1], *asked, PLACE]] * 2
+    tpu_vm(gcloud, "logs", "tpu")
+    reached = {call[0]: reach in call for call in calls(gcloud)}
+    assert reached == {"describe": False, "create": False, "ssh": True, "scp": True}
+    answer(gcloud, describe=[ABSENT, (0, "ACTIVE")])
+    tpu_vm(gcloud, "create", "tpu", "--network=other")  # in place of those before
+    assert [*CREATED[:-1], "--network=other", PLACE] in calls(gcloud)
+
+
+def test_flex_start_by_a_topology_is_asked_of_gcloud_alpha(gcloud):
+    asked = ["--type=v6e", "--topology=4x4", "--provisioning-model=flex-start", "--max-run-duration=2d"]
+    options = [PLACE, "--runtime=v2-alpha-tpuv6e", "--alpha", *asked, "--dry_run"]
+    out, _ = tpu_vm(gcloud, "run", "tpu", *options, "--", *TRAIN)
+    lines = [line for line in out.splitlines() if " queued-resources " in line]
+    assert all(line.startswith("gcloud alpha compute tpus queued-resources ") for line in lines)
+    assert "create tpu --node-id=tpu --runtime-version=v2-alpha-tpuv6e " + " ".join(asked) in lines[1]
+
+
 def test_a_preempted_tpu_is_created_again_and_the_run_resumed(gcloud):
     there, gone = (0, "ACTIVE"), (0, "SUSPENDED")
     answer(gcloud, describe=[there, gone, gone, ABSENT, there], wait=[(255, "ssh: no route to host"), (0, "")])
@@ -168,7 +192,11 @@ def test_what_was_asked_for_is_remembered(gcloud):
         (["run", "tpu", PLACE], "--accelerator=TYPE is needed, such as --accelerator=v5p-64"),
         (["run", "tpu", PLACE, "--accelerator=h100-8"], "known are v4-N, v5litepod-N, v5p-N, v6e-N"),
         (["run", "tpu", *ASKED, "--slices=0"], "--slices=0: must be a number of at least 1"),
-        (["run", "tpu", *ASKED, "--steps=1"], "--steps=1: no such option; flags of train come after --"),
+        (["run", "tpu", PLACE, "--accelerator=tpu7x-8"], "Google has this generation on GKE only"),
+        (["run", "tpu", PLACE, "--topology=4x4x4"], "else give --runtime=VERSION"),
+        (["run", "tpu", *ASKED, "steps"], "steps: no such option; flags of train come after --"),
+        (["run", "tpu", *ASKED, "--config.steps=1"], "--config.steps=1: flags of train come after --"),
+        (["logs", "tpu", PLACE, "--reserved"], "--reserved: no such option of logs"),
         (["run", "tpu", *ASKED], "--config=configs/NAME.py is one of them"),
         (["run", "tpu", *ASKED, "--", "--config=c.py", "--workdir=runs/x"], "--workdir=gs://BUCKET/DIR"),
         (["resume", "tpu", PLACE], "no run of tpu is remembered"),
