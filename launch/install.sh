@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: goes to the project's root, makes .venv where there is none, and installs the project with
-# the extras in $1 ("" or "[test]"). Done once; again only after requirements.txt or pyproject.toml have changed.
+# the extras in $1 ("" or "[test]"), with the versions of the lock file $2, if any. Done once; again only after
+# requirements.txt, pyproject.toml or the lock file have changed.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 if [ ! -x .venv/bin/python ]; then
   for python in python3 python3.13 python3.12 python3.11 none; do
@@ -13,7 +14,10 @@ if [ ! -x .venv/bin/python ]; then
   "$python" -m venv .venv
 fi
 installed=".venv/installed$1"
-if [ ! "$installed" -nt requirements.txt ] || [ ! "$installed" -nt pyproject.toml ]; then
-  .venv/bin/pip install --quiet --disable-pip-version-check --editable ".$1"
+lock=${2:-requirements.txt}
+if [ ! "$installed" -nt requirements.txt ] || [ ! "$installed" -nt pyproject.toml ] || [ ! "$installed" -nt "$lock" ]; then
+  pip=(.venv/bin/pip install --quiet --disable-pip-version-check)
+  if [ -n "${2:-}" ]; then "${pip[@]}" --require-hashes --requirement "$2" || exit; fi
+  "${pip[@]}" --editable ".$1" || exit
   touch "$installed"
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What launch/tpu_vm.sh has every worker of a TPU do. Detached from the connection: a lost one ends nothing.
-#   install        into .venv, with TPU support
+#   install        into .venv, with TPU support, the versions of requirements.lock
 #   start FLAGS    `train FLAGS` in the background; one that is still running is killed first
 #   wait           until it ends: its exit code, or 254 if it is gone without one (the machine was restarted)
 #   lost           75 if it is to be started again, 254 if it was killed or is gone without an exit code, else 0
@@ -16,9 +16,9 @@ is_running() {
 case ${1:-} in
   install)
     if [ ! -x .venv/bin/python ] && ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-      python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --seed --python 3.12 .venv || exit 1
+      python3 -m pip install --quiet --user uv && python3 -m uv venv --quiet --seed --python 3.11 .venv || exit 1
     fi
-    source launch/install.sh "[tpu]"
+    source launch/install.sh "[tpu]" launch/requirements.lock
     ;;
   start)
     shift

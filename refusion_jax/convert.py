@@ -10,9 +10,7 @@ reads both kinds of directory as they are, and adapters that `peft` wrote; --for
 What is exported of a run has a model card, README.md.
 """
 
-import contextlib
 import math
-import time
 
 import jax
 from absl import flags
@@ -36,7 +34,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
-from refusion_jax.distributed.storage import read_file, write_file
+from refusion_jax.distributed.storage import read_file, remove, write_file
 from refusion_jax.model import huggingface, peft
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.systems.registry import releases
@@ -90,16 +88,6 @@ def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
     huggingface.save(load_model(source, dtype, mesh), target, find_objective(source))
 
 
-def _remove(directory: epath.Path) -> None:
-    """Removes it, again where writes that a failed save has not waited for add or remove files at the same time."""
-    for _ in range(50):
-        if not directory.exists():
-            return
-        with contextlib.suppress(OSError):
-            directory.rmtree()
-        time.sleep(0.1)
-
-
 def main() -> None:
     if None in (_FROM.value, _TO.value, _FORMAT.value):
         raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface|peft are needed; --help explains")
@@ -142,7 +130,7 @@ def main() -> None:
                 raise UserError(f"--to={target} has been made by somebody else meanwhile; name a new directory")
             partial.rename(target)
     except BaseException:
-        _remove(partial)
+        remove(partial)
         for parent in made:
             if not any(parent.iterdir()):
                 parent.rmdir()

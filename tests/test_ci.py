@@ -1,6 +1,7 @@
 """What a fork's continuous integration runs is what the project's own does, with the tools that it asks for."""
 
 import ast
+import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -39,10 +40,8 @@ def test_every_commit_is_checked_by_the_tools_that_the_tests_use():
 
 def test_every_package_that_is_imported_is_asked_for():
     """A package that only came with another one is gone when that one does without it."""
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    own = [line.split("#")[0] for line in lines if line.split("#")[0].strip()]
     extras = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
-    asked_for = {canonicalize_name(Requirement(requirement).name) for requirement in own + extras}
+    asked_for = {canonicalize_name(Requirement(requirement).name) for requirement in _required() + extras}
     distributions, local = packages_distributions(), {path.stem for path in (ROOT / "tests").glob("*.py")}
     checked = set()
     for path in [*ROOT.glob("refusion_jax/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("configs/*.py")]:
@@ -52,6 +51,21 @@ def test_every_package_that_is_imported_is_asked_for():
                 assert asked_for & set(map(canonicalize_name, brought)), f"{path}: {module}, of {sorted(brought)}"
                 checked.add(module)
     assert {"jax", "grain", "httpx", "pytest", "yaml"} <= checked
+
+
+def test_the_lock_file_of_tpu_workers_holds_what_the_project_asks_for():
+    text = (ROOT / "launch" / "requirements.lock").read_text()
+    locked = re.findall(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
+    assert len(locked) == text.count("==") > 50
+    versions = {canonicalize_name(name): version for name, version, _ in locked}
+    for requirement in map(Requirement, [*_required(), *PROJECT["optional-dependencies"]["tpu"]]):
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+
+
+def _required():
+    """The lines of requirements.txt, without comments."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return [line.split("#")[0] for line in lines if line.split("#")[0].strip()]
 
 
 def _imported(tree):

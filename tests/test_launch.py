@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,31 @@ def test_a_worker_says_whether_it_is_to_be_started_again(tmp_path, ended, said):
         (tmp_path / "train.exit").write_text(f"{ended}\n")
     line = ["bash", str(tmp_path / "launch" / "worker.sh"), "lost"]
     assert subprocess.run(line, timeout=60).returncode == said
+
+
+def test_a_worker_installs_the_locked_versions_once_and_again_after_a_failure_or_a_change(tmp_path):
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name, line in {"python": "", "pip": 'echo "$*" >>calls\n[ ! -e broken ]\n'}.items():
+        (tmp_path / ".venv" / "bin" / name).write_text(f"#!/bin/sh\n{line}")
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    for name in ("requirements.txt", "pyproject.toml", "broken"):
+        (tmp_path / name).touch()
+
+    def install() -> tuple[int, list[str]]:
+        (tmp_path / "calls").write_text("")
+        done = subprocess.run(["bash", str(tmp_path / "launch" / "worker.sh"), "install"], timeout=60)
+        calls = (tmp_path / "calls").read_text().splitlines()
+        return done.returncode, [call.removeprefix("install --quiet --disable-pip-version-check ") for call in calls]
+
+    lock, project = "--require-hashes --requirement launch/requirements.lock", "--editable .[tpu]"
+    assert install() == (1, [lock])
+    (tmp_path / "broken").unlink()
+    assert install() == (0, [lock, project])
+    assert install() == (0, [])
+    later = time.time() + 9
+    os.utime(tmp_path / "launch" / "requirements.lock", (later, later))
+    assert install() == (0, [lock, project])
 
 
 def test_what_was_asked_for_is_remembered(gcloud):

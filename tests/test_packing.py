@@ -1,4 +1,6 @@
 import collections
+import itertools
+import tracemalloc
 
 import hypothesis
 import hypothesis.strategies as st
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 
 from refusion_jax import UserError
-from refusion_jax.data.examples import Example
+from refusion_jax.data.examples import Bad, Example
 from refusion_jax.data.packing import Document, pack, rows_of, tokenize, usable
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 
@@ -116,3 +118,14 @@ def test_a_response_longer_than_the_row_is_refused_with_what_would_hold_it_or_le
     assert "left out 2 examples" in caplog.text
     with pytest.raises(UserError, match="no example that can be used; the first problem: a.jsonl:2: "):
         usable(tokenize([long], tokenizer, 12), "skip")
+
+
+def test_examples_that_are_left_out_are_counted_and_not_kept(caplog):
+    good, bad = Example("one", "two", "a.jsonl:1"), (Bad(f"a.jsonl:{line}", "bad") for line in range(2, 30_002))
+    tracemalloc.start()
+    try:
+        assert usable(itertools.chain([good], bad), "skip") == [good]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 19
+    finally:
+        tracemalloc.stop()
+    assert "left out 30000 examples; the first: a.jsonl:2: bad" in caplog.text

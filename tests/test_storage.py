@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
+from etils import epath
 from helpers import tiny_qwen3
 from safetensors.numpy import load_file
 
@@ -232,6 +233,29 @@ def test_a_full_disk_leaves_the_old_file_and_no_part_of_the_new(tmp_path, full_d
         storage.write_file(tmp_path / "file", "new" * 100)
     full_disk(-1)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+
+
+def test_a_directory_to_which_is_still_written_is_removed(tmp_path, monkeypatch):
+    directory = epath.Path(tmp_path / "partial")
+    (directory / "params").mkdir(parents=True)
+    (directory / "params" / "first").touch()
+    rmdir, unlink, done = os.rmdir, os.unlink, []
+
+    def rmdir_after_a_write(path, **place):
+        if done.append(path) or len(done) == 1:
+            (directory / "params" / "late").touch()
+        rmdir(path, **place)
+
+    def unlink_after_another(path, **place):
+        unlink(path, **place)
+        if path == "late":  # the writer took it away itself
+            unlink(path, **place)
+
+    monkeypatch.setattr(os, "rmdir", rmdir_after_a_write)
+    monkeypatch.setattr(os, "unlink", unlink_after_another)
+    storage.remove(directory)
+    assert not directory.exists()
+    assert done == ["params", "params", str(directory)]
 
 
 def test_lines_that_find_no_room_are_written_later_each_once(tmp_path, full_disk, caplog):

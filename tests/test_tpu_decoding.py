@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 
 import jax
@@ -22,6 +23,7 @@ from refusion_jax.planning.compiler import compile_program, prepare_environment,
 from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.decode_estimate import forward_costs
 from refusion_jax.planning.programs import lower_decode
+from refusion_jax.planning.search import fix_for_decode
 
 ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block after the text; all rows plan the next, too
 
@@ -36,15 +38,21 @@ def test_the_decoder_is_planned_too():
     assert record["flops_per_chip"] > 0
 
 
-def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does():
+def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does(monkeypatch):
+    prepare_environment()
+    monkeypatch.setattr("refusion_jax.planning.search.FIX_SECONDS", math.inf)  # however busy the machine is
+    config = config_of("refusion_8b", "0.6b", **{"model.num_hidden_layers": 4})
+    settings = DecodeSettings("sequential", batch_size=1024)  # which compiles in a fifth of the time
+    found = re.fullmatch(r"--decode.batch_size=(\d+)", fix_for_decode(config, "v5e:2x2", 1, settings))
+    assert 1 <= int(found[1]) <= 512
+
     flags = ["--config=configs/refusion_8b.py:0.6b", "--topology=v5e:2x2", "--what=decode", "--memory_only", "--json"]
-    flags += ["--decode.batch_size=1024", "--config.model.num_hidden_layers=4"]
-    flags += ["--decode.method=sequential"]  # it compiles in a fifth of the time
-    out, err = run("plan", *flags, code=2)
+    flags += ["--decode.batch_size=1020", "--config.model.num_hidden_layers=4"]  # no half of which has four parts
+    out, err = run("plan", *flags, "--decode.method=sequential", code=2)
     assert not json.loads(out)["fits"]
     (line,) = err.strip().splitlines()
-    found = re.fullmatch(r"error: needs .* GiB per chip of v5e:2x2; --decode.batch_size=(\d+) makes it fit", line)
-    assert 1 <= int(found[1]) <= 512
+    said = "none of the changes that were tried makes it fit: take more chips"
+    assert re.fullmatch(rf"error: needs .* GiB per chip of v5e:2x2; {said}", line)
 
 
 @functools.cache

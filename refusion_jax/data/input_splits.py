@@ -31,9 +31,9 @@ from refusion_jax.data.examples import (
     parse,
     to_examples,
 )
+from refusion_jax.distributed.json_files import LINE
 
-_LINE = 1 << 24  # bytes of a line of JSON, at most: its values may take 37 times as much
-_LIST = 1 << 30  # bytes of a JSON list, which is read whole
+_LIST = 24 << 20  # bytes of a JSON list, which is read whole: its values may take 50 times as much
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
@@ -156,18 +156,18 @@ def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
             file.seek(part.start - 1)
             _pass_line(file)
         start, number = file.tell(), 0
-        while file.tell() < part.end and (line := file.readline(_LINE)):
+        while file.tell() < part.end and (line := file.readline(LINE)):
             number += 1
             where = Line(part.path, start, number)
-            if len(line) == _LINE and not line.endswith(b"\n"):
-                yield Bad(where, f"a line of more than {_LINE >> 20} MiB", "too long a line")
+            if len(line) == LINE and not line.endswith(b"\n"):
+                yield Bad(where, f"a line of more than {LINE >> 20} MiB", "too long a line")
                 _pass_line(file)
             elif line.removeprefix(codecs.BOM_UTF8).strip():
                 yield from parse(line, where, fields)
 
 
 def _pass_line(file: io.BufferedReader) -> None:
-    while len(block := file.readline(_LINE)) == _LINE and not block.endswith(b"\n"):
+    while len(block := file.readline(LINE)) == LINE and not block.endswith(b"\n"):
         pass
 
 
@@ -201,7 +201,7 @@ def _text_cut(file, offset: int, size: int) -> int:
 def _json_list(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     path = part.path
     if part.size > _LIST:
-        yield Bad(path, f"a list of more than {_LIST >> 20} MiB; one object a line is .jsonl", "too long a list")
+        yield Bad(path, f"a list of more than {_LIST >> 20} MiB; make it one object a line (.jsonl)", "too long a list")
         return
     items = load_json(epath.Path(path).read_bytes(), path)
     if isinstance(items, Bad):

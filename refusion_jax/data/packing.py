@@ -70,16 +70,19 @@ class PackedRows(RowSource):
 
 def usable(items: Iterable[_T | Bad], on_error: str) -> list[_T]:
     """The good ones. A bad one raises UserError (on_error="stop"), or all bad ones are counted and left out."""
-    good, bad = [], []
+    good, left_out, first = [], 0, ""
     for item in items:
-        (bad if isinstance(item, Bad) else good).append(item)
-        if bad and on_error == "stop":
-            raise UserError(f"{bad[0].where}: {bad[0].reason}")
-    if bad:
-        logging.warning("left out %d examples; the first: %s: %s", len(bad), bad[0].where, bad[0].reason)
+        if not isinstance(item, Bad):
+            good.append(item)
+            continue
+        left_out += 1
+        first = first or f"{item.where}: {item.reason}"
+        if on_error == "stop":
+            raise UserError(first)
+    if left_out:
+        logging.warning("left out %d examples; the first: %s", left_out, first)
     if not good:
-        first = f"; the first problem: {bad[0].where}: {bad[0].reason}" if bad else ""
-        raise UserError(f"the data holds no example that can be used{first}")
+        raise UserError(f"the data holds no example that can be used{first and f'; the first problem: {first}'}")
     return good
 
 

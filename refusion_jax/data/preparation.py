@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -28,7 +29,7 @@ from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, 
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import Report, Settings
 from refusion_jax.distributed.json_files import read_json
-from refusion_jax.distributed.storage import write_file
+from refusion_jax.distributed.storage import replacing, write_file
 
 _PARTITION = 1 << 22  # digests compared at a time: 130 MB
 
@@ -247,8 +248,10 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
         raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
     if not all(shards.values()):
         raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")
-    lines = ((output / PROGRESS / f"dropped-{i:05}.jsonl").read_bytes() for i in range(len(chunks)))
-    write_file(output / "dropped.jsonl", b"".join(lines))
+    with replacing(output / "dropped.jsonl") as dropped, open(dropped, "wb") as file:
+        for index in range(len(chunks)):
+            with (output / PROGRESS / f"dropped-{index:05}.jsonl").open("rb") as part:
+                shutil.copyfileobj(part, file)
     for split, directory in reversed(directories.items()):
         for name, content in tokenizer.files.items():
             write_file(directory / name, content)

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -83,7 +83,7 @@ def make_shard(
     settings: Settings,
     tokenizer: Tokenizer,
     duplicates: set[int],
-    dropped: list[Bad],
+    drop: Callable[[Bad], object],
 ) -> Report:
     """Reads, tokenizes, packs and writes a chunk.
 
@@ -93,7 +93,7 @@ def make_shard(
       settings: how.
       tokenizer: of the rows.
       duplicates: numbers of the good examples to leave out.
-      dropped: gets what was left out.
+      drop: hears of each example that is left out.
     """
     report, documents = Report(), {split: [] for split in SPLITS}
     drops, number, before = collections.Counter(), 0, dict(tokenizer.left_out)
@@ -111,9 +111,9 @@ def make_shard(
                 documents[_split(example, settings.held_out)].append(document)
         drops.update(each.kind for each in bad)
         drops.update({"duplicate": len(good) - len(unique)})
-        dropped += bad
-        if bad:
-            report.first_bad = report.first_bad or f"{bad[0].where}: {bad[0].reason}"
+        for each in bad:
+            drop(each)
+            report.first_bad = report.first_bad or f"{each.where}: {each.reason}"
             if settings.on_error == "stop":
                 return report
     for split, own in documents.items():

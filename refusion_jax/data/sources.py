@@ -46,8 +46,8 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
         return
     if Path(data.path).is_dir():
         raise UserError(
-            f"--config.data.path: {data.path} is a directory; give a glob such as DIR/*.jsonl, or a directory that "
-            f"`prepare` wrote, which holds a manifest.json"
+            f"--config.data.path: {data.path} is a directory; give a glob such as DIR/*.jsonl (`train` also takes a "
+            f"directory that `prepare` wrote, which holds a manifest.json)"
         )
     files = input_splits.find_files(data.path)
     if not files:
@@ -61,7 +61,7 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
             if characters > _MOST:
                 raise UserError(
                     f"--config.data.path: {data.path} holds more than {_MOST:,} characters, all of which would be kept "
-                    f"in memory; `prepare` it, and name the directory that it writes"
+                    f"in memory: give a part of it, or `train` on the directory that `prepare` makes of it"
                 )
             yield example
 

@@ -22,7 +22,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import PROGRESS
 from refusion_jax.data.shards import SPLITS, Report, Settings, digests, make_shard
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
-from refusion_jax.distributed.storage import write_file
+from refusion_jax.distributed.storage import replacing, write_file
 
 _tokenizer: Tokenizer  # of this process, and what it works by
 _settings: Settings
@@ -107,13 +107,13 @@ def write_shard(index: int, chunk: list[InputSplit]) -> Report:
     name = f"rows-{index:05}.array_record"
     names = dict(zip(SPLITS, (_output / name, _output / "held_out" / name), strict=True))
     duplicates = set(load(progress / f"duplicates-{index:05}.npy").tolist()) if settings.dedup else set()
-    dropped: list[Bad] = []
-    report = make_shard(chunk, names, settings, _tokenizer, duplicates, dropped)
+    with replacing(progress / f"dropped-{index:05}.jsonl") as dropped, open(dropped, "w") as file:
+
+        def drop(bad: Bad) -> None:
+            file.write(json.dumps({"where": str(bad.where), "kind": bad.kind, "reason": bad.reason}) + "\n")
+
+        report = make_shard(chunk, names, settings, _tokenizer, duplicates, drop)
     if not (report.first_bad and settings.on_error == "stop"):
-        lines = "".join(
-            json.dumps({"where": str(bad.where), "kind": bad.kind, "reason": bad.reason}) + "\n" for bad in dropped
-        )
-        write_file(progress / f"dropped-{index:05}.jsonl", lines.encode())
         write_file(progress / f"done-{index:05}.json", json.dumps(dataclasses.asdict(report)).encode())
     return report
 

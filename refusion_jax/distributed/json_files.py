@@ -6,6 +6,7 @@ number), and fields that a type does not declare are refused.
 
 import codecs
 import functools
+import io
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
@@ -16,6 +17,7 @@ from etils import epath
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.storage import read_file
 
+LINE = 1 << 24  # bytes of a line, at most: its values may take 37 times as much
 _T = TypeVar("_T")
 _adapter = functools.cache(pydantic.TypeAdapter)
 
@@ -45,8 +47,10 @@ def read_json_lines(path: epath.PathLike, kind: type[_T] = dict[str, Any]) -> It
       UserError: naming the file and line, and the field at fault.
     """
     try:
-        with epath.Path(path).open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with epath.Path(path).open("rb") as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
+            for number, line in enumerate(iter(functools.partial(file.readline, LINE), b""), 1):
+                if len(line) == LINE and not line.endswith(b"\n"):
+                    raise UserError(f"{path}:{number}: a line of more than {LINE >> 20} MiB")
                 if line.removeprefix(codecs.BOM_UTF8).strip():
                     yield number, parse_json(line, kind, f"{path}:{number}")
     except OSError as error:

@@ -10,6 +10,7 @@ import secrets
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,16 @@ def replacing(path: epath.PathLike) -> Iterator[Path]:
         os.fsync(directory)  # the new name, too
     finally:
         os.close(directory)
+
+
+def remove(directory: epath.Path) -> None:
+    """Removes it, again where writes that a failed save has not waited for add or remove files at the same time."""
+    for _ in range(50):
+        if not directory.exists():
+            return
+        with contextlib.suppress(OSError):
+            directory.rmtree()
+        time.sleep(0.1)
 
 
 class LogDirectory:
