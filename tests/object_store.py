@@ -3,6 +3,8 @@
 Objects are whole, have a generation, and cannot be appended to.
 """
 
+import base64
+import collections
 import email
 import http.server
 import itertools
@@ -11,9 +13,11 @@ import re
 import threading
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import google_crc32c
+
 
 class ObjectStore(http.server.ThreadingHTTPServer):
-    """One bucket, named `bucket`; `objects` maps names to (generation, content)."""
+    """One bucket, named `bucket`; `objects` maps names to (generation, content), `read` to bytes read."""
 
     daemon_threads = True
 
@@ -21,6 +25,7 @@ class ObjectStore(http.server.ThreadingHTTPServer):
         super().__init__(("localhost", 0), _Handler)
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.uploads: dict[str, str] = {}
+        self.read = collections.Counter()
         self.lock, self.generations = threading.Lock(), itertools.count(1000)
         self.url = f"http://localhost:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -86,6 +91,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "size": str(len(content)),
             "generation": str(generation),
             "metageneration": "1",
+            "crc32c": base64.b64encode(google_crc32c.Checksum(content).digest()).decode(),
             "contentType": "application/octet-stream",
             **times,
         }
@@ -176,6 +182,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers = {"x-goog-generation": str(generation)}
         wanted = re.fullmatch(r"bytes=(-?\d+)-?(\d*)", self.headers.get("Range", ""))
         if not wanted:
+            self.server.read[name] += len(content)
             self.reply(content, **headers)
             return
         first = int(wanted[1]) if int(wanted[1]) >= 0 else max(0, len(content) + int(wanted[1]))
@@ -183,5 +190,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if first >= len(content):
             self.reply(b"", 416)
             return
+        self.server.read[name] += last + 1 - first
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         self.reply(content[first : last + 1], 206, **headers)

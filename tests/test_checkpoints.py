@@ -223,6 +223,28 @@ def test_a_flipped_bit_is_said_with_the_file_and_the_one_before_is_taken_by_all(
         restore_params(step, target(state.params))  # this one and no other was asked for
 
 
+def test_in_a_store_nothing_is_read_for_checksums_and_damage_is_noticed_there_and_in_a_copy(store, tmp_path):
+    save(epath.Path("gs://bucket"), 1)
+    there, copy = (epath.Path(place) / "checkpoints" / "1" for place in ("gs://bucket", tmp_path))
+    assert checksums.exist(there)
+    assert checksums.find_damage(there) is None
+    name = max(store.objects, key=lambda name: len(store.objects[name][1]))
+    assert store.read[name] == 0
+
+    for path, (_, content) in store.objects.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(content)
+    assert checksums.find_damage(copy) is None
+    assert_equal(restored(tmp_path), make_state(1))
+    flip(tmp_path / name, 1000)
+    assert f"{name}: the checksum does not match (its content has changed)" in checksums.find_damage(copy)
+    store.objects[name] = next(store.generations), (tmp_path / name).read_bytes()
+    assert f"{name}: the checksum does not match (its content has changed)" in checksums.find_damage(there)
+    del store.objects[name]
+    assert f"{name}: the checksum does not match (the file cannot be read)" in checksums.find_damage(there)
+    assert store.read[name] == 0
+
+
 def test_a_checkpoint_without_checksums_is_read_as_it_is(tmp_path):
     """It is older than they are, or made by hand."""
     save(tmp_path, 1)

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 # Modules of other distributions that a declared one passes to its callers or takes from them.
-PASSED_ON = {"datasets": "lm-eval", "ml_dtypes": "jax", "starlette": "fastapi"}
+PASSED_ON = {"datasets": "lm-eval", "fsspec": "etils", "ml_dtypes": "jax", "starlette": "fastapi"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

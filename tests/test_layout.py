@@ -111,6 +111,7 @@ def test_every_requirement_has_a_range_and_is_used():
     modules = {
         "absl-py": "absl",
         "etils[epath]": "etils",
+        "google-crc32c": "google_crc32c",
         "orbax-checkpoint": "orbax",
         "ml-collections": "ml_collections",
     }

@@ -87,17 +87,17 @@ def is_foreign(path: epath.Path) -> bool:
     return huggingface.is_huggingface(path) or peft.is_peft(path)
 
 
-def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float, int]]:
+def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
     """What changes whenever the weights do, those of auxiliary models included.
 
     Returns:
-      (name, CRC-32, bytes) of the files of our checkpoints, wherever they are; (path, time, bytes) of others.
+      (name, checksum, bytes) of the files of our checkpoints, wherever they are; (path, time, bytes) of others.
     """
     places = [path, *filter(None, (getattr(settings, name) for name in settings.auxiliary_models))]
     return [entry for place in places for entry in _stamp(epath.Path(place))]
 
 
-def _stamp(path: epath.Path) -> list[tuple[str, float, int]]:
+def _stamp(path: epath.Path) -> list[tuple[str, float | str, int]]:
     if is_foreign(path):
         files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
         own = [(str(absolute(file)), file.stat().mtime, file.stat().length) for file in files]
