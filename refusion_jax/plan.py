@@ -27,7 +27,7 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, explained, names
 from refusion_jax.distributed.chips import find_chip
-from refusion_jax.distributed.xla_options import libtpu_mismatch
+from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
 from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
@@ -64,7 +64,7 @@ def main() -> None:
     check_use()
     config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
     libtpu_version()
-    if mismatch := libtpu_mismatch():
+    if mismatch := version_mismatch():
         print(mismatch, file=sys.stderr)
     if _HLO.value is not None:
         show(plan_dump(Path(_HLO.value), topology, slices))

@@ -39,7 +39,7 @@ from refusion_jax.data.loader import epochs
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, PreemptionRequested
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
-from refusion_jax.distributed.xla_options import libtpu_mismatch
+from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.training import events
 from refusion_jax.training.loop import Hooks, Now, RollBack
@@ -55,6 +55,7 @@ _ALLOW = flags.DEFINE_list(
 )
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
 _LOST = flags.DEFINE_integer("lost_seconds", 60, "After how long a silence another process counts as lost", 5, 3600)
+_PROFILE = flags.DEFINE_integer("profiler_port", None, "Of each host, to ask there for a profile", 1, 65535)
 
 
 def train(
@@ -81,7 +82,7 @@ def train(
         return True
     mesh = sharding.make_mesh(config.mesh)
     check_mesh(config, mesh)
-    if mesh.devices.flat[0].platform == "tpu" and (mismatch := libtpu_mismatch()):
+    if mesh.devices.flat[0].platform == "tpu" and (mismatch := version_mismatch()):
         say(mismatch)
 
     # 2. The data.
@@ -145,9 +146,10 @@ def session(run: Run, start_over: bool) -> str:
 
         def score_tasks(now: Now) -> None:
             def alive() -> None:
-                s.watchdog.alive(now.step)
+                s.watchdog.alive(now.step, is_slow=True)
                 run.preemption.check()
 
+            s.watchdog.alive(now.step, is_slow=True)
             with s.pause("evaluate", step=now.step), contextlib.suppress(PreemptionRequested):
                 scores, texts = run.tasks(now.state.weights, alive)
                 now.evaluated |= scores
@@ -227,6 +229,8 @@ def main() -> None:
     if other := [key for key in _ALLOW.value if key.split(".")[0] not in CHANGEABLE]:
         raise UserError(f"--allow_change={other[0]}: cannot change in a run; what can: {', '.join(CHANGEABLE)}")
     with together(_PEERS.value, _LOST.value):
+        if _PROFILE.value:
+            jax.profiler.start_server(_PROFILE.value)
         is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value, _ALLOW.value)
     if not is_done:
         sys.exit(EXIT_CODE)

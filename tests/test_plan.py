@@ -9,7 +9,7 @@ from conftest import ROOT, run
 from test_costs import LOOP
 
 from refusion_jax.config import default_config
-from refusion_jax.distributed.xla_options import LIBTPU, libtpu_mismatch
+from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
 from refusion_jax.planning.report import to_table
 from refusion_jax.planning.search import search
 
@@ -137,11 +137,19 @@ def test_an_estimate_is_told_as_a_range_where_it_is_calibrated():
     assert "3.1 s or more" in alone
 
 
-@pytest.mark.parametrize(("installed", "told"), [(LIBTPU, ""), ("0.0.42.1", "libtpu 0.0.42.1: memory and speed are")])
-def test_another_compiler_than_the_tested_one_is_told(installed, told, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
-    assert libtpu_mismatch().startswith(told)
-    assert bool(libtpu_mismatch()) == bool(told)
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({}, ""),
+        ({"libtpu": "0.0.42.1"}, f"libtpu 0.0.42.1 in place of {LIBTPU}, with which memory and speed are planned"),
+        ({"jax": "0.12", "jaxlib": "0.12"}, "jax 0.12 in place of 0.10.2, jaxlib 0.12 in place of 0.10.2, with"),
+    ],
+)
+def test_another_compiler_than_the_tested_one_is_told(others, told, monkeypatch):
+    planned = {"libtpu": LIBTPU, "jax": "0.10.2", "jaxlib": "0.10.2"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: (planned | others)[name])
+    assert version_mismatch().startswith(told)
+    assert bool(version_mismatch()) == bool(told)
 
 
 def test_what_is_installed_for_tpus_is_what_programs_are_tested_with():

@@ -4,6 +4,7 @@ import collections
 import http.server
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -123,10 +124,14 @@ def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
     assert heard == [signal.SIGTERM]
 
 
-def test_a_run_on_google_s_machines_leaves_on_a_notice(metadata_server, tmp_path, monkeypatch):
+def test_a_run_on_google_s_machines_can_be_profiled_and_leaves_on_a_notice(metadata_server, tmp_path, monkeypatch):
     monkeypatch.setenv("GCE_METADATA_HOST", f"localhost:{metadata_server.server_port}")
-    process = start("train", *FLAGS, f"--workdir={tmp_path}", "--config.steps=100000", "--config.log_every=10")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--config.steps=100000", "--config.log_every=10", f"--profiler_port={port}"]
+    process = start("train", *FLAGS, f"--workdir={tmp_path}", *flags)
     wait_for_steps(process, tmp_path, 3)
+    socket.create_connection(("localhost", port), timeout=60).close()
     metadata_server.answers["maintenance-event"] = TERMINATE
     try:
         out, err = process.communicate(timeout=200)

@@ -198,7 +198,10 @@ _GUARD = {
     "skips": _count(10, "skipped steps in a row that roll the run back to its last checkpoint, and past their rows"),
     "rollbacks": _count(3, "roll-backs to one checkpoint after which the run stops"),
     "hang_minutes": Setting(
-        30.0, "a step that takes longer ends the run, with the stacks of all threads; 0: never", at_least=0
+        5.0,
+        "a step that takes longer, and ten times as long as each of the 32 before it, ends the run, with the stacks of "
+        "all threads; the first 32, and answers to eval.tasks, may take six times as long; 0: never",
+        at_least=0,
     ),
 }
 

@@ -1,5 +1,6 @@
 """A watchdog: ends a process that hangs, with the stacks of all its threads, so that a launcher can start it again."""
 
+import collections
 import contextlib
 import faulthandler
 import math
@@ -11,19 +12,33 @@ from collections.abc import Iterator
 
 from refusion_jax.distributed.preemption import EXIT_CODE
 
+_SLOWER = 10  # times the longest silence between the last steps is a hang
+_STEPS = 32  # whose silences are remembered
+_PATIENCE = 6  # times the least limit, where nothing is known
+
 
 class Watchdog:
-    """Wants to hear a sign of life within some minutes of the last; 0: never."""
+    """Wants to hear a sign of life within some minutes of the last; 0: never.
+
+    It waits for ten times the longest silence of the last 32 steps where that is longer, and for six times the minutes
+    until there were 32, and after a sign that says so.
+    """
 
     def __init__(self, minutes: float):
-        self._seconds, self._heard, self._step = minutes * 60, time.monotonic(), 0
+        self._least, self._heard, self._step = minutes * 60, time.monotonic(), 0
+        self._seconds = self._most = _PATIENCE * self._least
+        self._silences = collections.deque([self._most / _SLOWER] * _STEPS, _STEPS)
         self._closed = threading.Event()
         if minutes:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def alive(self, step: int) -> None:
-        """The sign of life, after a step."""
-        self._heard, self._step = time.monotonic(), step
+    def alive(self, step: int, is_slow: bool = False) -> None:
+        """The sign of life: after a step, or in slow work between two."""
+        now = time.monotonic()
+        if not is_slow:
+            self._silences.append(now - self._heard)
+        self._seconds = self._most if is_slow else max(self._least, _SLOWER * max(self._silences))
+        self._heard, self._step = now, step
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

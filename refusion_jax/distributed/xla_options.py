@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 # The TPU compiler that programs are planned and tested with, which pyproject.toml installs. jax[tpu] 0.10.2 asks for
 # 0.0.42: there 31.1 GB of gathers block in a step of 8B on v5p:2x4x4, instead of 18.1.
 LIBTPU = "0.0.51"
+_PLANNED = {"libtpu": LIBTPU, "jax": "0.10.2", "jaxlib": "0.10.2"}
 
 _Options = dict[str, bool | int | str]
 
@@ -55,12 +56,16 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
     return _OPTIONS.get(mesh.devices.flat[0].device_kind, {})
 
 
-def libtpu_mismatch() -> str:
-    """One line where the TPU compiler is another one than programs are planned and tested with; else empty."""
+def version_mismatch() -> str:
+    """One line where what compiles is of other versions than programs are planned and tested with; else empty."""
+    others = [
+        f"{name} {there} in place of {known}" for name, known in _PLANNED.items() if (there := _version(name)) != known
+    ]
+    return f"{', '.join(others)}, with which memory and speed are planned and tested" if others else ""
+
+
+def _version(name: str) -> str:
     try:
-        version = importlib.metadata.version("libtpu")
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        version = ""
-    if version == LIBTPU:
-        return ""
-    return f"libtpu {version or 'of no known version'}: memory and speed are planned and tested with libtpu=={LIBTPU}"
+        return "of no known version"
