@@ -44,13 +44,13 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # other processes or the keys of the user, some hand work to the kernel that it does by other rules.
 _FORBIDDEN = {
     "x86_64": {
-        "memory": (29, 319, 447),  # shmget, memfd_create, memfd_secret
+        "memory": (29, 64, 68, 240, 319, 447),  # shmget, semget, msgget, mq_open, memfd_create, memfd_secret
         "processes": (101, 310, 311, 434, 438),  # ptrace, process_vm_readv, process_vm_writev, pidfd_open, pidfd_getfd
         "keys": (248, 249, 250),  # add_key, request_key, keyctl
         "kernel": (298, 321, 323, 425, 426, 427),  # perf_event_open, bpf, userfaultfd, io_uring_*
     },
     "aarch64": {
-        "memory": (194, 279, 447),
+        "memory": (194, 190, 186, 180, 279, 447),
         "processes": (117, 270, 271, 434, 438),
         "keys": (217, 218, 219),
         "kernel": (241, 280, 282, 425, 426, 427),
