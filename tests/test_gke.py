@@ -136,9 +136,11 @@ def test_our_own_flags_are_meant(pod, tmp_path):
 def test_the_image_holds_what_runs():
     lines = [shlex.split(line) for line in (GKE / "Dockerfile").read_text().splitlines()[1:]]
     assert all((ROOT / path).exists() for word, *paths in lines if word == "COPY" for path in paths[:-1])
-    [[extras]] = [re.findall(r"\.\[(.*)\]", " ".join(line)) for line in lines if line[:2] == ["RUN", "pip"]]
+    [[extras]] = [re.findall(r"\.\[(.*)\]", " ".join(line)) for line in lines if "--editable" in line]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(extras.split(",")) == {"tpu", "serve"} <= set(project["optional-dependencies"])
+    locked_for = re.search(r"--python-version (\S+)", (ROOT / "launch" / "requirements.lock").read_text())[1]
+    assert lines[0] == ["FROM", f"python:{locked_for}-slim"]
     assert lines[-1] == ["USER", "1000"]
     images = {pod["containers"][0]["image"] for pod in (TRAINER, SERVER)}
     assert images == {"IMAGE"}
