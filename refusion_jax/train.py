@@ -18,6 +18,7 @@ a row (--config.guard.skips) take the run back to its last checkpoint, and past 
 
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
 
 import jax
@@ -37,19 +38,23 @@ from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
 from refusion_jax.data.loader import epochs
 from refusion_jax.distributed import sharding
+from refusion_jax.distributed.compiled_code import keep_compiled
 from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, PreemptionRequested
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
 from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.training import events
 from refusion_jax.training.loop import Hooks, Now, RollBack
-from refusion_jax.training.program import train_program
+from refusion_jax.training.program import compile_step, train_program
 from refusion_jax.training.recovery import Health
 from refusion_jax.training.session import Run, Session
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
 _START_OVER = flags.DEFINE_bool("start_over", False, "Begin at step 0 where none of the checkpoints can be read")
+_COMPILE = flags.DEFINE_bool(
+    "compile_only", False, "Compile the step into the cache of DIR for the next start, and end"
+)
 _ALLOW = flags.DEFINE_list(
     "allow_change", [], f"Config keys that may differ from those the run was started with: {', '.join(CHANGEABLE)}"
 )
@@ -59,12 +64,16 @@ _PROFILE = flags.DEFINE_integer("profiler_port", None, "Of each host, to ask the
 
 
 def train(
-    config: ml_collections.ConfigDict, workdir: epath.Path, start_over: bool = False, allowed: Sequence[str] = ()
+    config: ml_collections.ConfigDict,
+    workdir: epath.Path,
+    start_over: bool = False,
+    allowed: Sequence[str] = (),
+    compile_only: bool = False,
 ) -> bool:
     """Trains from where the run's directory stands to the last step, together with the other processes.
 
     Returns:
-      Whether the run is complete; else it was interrupted, and is saved.
+      Whether what was asked for is done; else it was interrupted, and is saved.
 
     Raises:
       UserError: where config, data or directory cannot be used; nothing has been written then.
@@ -99,6 +108,18 @@ def train(
     place = source or (workdir if config.init_from else None)
     shape = model_config(config, tokenizer, read_model_config(place).max_position_embeddings if place else 0)
     program = train_program(config, shape, mesh)
+    if compile_only:
+        keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+        if not (place := jax.config.jax_compilation_cache_dir):
+            raise UserError(
+                "--compile_only: no compiled programs are kept here; --config.compilation_cache=shared does"
+            )
+        began = time.monotonic()
+        with jax.set_mesh(mesh):
+            memory = compile_step(program.step, program.target, config, mesh).memory_analysis()
+        needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results take the state's place
+        say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB a device")
+        return True
     held_out = make_held_out(config, tokenizer, program.graphdef, program.objective, mesh)
     tasks = None
     if config.eval.tasks:
@@ -231,7 +252,7 @@ def main() -> None:
     with together(_PEERS.value, _LOST.value):
         if _PROFILE.value:
             jax.profiler.start_server(_PROFILE.value)
-        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value, _ALLOW.value)
+        is_done = train(_CONFIG.value, epath.Path(_WORKDIR.value), _START_OVER.value, _ALLOW.value, _COMPILE.value)
     if not is_done:
         sys.exit(EXIT_CODE)
 

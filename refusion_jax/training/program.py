@@ -95,6 +95,13 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     )
 
 
+def compile_step(
+    step: Callable, state: TrainState, config: ml_collections.ConfigDict, mesh: Mesh
+) -> jax.stages.Compiled:
+    """The step of a `Program`, compiled for a state: its arrays, or their shapes and shardings."""
+    return step.lower(state, abstract_rows(config, mesh)).compile()
+
+
 def abstract_rows(config: ml_collections.ConfigDict, mesh: Mesh) -> Rows:
     """The shapes and shardings of a batch of rows."""
     shape = config.batch_size, config.row_length
