@@ -1,6 +1,7 @@
 import json
 import time
 
+import jax
 import pytest
 from conftest import run
 from etils import epath
@@ -141,6 +142,9 @@ def test_a_real_run_is_accounted_for_to_the_second(trained_run):
     assert steps == list(range(1, 61))
     out, _ = run("goodput", f"--workdir={trained_run}")
     assert out.startswith("goodput ")
+    (versions,) = (event["versions"] for event in found if event["event"] == "start")
+    assert versions.keys() == {"jax", "jaxlib", "libtpu"}
+    assert versions["jax"] == jax.__version__
 
 
 def test_junk_between_events_costs_no_other():

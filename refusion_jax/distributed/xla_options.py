@@ -56,10 +56,15 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
     return _OPTIONS.get(mesh.devices.flat[0].device_kind, {})
 
 
+def versions() -> dict[str, str]:
+    """The versions of what compiles."""
+    return {name: _version(name) for name in _PLANNED}
+
+
 def version_mismatch() -> str:
-    """One line where what compiles is of other versions than programs are planned and tested with; else empty."""
+    """One line where they are others than those that programs are planned and tested with; else empty."""
     others = [
-        f"{name} {there} in place of {known}" for name, known in _PLANNED.items() if (there := _version(name)) != known
+        f"{name} {there} in place of {_PLANNED[name]}" for name, there in versions().items() if there != _PLANNED[name]
     ]
     return f"{', '.join(others)}, with which memory and speed are planned and tested" if others else ""
 

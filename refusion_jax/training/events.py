@@ -3,7 +3,7 @@
 DIR/events.jsonl holds one object for each event, over all sessions (starts) of the run: `time` (Unix seconds), `event`,
 and
 
-  start       step: that the session resumed from; time: when the process began
+  start       step: that the session resumed from; time: when the process began; versions: of what compiles
   changed     what: a key of the config, with --allow_change
   passed_over step, why: a checkpoint that could not be read
   rolled_back from_step, to_step, why: after steps that did not count; the rows in between are left out

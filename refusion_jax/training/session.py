@@ -27,6 +27,7 @@ from refusion_jax.distributed.processes import check_same
 from refusion_jax.distributed.profiling import Profile
 from refusion_jax.distributed.storage import LogDirectory
 from refusion_jax.distributed.watchdog import Watchdog
+from refusion_jax.distributed.xla_options import versions
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.training import events, recovery
 from refusion_jax.training.loop import RollBack
@@ -111,7 +112,7 @@ class Session:
             self.events = events.EventLog(self.directory.fetch(events.FILE))
             stack.callback(self.events.close)
             age = time.monotonic() - self._began if run.failure else events.process_age()
-            self.events.write("start", ago=age, step=self.first_step)
+            self.events.write("start", ago=age, step=self.first_step, versions=versions())
             if failure := run.failure:
                 self.events.write("rolled_back", from_step=failure.step, to_step=self.first_step, why=str(failure))
             for change in run.changed:
