@@ -137,7 +137,8 @@ GOOD = {"query": "q", "response": "r"}
         ("a.jsonl", [{"text": ["r"]}], "a.jsonl:1: prompt and answer must be text"),
         ("a.jsonl", [{"query": "q", "response": ""}], "a.jsonl:1: the answer is empty"),
         ("a.jsonl", [""], "a.jsonl: the file is empty"),
-        ("a.jsonl", ["\n\n"], "no example that can be used"),
+        ("a.jsonl", ["\n\n"], "--config.data.path: {path} holds no example"),
+        ("a.json", ["[]"], "--config.data.path: {path} holds no example"),
         ("a.json", [GOOD], "a.json: a .json file must hold a list of objects; one a line"),
         ("a.json", ["[" * 100_000], "a.json: not JSON"),
         ("a.json", ['[{"text": "x"}, 3]'], "a.json: item 2: must be an object with text fields"),
@@ -147,7 +148,7 @@ def test_a_bad_file_is_one_line_that_names_file_and_line(tmp_path, name, lines, 
     path = write(tmp_path / name, *lines)
     with pytest.raises(UserError) as error:
         read(path)
-    assert said in str(error.value)
+    assert said.replace("{path}", str(path)) in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -53,7 +53,7 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
     if not files:
         raise UserError(f"--config.data.path: {data.path} does not exist (built in: {', '.join(GENERATED)}, stdlib)")
     fields = Fields(data.query_field, data.response_field, data.text_field, turns=data.turns)
-    characters = 0
+    characters, example = 0, None
     for part in itertools.chain.from_iterable(map(_parts, files)):
         for example in input_splits.read(part, fields):
             if isinstance(example, Example):
@@ -64,6 +64,8 @@ def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Exampl
                     f"in memory: give a part of it, or `train` on the directory that `prepare` makes of it"
                 )
             yield example
+    if example is None:
+        raise UserError(f"--config.data.path: {data.path} holds no example")
 
 
 def _parts(path: str) -> list[input_splits.InputSplit]:

@@ -55,7 +55,7 @@ def keep_for_user(asked: str | None) -> None:
     directory = epath.Path(asked or home / "refusion_jax" / "compiled")
     try:
         if danger := find_danger(directory):
-            raise UserError(f"--compilation_cache={directory}: {danger}, and what is in it is run")
+            raise UserError(f"{danger}, and what is in it is run")
         keep_compiled(directory, "shared")
     except (OSError, UserError) as error:
         if asked:
