@@ -221,6 +221,9 @@ def test_damage_is_found(tokenizer_file, tmp_path):
     file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     with pytest.raises(UserError, match="rows-00000.array_record: the checksum is not the manifest's"):
         verify(str(tmp_path / "out"))
+    file.write_bytes(bytes(len(whole)))
+    with pytest.raises(UserError, match="rows-00000.array_record is damaged: .*; prepare the data again"):
+        PreparedRows(str(tmp_path / "out"))
     file.write_bytes(whole[:-1])
     with pytest.raises(UserError, match=r"rows-00000.array_record has \d+ bytes instead of"):
         PreparedRows(str(tmp_path / "out"))

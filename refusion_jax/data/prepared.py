@@ -14,7 +14,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 from etils import epath
 from grain.sources import ArrayRecordDataSource
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote, is_text
 from refusion_jax.data.interface import RowSource
 from refusion_jax.data.manifest import Manifest, Shard, read_manifest
@@ -110,9 +110,12 @@ def _check_file(path: epath.Path, shard: Shard) -> None:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if size != shard.bytes:
         raise UserError(f"{path} has {size} bytes instead of {shard.bytes}; prepare the data again")
-    reader = ArrayRecordReader(str(path))
-    rows = reader.num_records()  # 0 where its end is damaged
-    reader.close()
+    try:
+        reader = ArrayRecordReader(str(path))
+        rows = reader.num_records()  # 0 where its end is damaged
+        reader.close()
+    except RuntimeError as error:  # zeros, as a machine that fails may leave
+        raise UserError(f"{path} is damaged: {first_line(error)}; prepare the data again") from error
     if rows != shard.rows:
         raise UserError(f"{path} has {rows} rows instead of {shard.rows}; prepare the data again")
 
