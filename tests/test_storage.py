@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import stat
 import threading
 import time
@@ -38,7 +39,12 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
 
     # The last save was cut off: its folder is there, but not the mark that it is whole.
     del store.objects["run/checkpoints/60/commit_success.txt"]
-    out, _ = run("train", *flags, "--config.compilation_cache=shared")
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    with monkeypatch.context() as pod:  # of one host
+        for name, value in {"COORDINATOR_ADDRESS": address, "NUM_PROCESSES": "1", "PROCESS_ID": "0"}.items():
+            pod.setenv(f"JAX_{name}", value)
+        out, _ = run("train", *flags, "--config.compilation_cache=shared")
     assert "step 40 of 60" in out
     assert "in 2 sessions" in out
     lines = store.objects["run/metrics.jsonl"][1].decode().splitlines()

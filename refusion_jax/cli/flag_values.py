@@ -43,8 +43,11 @@ def check_values(values: flags.FlagValues) -> None:
 
 
 def _check_reachable(flag: str, path: str) -> None:
+    import fsspec  # 0.1 s, which most have no use for
+
     try:
-        epath.Path(path).exists()
+        store, name = fsspec.url_to_fs(path, skip_instance_cache=True)  # no other survives the fork of `together`
+        store.exists(name)
     except Exception as error:  # noqa: BLE001  each store has errors of its own
         raise UserError(f"--{flag}={path} cannot be reached: {type(error).__name__}: {error}") from error
 
