@@ -43,6 +43,16 @@ class Setting:
         if why:
             raise SettingError(group, name, value, why)
 
+    def schema(self, value: Any) -> dict[str, Any]:
+        """A number, text or bool as JSON Schema, with this value as its default."""
+        kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
+        found = {"type": kinds[type(self.default)], "default": value, "description": self.help}
+        limits = {"minimum": self.at_least, "maximum": self.at_most}
+        limits |= {"exclusiveMinimum": self.above, "exclusiveMaximum": self.below}
+        if self.choices and not self.or_number:
+            limits["enum"] = self.choices
+        return found | {name: limit for name, limit in limits.items() if limit is not None}
+
     def _fault(self, value: Any) -> str | None:
         if self.or_number and len(str(value)) <= 10 and str(value).isdecimal() and int(value) < 2**31:
             return None

@@ -2,17 +2,17 @@
 
 import collections
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any
 
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.prompts import spelled
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 
 MOST = 16  # decodings of a page
 BEGINNING = b"<!doctype html><!-- decodings, by refusion_jax.generate -->"  # of every page
-_CONTEXT = 8  # tokens before a token that its text may depend on
 
 
 class Player:
@@ -34,10 +34,9 @@ class Player:
         text |= {place: token for token, place in zip(*request.given, strict=True)}
         order |= dict.fromkeys(request.given[1], -1)
         places = sorted(text)
-        spelled = dict(zip(places, self._spell([text[place] for place in places]), strict=True))
         first_after = dict(enumerate(places)).get(len(request.prompt) + len(record["tokens"]), request.length)
         cells = [
-            [(spelled.get(at, ""), order.get(at, len(order)), int(at >= first_after)) for at in group]
+            [(self._spell(text, at), order.get(at, len(order)), int(at >= first_after)) for at in group]
             for group in groups_of(request)
             if any(at in text for at in group)
         ]
@@ -54,15 +53,12 @@ class Player:
         page = resources.files("refusion_jax.decoding").joinpath("player.html").read_text("utf-8")
         return page.replace("DECODINGS", data)
 
-    def _spell(self, tokens: Sequence[int]) -> Iterator[str]:
-        """What each token adds to the text before it; the last byte of a character adds the character."""
-        for i, token in enumerate(tokens):
-            if not self._tokenizer:
-                yield str(token)
-                continue
-            some = tokens[max(0, i - _CONTEXT) : i + 1]
-            before, whole = (self._tokenizer.decode(ids).rstrip("\ufffd") for ids in (some[:-1], some))
-            yield whole[len(before) :] or self._tokenizer.name_of(token) or str(token)
+    def _spell(self, text: Mapping[int, int], at: int) -> str:
+        """What the token at a place adds to the text, or its name."""
+        if at not in text:
+            return ""
+        named = self._tokenizer and (spelled(text, at, self._tokenizer) or self._tokenizer.name_of(text[at]))
+        return named or str(text[at])
 
 
 def groups_of(request: Request) -> Iterator[range]:

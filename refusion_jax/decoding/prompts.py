@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from refusion_jax.cli.errors import UserError
@@ -12,6 +13,8 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.json_files import read_json_lines
+
+CONTEXT = 8  # tokens before a token that its text may depend on
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, settings: Settings) -> list[tuple[object, Request]]:
@@ -126,6 +129,20 @@ def tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
         middle = (low + high) // 2
         low, high = (low, middle) if len(tokenizer.decode(tokens[:middle])) >= len(text) else (middle + 1, high)
     return tokens[:low]
+
+
+def spelled(text: Mapping[int, int], at: int, tokenizer: Tokenizer) -> str:
+    """What the token at a place adds to those before it, up to a gap; the last byte of a character adds the character.
+
+    Args:
+      text: tokens by place.
+      at: a place of them.
+      tokenizer: of the model.
+    """
+    begins = next((i for i in range(at, at - CONTEXT, -1) if i - 1 not in text), at - CONTEXT)
+    tokens = [text[i] for i in range(begins, at + 1)]
+    before, whole = (tokenizer.decode(ids).rstrip("\ufffd") for ids in (tokens[:-1], tokens))
+    return whole[len(before) :]
 
 
 def _need(tokenizer: Tokenizer | None, where: str) -> None:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from refusion_jax.serving.access import Access, KeyCheck, guard_access
 from refusion_jax.serving.errors import handle_errors
+from refusion_jax.serving.page import page
 from refusion_jax.serving.protocol import Chat, Completion, Detokenize, Tokenize
 from refusion_jax.serving.reply import Reply
 from refusion_jax.serving.service import Service
@@ -22,11 +23,14 @@ from refusion_jax.serving.writer import Delta
 def make_app(service: Service, access: Access, version: str) -> FastAPI:
     """The server as an ASGI application; the engine is started and ended by the caller."""
     checks = [Depends(KeyCheck(access.keys))]
-    app = FastAPI(title="refusion_jax", version=version, docs_url="/docs", redoc_url=None, dependencies=checks)
+    # FastAPI's /docs loads its scripts from elsewhere.
+    app = FastAPI(title="refusion_jax", version=version, docs_url=None, redoc_url=None, dependencies=checks)
+    app.add_route("/", page)
     handle_errors(app, service.engine.settings.cache_length)
     guard_access(app, access)
     described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
     described["max_model_len"] = service.engine.settings.cache_length
+    described |= {"slot_size": service.engine.settings.slot_size, "fills_gaps": service.engine.fills_gaps}
     one_at_a_time = anyio.CapacityLimiter(1)  # scoring needs memory besides the batch, for one response
 
     @app.get("/health")
@@ -106,17 +110,27 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         _check_model(body.model, service)
         return {"prompt": await anyio.to_thread.run_sync(service.detokenize, body.tokens)}
 
-    app.openapi().setdefault("components", {})["schemas"] = _SCHEMAS
+    app.openapi().setdefault("components", {})["schemas"] = _schemas(service)
     return app
 
 
 _REFERENCE = "#/components/schemas/{model}"
-_BODIES = [(kind, "validation") for kind in (Completion, Chat, Tokenize, Detokenize)]
-_SCHEMAS = models_json_schema(_BODIES, ref_template=_REFERENCE)[1]["$defs"]
+
+
+def _schemas(service: Service) -> dict[str, Any]:
+    """What /openapi.json tells of the bodies, with this server's defaults and the settings of its decoder."""
+    bodies = [(kind, "validation") for kind in (Completion, Chat, Tokenize, Detokenize)]
+    schemas = models_json_schema(bodies, ref_template=_REFERENCE)[1]["$defs"]
+    for kind in (Completion, Chat):
+        fields = schemas[kind.__name__]["properties"]
+        fields["decode"] |= {"properties": service.changeable, "additionalProperties": False}
+        for name, value in service.defaults.items():
+            fields[name]["default"] = value
+    return schemas
 
 
 def _documented(kind: type[BaseModel]) -> dict[str, Any]:
-    """What /docs shows of a body that the route parses by itself."""
+    """What /openapi.json tells of a body that the route parses by itself."""
     schema = {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
     return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
 

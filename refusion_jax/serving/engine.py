@@ -34,6 +34,7 @@ class Job:
     report: Callable[[Answer, bool], bool]  # (answer so far, whether it is finished) -> whether to go on
     fail: Callable[[Exception], None]
     is_watched: bool  # whether to report also while the answer is written
+    by_forward: bool = False  # whether to report after each forward; the device waits for the host then
     is_over: bool = False  # answered, or not wanted any more
     caller: object = None  # the same for all jobs that were submitted together
 
@@ -85,6 +86,11 @@ class Engine:
         with self._changed:
             waiting = sum(not job.is_over for jobs in self._waiting for job in jobs)
         return {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": waiting}
+
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether text after an answer may be given."""
+        return self._decoder.fills_gaps
 
     @property
     def is_ready(self) -> bool:
@@ -190,7 +196,9 @@ class Engine:
                 return
             rows |= zip(batch.admit([job.request for job in some]), some, strict=True)
             if rows:
-                batch.run(len(batch.free) + 1, LOOK)
+                by_forward = any(job.by_forward for job in rows.values())
+                # 0 forwards show what an admission commits.
+                batch.run(len(batch.free) + 1, int(not some) if by_forward else LOOK)
             for job, outcome, is_finished in read:
                 self._report(job, outcome, is_finished)
             read = []

@@ -5,7 +5,7 @@ that ask for nothing (`"presence_penalty": 0`) are let through. Fields that neve
 """
 
 import functools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -83,6 +83,9 @@ class _Body(_Strict):
     commits: bool = Field(
         False, description="Tell every committed token as [position, token], in the order of commitment"
     )
+    watch: bool = Field(
+        False, description="Send an event after each forward, with `forwards` and what it committed: [place, text] each"
+    )
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -93,6 +96,12 @@ class _Body(_Strict):
                 raise ValueError(f"at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters")
             return [text for text in stop if text != ""]  # every answer would end before an empty one
         return stop
+
+    @model_validator(mode="after")
+    def _streams_are_watched(self) -> Self:
+        if self.watch and not self.stream:
+            raise ValueError("watch: is for a stream")
+        return self
 
 
 class Completion(_Body):

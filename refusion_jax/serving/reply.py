@@ -51,9 +51,9 @@ class Reply:
 
         for number, one in enumerate(self._choices):
             if one.request is None:
-                self._deltas.put_nowait((number, Delta("", [], "length", []), None))
+                self._deltas.put_nowait((number, Delta("", [], "length", [], []), None))
             else:
-                self._jobs.append(_job(number, one, self._service, put, is_watched or bool(one.stops.texts)))
+                self._jobs.append(self._job(number, one, put, is_watched or bool(one.stops.texts)))
         self._service.engine.submit(self._jobs)
         self._service.metrics.asked(self._usage()["prompt_tokens"])
 
@@ -139,7 +139,7 @@ class Reply:
                 if start:
                     yield event([{"index": number, **start, "finish_reason": None}])
             async for number, delta, answer in self._arriving():
-                if delta.text or delta.finish_reason or (self._body.commits and delta.commits):
+                if delta.text or delta.finish_reason or self._body.watch or (self._body.commits and delta.commits):
                     yield event([{"index": number, **fields(delta.text), **self._end(delta, answer, delta.commits)}])
             if options.include_usage:
                 yield event([])
@@ -154,7 +154,9 @@ class Reply:
         fields: dict[str, Any] = {"finish_reason": delta.finish_reason}
         if self._body.commits:
             fields["commits"] = commits
-        if delta.finish_reason and answer:
+        if self._body.watch:
+            fields["pieces"] = delta.pieces
+        if (delta.finish_reason or self._body.watch) and answer:
             fields |= {"forwards": answer.forwards, "rounds": answer.rounds}
         return fields
 
@@ -166,17 +168,19 @@ class Reply:
             "total_tokens": given + sum(self._tokens),
         }
 
+    def _job(self, number: int, one: Choice, put: Callable, is_watched: bool) -> Job:
+        """The job of one answer, whose deltas are put into a queue."""
+        writer, by_forward = self._service.writer(one, self._body.watch), self._body.watch
 
-def _job(number: int, one: Choice, service: Service, put: Callable, is_watched: bool) -> Job:
-    """The job of one answer, whose deltas are put into a queue."""
-    writer = service.writer(one)
+        def report(answer: Answer, is_finished: bool) -> bool:
+            delta = writer.read(answer, is_finished)
+            put((number, delta, answer))
+            return delta.finish_reason is None
 
-    def report(answer: Answer, is_finished: bool) -> bool:
-        delta = writer.read(answer, is_finished)
-        put((number, delta, answer))
-        return delta.finish_reason is None
+        def fail(error: Exception) -> None:
+            put((number, error, None))
 
-    return Job(one.request, report, lambda error: put((number, error, None)), is_watched or _ends_early(one))
+        return Job(one.request, report, fail, is_watched or _ends_early(one), by_forward)
 
 
 def _ends_early(one: Choice) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.settings import scope
+from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import check_characters
 from refusion_jax.decoding.requests import Request
@@ -57,6 +57,9 @@ class Service:
         begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)
         self._ends = {"eos_token": tokenizer.eos_id, "bos_token": begins}
         self._rendering = threading.Lock()
+        settings, own = declared(type(engine.settings)), scope(type(engine.settings), "row") - set(_OWN_FIELDS)
+        # JSON Schemas of what a request may set by `decode`.
+        self.changeable = {name: settings[name].schema(getattr(engine.settings, name)) for name in sorted(own)}
 
     def completion(self, body: Completion) -> list[Choice]:
         """The answers to a completion, n for each prompt.
@@ -138,14 +141,19 @@ class Service:
         requests = [request and dataclasses.replace(request, noise=noise) for noise in noises]
         return [Choice(ids, added, text, one, limit, stops) for one in requests]
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Of the fields by which a request sets what decoders have in common, but for the seed."""
+        own = {field: getattr(self._settings, name) for name, field in _OWN_FIELDS.items() if name != "seed"}
+        return own | {"max_tokens": self._settings.new_tokens}
+
     def _own_settings(self, body: Completion | Chat, given: int) -> tuple[Settings, int]:
         """(decode settings of a request with so many given tokens, the most tokens of its answer)."""
-        changeable = scope(type(self._settings), "row") - set(_OWN_FIELDS)
         for name in body.decode:
             if name in _OWN_FIELDS:
                 raise UserError(f"decode.{name}: is the field {_OWN_FIELDS[name]!r} of the request")
-            if name not in changeable:
-                known = ", ".join(sorted(changeable))
+            if name not in self.changeable:
+                known = ", ".join(self.changeable)
                 raise UserError(f"decode: {name!r} is no setting that a request may have; these are {known}")
         fields = {own: getattr(body, field) for own, field in _OWN_FIELDS.items() if own != "max_new_tokens"}
         top_k = {} if body.top_k is None else {"top_k": max(body.top_k, 0)}
@@ -158,9 +166,9 @@ class Service:
         whole = max(-(-limit // plain.multiple), 1) * plain.multiple
         return dataclasses.replace(plain, max_new_tokens=whole), limit
 
-    def writer(self, choice: Choice) -> Writer:
+    def writer(self, choice: Choice, is_watched: bool) -> Writer:
         """What cuts its answer into deltas: text that has become certain."""
-        return Writer(self.tokenizer, choice.stops, choice.limit)
+        return Writer(self.tokenizer, choice.stops, choice.limit, len(choice.prompt) if is_watched else None)
 
     def encode(self, text: str, name: str) -> list[int]:
         """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.

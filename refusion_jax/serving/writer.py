@@ -3,7 +3,7 @@
 import dataclasses
 
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.prompts import tokens_of
+from refusion_jax.decoding.prompts import CONTEXT, spelled, tokens_of
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.stops import Stops
 
@@ -18,21 +18,25 @@ class Delta:
     commits: list[tuple[int, int]]  # (position, counted from the prompt's first, token) in the order of commitment
     finish_reason: str | None  # "stop" | "length" with the last delta
     tokens: list[int]  # of the whole answer so far
+    pieces: list[tuple[int, str]]  # (place in the answer, text) of what has been committed since, if it is watched
 
 
 class Writer:
     """Cuts what a decoder has committed into deltas: text that has become certain."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Stops, limit: int):
+    def __init__(self, tokenizer: Tokenizer, stops: Stops, limit: int, begins: int | None = None):
         """Begins an answer.
 
         Args:
           tokenizer: of the model.
           stops: the answer ends before the first of these texts.
           limit: tokens of the answer, at most.
+          begins: position of its first token, where pieces are wanted.
         """
         self._tokenizer, self._stops, self._limit = tokenizer, stops, limit
-        self._sent, self._commits = "", 0
+        self._sent, self._commits, self._begins = "", 0, begins
+        self._known: dict[int, int] = {}  # committed tokens by place in the answer ..
+        self._told: dict[int, str] = {}  # .. and what they have spelled
 
     def read(self, answer: Answer, is_finished: bool) -> Delta:
         """The next delta of an answer, which has grown.
@@ -55,4 +59,14 @@ class Writer:
         self._sent += new
         commits = list(zip(answer.commit_order, answer.commit_tokens, strict=True))[self._commits :]
         self._commits += len(commits)
-        return Delta(new, commits, reason, tokens)
+        return Delta(new, commits, reason, tokens, [] if self._begins is None else self._pieces(commits))
+
+    def _pieces(self, commits: list[tuple[int, int]]) -> list[tuple[int, str]]:
+        """What these commits have spelled, or spelled anew: a token's text may depend on those before it."""
+        new = {position - self._begins: token for position, token in commits}
+        self._known |= new
+        places = {at + after for at in new for after in range(CONTEXT + 1)} & self._known.keys()
+        texts = {at: spelled(self._known, at, self._tokenizer) for at in sorted(places)}
+        pieces = [(at, text) for at, text in texts.items() if self._told.get(at) != text]
+        self._told |= texts
+        return pieces

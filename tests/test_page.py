@@ -1,0 +1,138 @@
+"""The page of the server, and the events that show it slots as they fill."""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import threading
+
+import httpx
+import pytest
+import uvicorn
+
+import refusion_jax
+from refusion_jax import DecodeSettings, load_model, load_tokenizer
+from refusion_jax.decoding.prompts import spelled
+from refusion_jax.serving.access import Access
+from refusion_jax.serving.address import listen
+from refusion_jax.serving.app import make_app
+from refusion_jax.serving.engine import Engine
+from refusion_jax.serving.service import Service
+
+SETTINGS = {"slot_size": 4, "serial_blocks": 2, "infill": "exact", "slot_threshold": 0.05}
+CHAT = {"messages": [{"role": "user", "content": "Sort 7 3 9 1."}], "max_tokens": 32, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def address(trained_run):
+    """A server in a thread of this process, which has a key."""
+    settings = DecodeSettings("refusion", **SETTINGS, max_new_tokens=32, cache_length=64)
+    model = load_model(trained_run)
+    engine = Engine(model, settings, rows=2)
+    app = make_app(
+        Service("tiny", model, load_tokenizer(trained_run), engine, seed=5),
+        Access(["secret"], hosts=["127.0.0.1"]),
+        refusion_jax.__version__,
+    )
+    engine.start(failed=lambda: None)
+    with listen("127.0.0.1", 0) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+        thread.start()
+        yield "http://{}:{}".format(*listening.getsockname())
+        server.should_exit = True
+        thread.join()
+    engine.close()
+
+
+def streamed(address, path, **body):
+    """The events of a stream, parsed."""
+    headers = {"Authorization": "Bearer secret"}
+    answer = httpx.post(f"{address}{path}", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    *events, done = answer.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_the_page_is_for_all_by_name_and_loads_nothing(address, tmp_path):
+    answer = httpx.get(f"{address}/")
+    assert answer.status_code == 200
+    assert answer.headers["content-security-policy"].startswith(
+        "default-src 'none'; connect-src 'self'; img-src data:;"
+    )
+    assert httpx.get(f"{address}/", headers={"Host": "evil.example"}).status_code == 400
+    assert httpx.get(f"{address}/v1/models").status_code == 401
+    assert httpx.get(f"{address}/docs").status_code == 404
+    assert len(answer.content) < 25_000
+    for loads in ("//" + "www", "http:", "https:", "src=", "url(", "@import", "innerHTML", "outerHTML", "write(`"):
+        assert loads not in answer.text, loads
+    for route in re.findall(r'(?:get|ask)\("([\w/.]+)"', answer.text):
+        assert httpx.get(f"{address}/{route}").status_code in (200, 401, 405), route
+    if not shutil.which("node"):
+        pytest.skip("needs node to check the script")
+    (tmp_path / "page.js").write_text(re.search("<script>(.*)</script>", answer.text, re.DOTALL)[1])
+    checked = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_page_learns_what_a_request_may_set(address):
+    fields = httpx.get(f"{address}/openapi.json").json()["components"]["schemas"]["Chat"]["properties"]
+    decode = fields["decode"]["properties"]
+    assert decode["slot_threshold"]["default"] == 0.05
+    assert (decode["slot_threshold"]["minimum"], decode["slot_threshold"]["maximum"]) == (0, 1)
+    assert "random" in decode["order"]["enum"]
+    assert not {"slot_size", "temperature", "seed"} & decode.keys()
+    assert (fields["max_tokens"]["default"], fields["top_p"]["default"], fields["seed"]["default"]) == (32, 1.0, None)
+    for name, about in decode.items():
+        streamed(address, "/v1/chat/completions", **CHAT, decode={name: about["default"]})
+    headers = {"Authorization": "Bearer secret"}
+    model = httpx.get(f"{address}/v1/models", headers=headers).json()["data"][0]
+    assert (model["slot_size"], model["fills_gaps"]) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"temperature": 2.0}),
+        ("/v1/completions", {"prompt": "Sort 7", "suffix": " 1.", "max_tokens": 8, "temperature": 2.0, "stream": True}),
+    ],
+)
+def test_watched_events_are_one_a_forward_and_add_up_to_the_answer(address, path, body):
+    plain = streamed(address, path, **body)
+    watched = streamed(address, path, **body, watch=True)
+    pieces, said, text, forwards = {}, "", "", []
+    for choice in (event["choices"][0] for event in watched):
+        said += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        pieces |= dict(choice.get("pieces", []))
+        if "forwards" in choice:
+            forwards.append(choice["forwards"])
+    for choice in (event["choices"][0] for event in plain):
+        text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        assert not {"pieces", "forwards"} & choice.keys() or choice["finish_reason"]
+    assert said == text
+    assert "".join(pieces[at] for at in sorted(pieces)).startswith(text.rstrip("\ufffd"))
+    assert len(pieces) > 3
+    assert forwards == list(range(plain[-1]["choices"][0]["forwards"] + 1))
+    assert len(forwards) > 2
+
+
+def test_only_streams_are_watched(address):
+    headers = {"Authorization": "Bearer secret"}
+    answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "watch": True}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "watch: is for a stream")
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def test_a_character_of_several_tokens_is_spelled_by_its_last_one():
+    text = dict(enumerate("a€b".encode()))
+    assert [spelled(text, at, Bytes()) for at in text] == ["a", "", "", "€", "b"]
+    del text[0]
+    assert spelled(text, 4, Bytes()) == "b"
