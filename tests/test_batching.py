@@ -18,7 +18,8 @@ from refusion_jax.decoding.requests import Given, Request, prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.sharding import make_mesh, sharding
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for, shorten
-from refusion_jax.model.transformer import KeyValues, logical_axes
+from refusion_jax.model.key_values import KeyValues
+from refusion_jax.model.transformer import logical_axes
 from refusion_jax.systems.api import decoder_for, stream
 
 

@@ -8,8 +8,9 @@ from flax import nnx
 from refusion_jax.decoding.cache import stored
 from refusion_jax.model.attention import attention
 from refusion_jax.model.int8 import Int8Array, widened
+from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.layers import head_product, linear, rope_rotation, rotate
-from refusion_jax.model.transformer import KeyValues, Transformer, logical_axes
+from refusion_jax.model.transformer import Transformer, logical_axes
 
 TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
 POSITIONS = jnp.array([[0, 3, 1, 2, 0, 2, 1, 3, 0, 1]])  # physical order is not text order

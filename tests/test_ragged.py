@@ -11,8 +11,8 @@ from conftest import tiny_model
 from hypothesis import strategies as st
 
 from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.transformer import KeyValues
 from refusion_jax.systems.refusion.budget import choose, shapes_of, worthwhile
 
 

@@ -14,7 +14,7 @@ from refusion_jax import Request, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.requests import Given, SharedPrefix, prefill_chunk, prepare, shared_prefix
-from refusion_jax.model.transformer import KeyValues
+from refusion_jax.model.key_values import KeyValues
 from refusion_jax.systems import registry
 from refusion_jax.systems.api import decoder_for, stream
 

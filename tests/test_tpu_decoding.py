@@ -17,12 +17,15 @@ from refusion_jax import DecodeSettings
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip, free_tokens
-from refusion_jax.model.transformer import ModelConfig, Transformer, key_counts
+from refusion_jax.model import cache_kernel
+from refusion_jax.model.key_values import key_counts
+from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import compile_program, prepare_environment, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.decode_estimate import forward_costs
 from refusion_jax.planning.programs import lower_decode
+from refusion_jax.planning.report import decoding_loop
 from refusion_jax.planning.search import fix_for_decode
 
 ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block after the text; all rows plan the next, too
@@ -62,13 +65,6 @@ def decoder_of_8b() -> hlo.Module:
     config = config_of("refusion_8b", "8b", **{"mesh.tensor": 8, "mesh.fsdp": 1})
     settings = DecodeSettings("refusion", batch_size=ROWS, cache_length=1024, max_new_tokens=64, serial_blocks=2)
     return compile_program(lower_decode, (config.to_json(), "v5e:2x4", 1, settings), memory_only=True).module
-
-
-def decoding_loop(module: hlo.Module) -> str:
-    """The body of the last loop whose end the data decides; the one before it is the prefill's."""
-    entry = module.computations[module.entry]
-    loops = [i for i in entry.instructions.values() if i.opcode == "while"]
-    return [i.attribute("body") for i in loops if hlo.trip_count(module, entry, i) is None][-1]
 
 
 def all_that_runs_in(module: hlo.Module, name: str, seen: set[str]) -> list[hlo.Instruction]:
@@ -113,7 +109,11 @@ LAYERS, KEYS, HEAD = 2, 2080, 128
 
 
 def lower_forward(rows: int, tokens: int) -> jax.stages.Lowered:
-    """A forward on top of a cache of KEYS entries a row, on one chip: one key head, as a chip has of 8B on eight."""
+    """A forward on top of a cache of KEYS entries a row, on one chip: one key head, as a chip has of 8B on eight.
+
+    By XLA alone, as with a cache in int8; it runs in a process of its own, where nothing else is compiled.
+    """
+    cache_kernel.serves = lambda *_: False
     mesh = sharding.make_mesh({}, tpu_devices("v5e:2x2", 1)[:1])
     config = ModelConfig(1024, 512, LAYERS, 4, 1, HEAD, 1024, 1e4, 1e-6, True, 4096, 1000, 0, 1, 2, 3)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), "bfloat16"))
@@ -138,3 +138,14 @@ def test_attention_over_a_part_of_the_cache_reads_no_more_than_this_part():
     quarter, half, _ = (2 * 32 * entries * HEAD * 2 for entries in key_counts(KEYS))  # bytes of keys and values
     assert quarter <= read[0] <= 1.4 * quarter
     assert half <= read[1] <= 1.4 * half
+
+
+def test_a_forward_of_many_rows_moves_the_weights_and_the_cache_once():
+    """128 rows of a part of 8B: float32 scores and copies of the cache were ten times these bytes."""
+    prepare_environment()
+    config = config_of("refusion_8b", "8b", **{"mesh.tensor": 8, "mesh.fsdp": 1, "model.num_hidden_layers": 8})
+    settings = DecodeSettings("ar", batch_size=128, cache_length=2048, max_new_tokens=64)
+    module = compile_program(lower_decode, (config.to_json(), "v5e:2x4", 1, settings), memory_only=True).module
+    costs = count(dataclasses.replace(module, entry=decoding_loop(module)), chips_per_slice=8)
+    priced = forward_costs(model_config(config), 128, 1, 2048, chips=8)
+    assert costs.bytes <= 1.1 * (priced.weight_bytes + priced.cache_bytes)

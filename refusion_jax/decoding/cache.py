@@ -10,11 +10,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Given
 from refusion_jax.distributed.sharding import constrain
-from refusion_jax.model.transformer import KeyValues, ModelConfig, Transformer
+from refusion_jax.model.key_values import KeyValues
+from refusion_jax.model.transformer import ModelConfig, Transformer
 
 
 @jax.tree_util.register_dataclass
@@ -127,6 +129,7 @@ def write(cache: Cache, new: KeyValues) -> Cache:
     )
 
     def put(entries, new):
+        new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
         return jax.lax.scatter(
             entries, cache.length[:, None], new, windows, unique_indices=True, mode="promise_in_bounds"
         )

@@ -27,7 +27,8 @@ from refusion_jax.decoding.requests import Given, Request, SharedPrefix, common_
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
-from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.model.key_values import KeyValues
+from refusion_jax.model.transformer import Transformer
 
 UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
 LOOK = 16  # forwards between two checks of whether the caller stops answers

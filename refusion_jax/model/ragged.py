@@ -28,6 +28,7 @@ class Ragged:
     row: Int32[Array, "S M"] | None = None  # row of each tile in its shard; None: every row is a tile
     source: Int32[Array, "S N"] | None = None  # index of each packed token: row of the shard * T + place in the row
     place: Int32[Array, "S _ T"] | None = None  # packed index of each place of the rows; undefined for padding
+    length: Int32[Array, "B"] | None = None  # tokens of each row; None: T
 
     @classmethod
     def whole(cls, rows: int, width: int) -> "Ragged":
@@ -47,7 +48,7 @@ class Ragged:
         """
         B, T, Q = len(length), width, tile
         if (tile, tiles) == (width, B // shards):
-            return cls(B, T, shards, T)
+            return cls(B, T, shards, T, length=length)
         each = -(-length.reshape(shards, -1) // Q)  # [S, B/S] tiles
         end = jnp.cumsum(each, axis=1, dtype=jnp.int32)
         start = end - each
@@ -57,7 +58,12 @@ class Ragged:
         first = (index - jnp.take_along_axis(start, row, axis=1)) * Q
         column = jnp.minimum(first[:, :, None] + jnp.arange(Q)[None, None], T - 1)
         place = jnp.minimum(start[:, :, None] * Q + jnp.arange(T)[None, None], tiles * Q - 1)
-        return cls(B, T, shards, Q, row, (row[:, :, None] * T + column).reshape(shards, -1), place)
+        return cls(B, T, shards, Q, row, (row[:, :, None] * T + column).reshape(shards, -1), place, length)
+
+    @property
+    def fed(self) -> Int32[Array, "B"]:
+        """The number of tokens of each row."""
+        return jnp.full((self.rows,), self.width, jnp.int32) if self.length is None else self.length
 
     def pack(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "S N ..."]:
         """Packs tokens; padding repeats other tokens."""

@@ -24,11 +24,11 @@ from refusion_jax.batch.visibility import Visibility
 from refusion_jax.distributed.sharding import constrain, shard_count_here
 from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
-from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.experts import Load, mixture
 from refusion_jax.model.families import FAMILIES
-from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, stored_like, widened
+from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, widened
+from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.layers import (
     head_product,
     linear,
@@ -75,19 +75,6 @@ class ModelConfig:
     router_aux_loss_coef: float = 0.001  # of the loss that balances them
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KeyValues:
-    """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis).
-
-    A forward gives those of its tokens, [L, B, T, K, H]. A cache holds them as attention multiplies them,
-    [L, B, K, S, H]: decoding 48 rows with four heads is 7 to 11 % faster on a CPU than from the other order.
-    """
-
-    keys: Float[Array, "*L B _ _ H"] | Int8Array
-    values: Float[Array, "*L B _ _ H"] | Int8Array
-
-
 class Layers(nnx.Module):
     """The weights of all layers, stacked: every array begins with the `layers` axis."""
 
@@ -121,10 +108,6 @@ class Layers(nnx.Module):
         self.gate_proj = weight(rngs, (*leading, D, F), (*axes, embed, "mlp"), D**-0.5, (embed,))
         self.up_proj = weight(rngs, (*leading, D, F), (*axes, embed, "mlp"), D**-0.5, (embed,))
         self.down_proj = weight(rngs, (*leading, F, D), (*axes, "mlp", embed), residual * F**-0.5, ("mlp",))
-
-
-# Attention over a cache is compiled for all of its entries, a half and a quarter of them: most rows are far from full.
-_KEY_COUNTS, _LEAST_KEYS = 3, 32
 
 
 class Transformer(nnx.Module):
@@ -240,34 +223,7 @@ class Transformer(nnx.Module):
           ([B, T, D], as `logits` takes it; keys and values of the new tokens, [L, B, T, K, H]).
         """
         ragged = ragged or Ragged.whole(*tokens.shape)
-        sizes = key_counts(cached.keys.shape[3])
-        enough = jnp.sum(jnp.max(length) > jnp.array(sizes[:-1], jnp.int32))  # index of the least that holds all rows
-        is_cached = ragged.rows_of_tiles(jnp.arange(sizes[-1])[None] < length[:, None])  # [tiles, S]
-        visible = ragged.tiles(ragged.pack(visible))  # [tiles, Q, T]
-
-        def attend(q, k, v, layer):
-            new = KeyValues(stored_like(k, cached.keys), stored_like(v, cached.values))
-            q, seen = ragged.tiles(q), jax.tree.map(ragged.keys_of_tiles, new)
-
-            def over(size):
-                def take(x):
-                    # One slice with the size: a slice of the whole layer's entries would be read from memory first.
-                    x = jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), (1, *x.shape[1:3], size, x.shape[4]))[0]
-                    return ragged.rows_of_tiles(x)  # [tiles, K, size, H]
-
-                def run():
-                    # The layer is chosen here: handed into a branch, its part of the cache would be a copy.
-                    old = jax.tree.map(take, cached)
-                    return cached_attention(
-                        q, seen.keys, seen.values, visible, old.keys, old.values, is_cached[:, :size]
-                    )
-
-                return run
-
-            heads = jax.lax.switch(enough, [over(size) for size in sizes])
-            return heads.reshape(*k.shape[:2], *heads.shape[2:]), new
-
-        layers = jnp.arange(self.config.num_hidden_layers)
+        attend, layers = attend_over(cached, length, visible, ragged), jnp.arange(self.config.num_hidden_layers)
         return self._run(ragged.pack(tokens), ragged.pack(positions), attend, layers)[:2]
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
@@ -473,11 +429,6 @@ class ApproximateHead(Wrapper):
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
         """Of the best `head_rows` rows."""
         return shortlisted_logits(x, self.output_head, self.rounded_head.get_value(), self.head_rows)
-
-
-def key_counts(capacity: int) -> list[int]:
-    """Of so many cached entries attention reads one of these numbers, rising: the least that holds all that count."""
-    return sorted({max(capacity >> i, min(_LEAST_KEYS, capacity)) for i in range(_KEY_COUNTS)})
 
 
 def logical_axes(model: Transformer) -> dict:

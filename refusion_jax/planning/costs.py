@@ -4,8 +4,8 @@ The body of a loop counts as often as it runs, unlike in XLA's own cost analysis
 branch counts. Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the
 result multiply to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque
 to XLA. They are counted as if every row were one document, on the chip with most to do: ours say in their name how
-many tiles that is, those of other programs are taken to work on all tiles on or below the diagonal. Ragged products of
-experts are counted as if all experts had as much to do.
+many tiles that is, those of other programs are taken to work on all tiles on or below the diagonal. Other kernels count
+as what they declare. Ragged products of experts are counted as if all experts had as much to do.
 """
 
 import dataclasses
@@ -152,8 +152,10 @@ class _Counter:
             size = sum(s.bytes for s in i.shapes[:2] if s.in_hbm)
         elif i.opcode == "custom-call" and "tpu_custom_call" not in i.attributes:
             size = 0.0  # AllocateBuffer and the like
-        width = kernel.width if (kernel := _kernel(computation, i)) else math.inf
-        return Costs(flops, size, (Operation(1, flops, size, width),))
+        kernel = _kernel(computation, i)
+        if kernel and kernel.bytes is not None:
+            size = kernel.bytes
+        return Costs(flops, size, (Operation(1, flops, size, kernel.width if kernel else math.inf),))
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
@@ -307,16 +309,18 @@ def _flops(computation: Computation, i: Instruction) -> float:
 class _Kernel(NamedTuple):
     flops: float
     width: float  # head size
+    bytes: float | None = None  # read and written; None: its operands and results
 
 
 def _kernel(computation: Computation, i: Instruction) -> _Kernel | None:
-    """An attention kernel; None for any other operation."""
+    """An attention kernel, or another one that declares its costs; None for any other operation."""
     if i.opcode != "custom-call":
         return None
     head = i.attributes.split("custom_call_config")[0]
     name = next((name for name in _KERNEL_PRODUCTS if name in i.name or name in head), None)
     if name is None:
-        return None
+        declared = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', i.attributes))
+        return _Kernel(float(declared["flops"]), math.inf, float(declared["bytes_accessed"])) if declared else None
     query, key = [s.dims for s in _operand_shapes(computation, i) if s.dtype in ("bf16", "f32")][:2]  # [..., T, H]
     tiles = {key: int(size) for key, size in re.findall(r'\\"(block_\w+)\\": (\d+)', head)}
     suffix = name.removeprefix("splash_mha").removesuffix("_fwd")

@@ -108,7 +108,8 @@ def plan_decode(
     memory_only: bool,
     until: float = math.inf,
 ) -> dict:
-    """Compiles decoding. Costs are of the prefill and one forward, as the number of forwards depends on the data.
+    """Compiles decoding. Costs are of the prefill and one forward, as the number of forwards depends on the data, and
+    of this forward alone; both for a full cache.
 
     Raises:
       UserError: where the config cannot run on the topology.
@@ -118,6 +119,7 @@ def plan_decode(
     compiled = compile_program(programs.lower_decode, arguments, memory_only, until)
     mesh, chip = sharding.make_mesh(config.mesh, tpu_devices(topology, slices)), find_chip(topology)
     costs = count(compiled.module, mesh.size // slices)
+    forward = count(dataclasses.replace(compiled.module, entry=decoding_loop(compiled.module)), mesh.size // slices)
     return {
         **_program("decode", topology, slices, mesh.size, compiled, costs),
         "mesh": dict(mesh.shape),
@@ -126,9 +128,22 @@ def plan_decode(
         "state_gib": compiled.arguments / GIB,
         "activations_gib": (compiled.peak - compiled.arguments) / GIB,
         "prefill_and_forward_seconds": estimate(costs, chip).roofline,
+        "forward_seconds": estimate(forward, chip).roofline,
+        "forward_flops_per_chip": forward.flops,
+        "forward_hbm_bytes_per_chip": forward.bytes,
         "calibrated": False,
         **_compiler(compiled, memory_only),
     }
+
+
+def decoding_loop(module: hlo.Module) -> str:
+    """The body of the loop that decodes: the last one whose end the data decides; the one before it is the prefill's.
+
+    Its costs are those of one forward, of the most expensive shape that is compiled.
+    """
+    entry = module.computations[module.entry]
+    loops = [i for i in entry.instructions.values() if i.opcode == "while"]
+    return [i.attribute("body") for i in loops if hlo.trip_count(module, entry, i) is None][-1]
 
 
 def _program(what: str, topology: str, slices: int, devices: int, compiled: Compiled, costs: Costs) -> dict:
@@ -247,7 +262,11 @@ def to_table(r: dict) -> Table:
 
 def _rows_of_times(r: dict) -> list[tuple[str, str]]:
     if r["what"] == "decode":
-        return [("prefill and one forward, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"]))]
+        return [
+            ("prefill and one forward, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"])),
+            ("one forward: HBM traffic", _bytes(r["forward_hbm_bytes_per_chip"])),
+            ("one forward, at least (not calibrated)", _seconds(r["forward_seconds"])),
+        ]
     dcn = "not documented" if r["dcn_seconds"] is None else _seconds(r["dcn_seconds"])
     rows = [
         ("arithmetic at the peak", _seconds(r["compute_seconds"])),

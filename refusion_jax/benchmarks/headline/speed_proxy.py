@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.errors import UserError
+from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.model.transformer import Transformer
 
 _HEAD_DIM = 64
 _UNIT = 128  # of hidden sizes

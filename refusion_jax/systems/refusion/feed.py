@@ -28,8 +28,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
+from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.ragged import Ragged, take
-from refusion_jax.model.transformer import KeyValues, Transformer
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.budget import Sizes
 from refusion_jax.systems.refusion.canvas import Block
 
