@@ -11,7 +11,7 @@ from conftest import ROOT
 from helpers import free_port
 
 PROGRAM = """
-import sys, time
+import select, sys, time
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.processes import together
@@ -20,6 +20,8 @@ def main():
         import jax
         jax.devices()
         print("there", flush=True)
+        while not select.select([sys.stdin], [], [], 0.1)[0]:
+            pass  # Python handles a signal that comes right before a read only after it
         if sys.stdin.readline() == "fail\\n":
             raise UserError("--data=x: is not here")
         time.sleep(60)
