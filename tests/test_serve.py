@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import concurrent.futures
-import dataclasses
 import json
 import re
 import signal
@@ -14,13 +13,11 @@ import threading
 import time
 
 import httpx
-import hypothesis
 import openai
 import pytest
 import uvicorn
-from conftest import BOS, ROOT, run, serving, settings, sharp_model, start
+from conftest import ROOT, run, serving, start
 from helpers import wait_until
-from hypothesis import strategies as st
 from local_task import CHOICES, GENERATE, evaluate, task_writer
 from local_task import TEXTS as TEXTS_TASK
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,15 +25,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import refusion_jax
 from refusion_jax import DecodeSettings, Request, decode, load_model, load_tokenizer, log_likelihood
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.queue import Answer
-from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import token_scores
 from refusion_jax.serving.access import allowed_hosts
 from refusion_jax.serving.address import listen
 from refusion_jax.serving.connections import TimedConnection
-from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
 from refusion_jax.serving.errors import largest_body
-from refusion_jax.serving.writer import Writer
 
 SETTINGS = {"slot_size": 4, "serial_blocks": 2, "infill": "exact", "slot_threshold": 0.05}
 TEXTS = [f"{word} {number} 3 9." for word in ("Sort", "Add", "Quote", "Reverse") for number in range(4)]
@@ -464,206 +457,6 @@ def test_a_client_that_goes_away_leaves_its_rows_to_others(address):
             connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + asked)
             wait_until(lambda: httpx.get(f"{address}/health").json()["waiting"] > 100)
         wait_until(lambda: httpx.get(f"{address}/health").json() == {"rows": 4, "decoding": 0, "waiting": 0}, seconds=2)
-
-
-# What is certain of a text that is still written.
-
-
-@hypothesis.given(
-    st.text("ab\u00e9\U0001f600", min_size=1, max_size=12),
-    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4)), max_size=3),
-    st.integers(1, 24),
-    st.randoms(use_true_random=False),
-    st.booleans(),
-)
-def test_pieces_add_up_to_the_answer_and_are_never_taken_back(text, cuts, limit, random, in_order):
-    """Tokens are bytes, committed in any order and shown at any time; stop strings are parts of the text."""
-    stops = [text[at : at + length] for at, length in cuts if at < len(text)]
-    tokens, order = list(text.encode()), list(range(len(text.encode())))
-    if not in_order:
-        random.shuffle(order)
-    writer, said, reason = Writer(Bytes(), Stops(tuple(stops)), limit), "", None
-    for done in sorted(random.sample(range(len(order)), random.randint(0, len(order)))) + [len(order)]:
-        known = order[:done]
-        begun = next((at for at in range(len(tokens)) if at not in known), len(tokens))
-        is_finished = done == len(order)
-        answer = Answer(tokens[:begun], known, [tokens[at] for at in known], 1, 1, "length" if is_finished else "stop")
-        piece = writer.read(answer, is_finished)
-        said, reason = said + piece.text, piece.finish_reason
-        if reason:
-            break
-    whole = Bytes().decode(tokens[:limit])
-    assert said == Stops(tuple(stops)).cut(whole)[0]
-    assert reason == ("stop" if any(stop in whole for stop in stops) else "length")
-
-
-@hypothesis.given(st.text("ab", max_size=9), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
-def test_what_may_begin_a_stop_string_is_held_back_and_no_more(text, stops):
-    beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
-    held = max((length for length in range(len(text) + 1) if text[len(text) - length :] in beginnings), default=0)
-    assert Stops(tuple(stops)).without_beginning(text) == text[: len(text) - held]
-
-
-class Bytes:
-    def decode(self, ids):
-        return bytes(ids).decode(errors="replace")
-
-
-# The engine, without HTTP.
-
-
-class Told:
-    """Collects what the engine reports, in order, for several jobs."""
-
-    def __init__(self):
-        self.finished, self.done = [], threading.Semaphore(0)
-
-    def job(self, name, request, watch=lambda answer: True, is_watched=False):
-        def report(answer, is_finished):
-            goes_on = watch(answer)
-            if is_finished or not goes_on:
-                self.finished.append((name, answer))
-                self.done.release()
-            return goes_on
-
-        return Job(request, report, self.fail, is_watched)
-
-    def fail(self, error):
-        self.finished.append(("failed", error))
-        self.done.release()
-
-    def wait(self, count):
-        for _ in range(count):
-            assert self.done.acquire(timeout=120)
-        return [name for name, _ in self.finished]
-
-
-@pytest.fixture
-def engine():
-    model = sharp_model()
-    own = settings("ar", new=96, eos_id=29, cache_length=128)
-    engine = Engine(model, own, rows=2)
-    engine.start(failed=lambda: None)
-    yield engine, model, own
-    engine.close()
-
-
-def request_of(engine, prompt, new):
-    return engine.check(Request(prompt, settings=settings("ar", new=new, eos_id=29)))
-
-
-def test_short_answers_do_not_wait_for_a_long_one(engine):
-    engine, model, own = engine
-    told = Told()
-    long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
-    engine.submit([told.job("long", request_of(engine, long, 96))])
-    engine.submit([told.job(i, request_of(engine, [BOS, 7 + i], 4)) for i in range(12)])
-    assert told.wait(13) == [*range(12), "long"]
-    answers = dict(told.finished)
-    assert answers["long"].tokens == decode(model, [long], own).tokens[0]
-
-
-@pytest.mark.parametrize("method", ["dense", "prompt_lookup"])
-def test_a_lossless_decoder_is_served_and_so_are_the_gaps_that_it_fills(method):
-    """Three times as many requests as rows, as the library decodes them."""
-    model, own = sharp_model(), settings(method, new=12, cache_length=64)
-    gaps = [Request([BOS, 9], (5, [7, 8], 4)), Request([BOS, 6], (3, [11]))] if method == "dense" else []
-    asked = [*(Request([BOS, 7 + i]) for i in range(4)), *gaps]
-    engine, told = Engine(model, own, rows=2), Told()
-    engine.start(failed=lambda: None)
-    try:
-        requests = [engine.check(dataclasses.replace(request, settings=own)) for request in asked]
-        engine.submit([told.job(i, request) for i, request in enumerate(requests)])
-        told.wait(len(requests))
-    finally:
-        engine.close()
-    answers = dict(told.finished)
-    assert [answers[i].tokens for i in range(len(asked))] == decode(model, asked, own).tokens
-
-
-def test_a_row_is_kept_for_callers_that_have_none(engine):
-    """Many long answers of one caller leave a row to a short one of another."""
-    engine, model, own = engine
-    long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
-    told = Told()
-    engine.submit([told.job(("long", i), request_of(engine, long, 96)) for i in range(6)])
-    wait_until(lambda: engine.load["decoding"])
-    engine.submit([told.job("short", request_of(engine, [BOS, 9], 4))])
-    assert told.wait(1) == ["short"]
-    assert len(told.wait(6)) == 7
-
-
-def test_callers_take_turns(engine):
-    engine, *_ = engine
-    told = Told()
-    engine.submit([told.job(("many", i), request_of(engine, [BOS, 5 + i % 20], 8)) for i in range(40)])
-    engine.submit([told.job("single", request_of(engine, [BOS, 9], 8))])
-    assert told.wait(41).index("single") < 8
-
-
-def test_a_caller_who_has_enough_frees_the_row_and_one_who_fails_harms_nobody(engine):
-    engine, model, own = engine
-    told = Told()
-    prompts = [[BOS, 5 + i] for i in range(6)]
-
-    def breaks(answer):
-        raise ValueError("a bug of the caller")
-
-    jobs = [told.job(i, request_of(engine, p, 96), lambda answer: False, True) for i, p in enumerate(prompts)]
-    jobs += [told.job("bug", request_of(engine, prompts[0], 96), breaks, True)]
-    jobs += [told.job("whole", request_of(engine, p, 32)) for p in prompts]
-    engine.submit(jobs)
-    assert sorted(map(str, told.wait(13))) == [*map(str, range(6)), "failed", *["whole"] * 6]
-    whole = [answer.tokens for name, answer in told.finished if name == "whole"]
-    assert sorted(whole) == sorted(decode(model, [p], settings("ar", new=32, eos_id=29)).tokens[0] for p in prompts)
-    wait_until(lambda: engine.load == {"rows": 2, "decoding": 0, "waiting": 0})
-
-
-def test_more_than_can_wait_is_refused_as_a_whole(engine):
-    engine, *_ = engine
-    request = request_of(engine, [BOS, 5], 4)
-    with pytest.raises(BusyError, match="are waiting for a row"):
-        engine.submit([Told().job(0, request)] * (MOST_WAITING + 1))
-    assert engine.load["waiting"] == 0
-
-
-def test_those_who_have_gone_keep_nobody_out(engine):
-    """While both rows are busy."""
-    engine, *_ = engine
-    told, request = Told(), request_of(engine, [BOS, 5], 96)
-    busy, release = threading.Semaphore(0), threading.Event()
-
-    def hold(answer):
-        busy.release()
-        release.wait()
-        return False
-
-    for i in range(2):
-        engine.submit([told.job(i, request, hold, is_watched=True)])
-    try:
-        assert busy.acquire(timeout=60)
-        gone = [Told().job(i, request) for i in range(MOST_WAITING)]
-        engine.submit(gone)
-        with pytest.raises(BusyError, match=f"{MOST_WAITING} answers are waiting"):
-            engine.submit([told.job("late", request)])
-        for job in gone:
-            job.is_over = True
-        assert engine.load["waiting"] == 0
-        engine.submit([told.job("late", request)])
-        assert engine.load["waiting"] == 1
-    finally:
-        release.set()
-    assert told.wait(3) == [0, 1, "late"]
-
-
-def test_a_device_that_fails_ends_the_engine_and_tells_everybody(engine, monkeypatch):
-    engine, *_ = engine
-    told = Told()
-    monkeypatch.setattr(engine._batch, "look", lambda: 1 / 0)
-    engine.submit([told.job(i, request_of(engine, [BOS, 5], 8)) for i in range(5)])
-    assert told.wait(5) == ["failed"] * 5
-    with pytest.raises(BusyError, match="about to end"):
-        engine.submit([told.job(9, request_of(engine, [BOS, 5], 8))])
 
 
 @pytest.mark.parametrize(
