@@ -129,6 +129,7 @@ def write(cache: Cache, new: KeyValues) -> Cache:
     )
 
     def put(entries, new):
+        # Else XLA lays out the cache as it does one new token per row, and a TPU copies all of it in every forward.
         new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
         return jax.lax.scatter(
             entries, cache.length[:, None], new, windows, unique_indices=True, mode="promise_in_bounds"

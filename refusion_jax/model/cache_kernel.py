@@ -1,11 +1,11 @@
 """Attention over a cache and new tokens in one TPU kernel, which reads no more of the cache than each row has filled.
 
 The products that XLA makes of `cached_attention` read as many entries of every row as the fullest one has, and write
-their float32 scores to memory: at 128 rows ten times the bytes of the cache (benchmarks/results/tpu_decoding.md). Here
-a grid walks over (row, key head, block of cached entries) and normalizes on the way (online softmax: FlashAttention-2,
-arXiv 2307.08691, section 3.1). A block after the last filled one names that one again, so that nothing is fetched for
-it. In the last turn of a row come the new tokens, by their mask. JAX's paged kernels take one query a row or a causal
-mask alone.
+their float32 scores to memory: with 128 rows many times the bytes of the cache (benchmarks/results/tpu_decoding.md).
+Here a grid walks over (row, key head, block of cached entries) and normalizes on the way (online softmax:
+FlashAttention-2, arXiv 2307.08691, section 3.1). Past the last filled block the grid names that block again, so that
+nothing is fetched. The last step of a row adds the new tokens, by their mask. JAX's paged kernels take one query per
+row, or causal masks only.
 
 Axes: B rows, T new tokens of a row, N query heads, K key/value heads, G = N / K query heads a key head serves,
 R = T G queries that it serves, S cached entries, L layers, H head size.
@@ -26,8 +26,8 @@ _KEYS = 512  # cached entries of a block: 128 KiB in bfloat16, which a chip fetc
 _QUERIES = 256  # that are multiplied at once
 _MOST_NEW = 512  # tokens of a row: their mask, and their scores, must fit into vector memory
 _LEAST_NEW = 8  # keys in a product; Mosaic of libtpu 0.0.51 fails on a single one
-# Up to so many rows of a chip XLA keeps the scores on the chip: a forward of 8B on eight v5e moves 1.03 times its
-# weights and cache (by the kernel 1.06), with 32 rows 2.94 times (1.16).
+# Up to so many rows of a chip XLA keeps the scores on the chip: a forward of 8B on eight v5e moves 1.04 times its
+# weights and cache (by the kernel 1.06), with 32 rows 4.07 times (1.16).
 _ROWS_OF_XLA = 8
 _HIDDEN = float(jnp.finfo(jnp.float32).min)
 
@@ -114,9 +114,9 @@ def _on_chip(groups: int, interpret: bool, layer, length, fed, q, cached_k, cach
 def _kernel(
     layer, length, fed, q, cached_k, cached_v, k, v, seen, out, mixed, highest, total, *, groups: int
 ):  # fmt: skip
-    """One turn of the grid: the queries of a row and key head meet a block of cached entries."""
+    """One step of the grid: the queries of a row and key head meet a block of cached entries."""
     del layer
-    row, turn, block = pl.program_id(0), pl.program_id(2), cached_k.shape[3]
+    row, step, block = pl.program_id(0), pl.program_id(2), cached_k.shape[3]
     R = q.shape[2]
 
     def meet(queries, keys, values, mask):
@@ -134,14 +134,14 @@ def _kernel(
             weights.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
 
-    @pl.when(turn == 0)
+    @pl.when(step == 0)
     def _():
         mixed[...], total[...] = jnp.zeros_like(mixed), jnp.zeros_like(total)
         highest[...] = jnp.full_like(highest, _HIDDEN)
 
     for first in range(0, R, _QUERIES):
         queries, is_fed = pl.ds(first, min(_QUERIES, R - first)), first < fed[row] * groups
-        left = length[row] - turn * block
+        left = length[row] - step * block
 
         @pl.when(is_fed & (left > 0))
         def _(queries=queries, left=left):
@@ -150,10 +150,10 @@ def _kernel(
             mask = jax.lax.broadcasted_iota(jnp.int32, (1, block), 1) < left
             meet(queries, cached_k[0, 0, 0], values, mask)
 
-        @pl.when(is_fed & (turn == pl.num_programs(2) - 1))
+        @pl.when(is_fed & (step == pl.num_programs(2) - 1))
         def _(queries=queries):
             meet(queries, k[0, 0], v[0, 0], seen[0, queries].astype(jnp.float32) > 0)
 
-    @pl.when(turn == pl.num_programs(2) - 1)
+    @pl.when(step == pl.num_programs(2) - 1)
     def _():
         out[0, 0] = (mixed[...] / jnp.maximum(total[...], 1e-30)).astype(out.dtype)
