@@ -135,8 +135,12 @@ def test_blocks_of_queries_are_the_definition_forward_and_backward(length):
     assert_close(got, outputs_and_grads(definition, *short))
 
 
-@pytest.mark.parametrize("pattern", [CAUSAL, pytest.param(BIDIRECTIONAL, marks=pytest.mark.slow)], ids=repr)
-def test_the_gpu_kernel_is_the_definition_forward_and_backward(pattern):
+@pytest.mark.parametrize(
+    ("pattern", "backward_tile"),
+    [(CAUSAL, None), (CAUSAL, 128), pytest.param(BIDIRECTIONAL, None, marks=pytest.mark.slow)],
+    ids=repr,
+)
+def test_the_gpu_kernel_is_the_definition_forward_and_backward(pattern, backward_tile):
     """Emulated; two query heads of one key head, and documents that begin and end inside of tiles."""
     q, k, v, segments = inputs()
     q, k, v, segments = q[:1, :, :2, :16], k[:1, :, :1, :16], v[:1, :, :1, :16], segments[:1]
@@ -144,7 +148,10 @@ def test_the_gpu_kernel_is_the_definition_forward_and_backward(pattern):
     def see(segments):
         return Visibility.of(pattern, segments)
 
-    got = outputs_and_grads(lambda q, k, v, s: triton_attention(q, k, v, see(s), interpret=True), q, k, v, segments)
+    def kernel(q, k, v, segments):
+        return triton_attention(q, k, v, see(segments), backward_tile, interpret=True)
+
+    got = outputs_and_grads(kernel, q, k, v, segments)
     expected = outputs_and_grads(lambda q, k, v, s: attention(q, k, v, see(s).mask()), q, k, v, segments)
     assert_close(got, expected)
 

@@ -104,15 +104,15 @@ def main(own: flags.FlagValues) -> None:
 def parts(own: flags.FlagValues) -> list[Part]:
     """All measurements, the cheapest and most important first."""
     checkpoint, rehearse = own.checkpoint, own.rehearse
-    few = [Part("logits", 1, logits), Part("attention", 1, lambda: packed(rehearse))]
+    few = [Part("logits", 0.5, logits), Part("attention", 0.5, lambda: packed(rehearse))]
     if checkpoint:
         few.append(Part("answers", 2, lambda: answers(checkpoint, 4 if rehearse else 64)))
     for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
-        few.append(Part(f"training {size}", 0.5 if rehearse else 3, lambda size=size: [trained(size)]))
+        few.append(Part(f"training {size}", 0.5 if rehearse else 1, lambda size=size: [trained(size)]))
     if own.checkout:
         few.append(Part("the authors' code", 0.5 if rehearse else 4, lambda: against_authors(own)))
-    for size in ("tiny",) if rehearse else ("1.7b", "8b"):
-        for rows in (2,) if rehearse else (1, 8, 32, 128):
+    for rows in (2,) if rehearse else (1, 32, 8, 128):
+        for size in ("tiny",) if rehearse else ("8b", "1.7b"):
             run = lambda size=size, rows=rows: decoded(size, rows, 8 if rehearse else 128)  # noqa: E731
             few.append(Part(f"decoding {size}, batch {rows}", 0.5 if rehearse else 3, run))
     return few
