@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -171,6 +173,42 @@ for process in {processes}:
 """
 
 
+# What asks for a pass and has not come to its checks. `mark` is how the end is marked, found in `__main__`.
+FORGERIES = {
+    "exit": "import os; os._exit(0)",
+    "exit as one that is stopped": "import os; os._exit(128 + 19)",
+    "junk to all descriptors": 'for i in range(3, 600):\n  try: os.write(i, b\'{"code": 0, "passed": true}\\n\')\n'
+    "  except OSError: pass\nos._exit(0)",
+    "junk as errors": "os.write(2, b'{\"passed\": true}\\n'); os._exit(0)",
+    "stop": "signal.raise_signal(19)",
+    "stop by its number": "os.kill(os.getpid(), 19)",
+    "stop in native code": "ctypes.CDLL(None)['raise'](19)",
+    "the mark itself": "mark()",
+    "the mark, called as it is": "list(map(operator.call, (mark,)))",
+    "the loop that marks, found by gc": "[next(x) for x in gc.get_objects() if type(x) is map]",
+    "the loop is left without an error": "raise StopIteration",
+    "stop on the way out": "import atexit; atexit.register(mark); sys.exit(0)",
+    "stop on the way out, by an error": "sys.excepthook = lambda *_: mark(); raise ValueError",
+    "stop in a handler": "signal.signal(14, lambda *_: mark()); signal.alarm(1); time.sleep(9)",
+    "stop from a thread": "threading.Thread(target=mark).start(); time.sleep(9)",
+    "stop by a child": "os.fork() or os.kill(os.getppid(), 19); time.sleep(9)",
+    "a child that comes to the end": "if os.fork(): os._exit(0)\nos.setsid(); mark()",
+    "another program in its place": "open('program.py', 'w').write('x = 1')\nos.execv(sys.executable, sys.orig_argv)",
+    "the judge is killed": "os.kill(os.getppid(), 9); os.kill(-1, 9)",
+    "the judge gets new limits": "resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\n"
+    "resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)); os._exit(0)",
+    "what the judge holds is taken": STEAL.format(processes="(1, os.getppid())") + "os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES, ids=str)
+def test_no_program_says_itself_that_it_passed(forgery):
+    """Neither by an exit, nor by what it writes, nor by a stop like that at the end."""
+    names = "import ctypes, gc, operator, os, resource, signal, sys, threading, time\n"
+    hook = "mark = sys.modules['__main__'].stop\n"
+    failed(f"{names}{hook}{FORGERIES[forgery]}\nassert False")
+
+
 def test_no_privilege_is_left_or_gained():
     program = (
         "import ctypes, os\nlibc = ctypes.CDLL(None)\nlibc.unshare(0x10020000)\n"
@@ -201,15 +239,18 @@ def test_a_machine_that_cannot_shut_in_is_named(monkeypatch):
 @pytest.mark.skipif(os.getuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root and a system Python")
 def test_an_ordinary_user_is_shut_in_as_well():
     """Not root: by a user namespace. With `unsafe` the limits hold all the same, and nobody else writes the verdict."""
-    bomb = "import os\nos.write(3, b'end')\ntry:\n  while True: os.fork()\nexcept OSError: pass"
-    inside = STEAL.format(processes="(1,)") + "assert not os.path.exists('/proc')"
-    for isolated, program in ((True, inside), (False, STEAL.format(processes="(os.getppid(),)"))):
+    bomb = "import os\ntry:\n  while True: os.fork()\nexcept OSError as error: os._exit(error.errno)"
+    inside = STEAL.format(processes="(1,)") + f"assert not os.path.exists('/proc')\n{bomb}"
+    outside = STEAL.format(processes="(os.getppid(),)") + bomb
+    stopped, passed = {"code": errno.EAGAIN, "passed": False}, {"code": 128 + signal.SIGSTOP, "passed": True}
+    cases = ((True, inside, stopped), (False, outside, stopped), (True, "x = 1", passed), (False, "x = 1", passed))
+    for isolated, program, verdict in cases:
         with tempfile.TemporaryDirectory() as directory:
             script = shutil.copy(jail.__file__, directory)
             os.chown(directory, 65534, 65534)
             os.chmod(script, 0o644)
             job = {
-                "program": f"{program}\n{bomb}",
+                "program": program,
                 "python": os.path.realpath("/usr/bin/python3"),
                 "read_only": ["/usr", "/dev/null"],
                 "isolated": isolated,
@@ -225,7 +266,7 @@ def test_an_ordinary_user_is_shut_in_as_well():
                 extra_groups=[],
                 check=True,
             )
-        assert json.loads(out.stdout)["said"].startswith("end"), (out, sys.version)
+        assert json.loads(out.stdout) == verdict, (out, sys.version)
         assert _all_have_ended()
 
 

@@ -4,8 +4,17 @@
 library only and imports no other module of ours. Where the isolation fails, it reports so without running the program.
 
     this process     waits, and kills the others on timeout
-      process 1      in its own PID namespace: when it ends, the kernel kills all processes in there
+      process 1      judges; in its own PID namespace: when it ends, the kernel kills all processes in there
         process 2    without privileges and under limits, in a root directory with a Python and an empty directory
+
+The program holds no descriptor and no secret by which it could say that it passed. Process 2 stops itself twice by the
+same calls: before the program begins, and when it has come to its end. Process 1 reads in /proc where it stands then,
+and only the very same place counts: the same system call with the same arguments, stack pointer and instruction. A
+program that stops or exits by itself is somewhere else and has failed.
+
+What nobody outside can see, as the program and its checks share an interpreter: that it cheats the checks themselves
+(by an object that equals everything, or a trace function that jumps over lines), or brings the stack pointer to the
+very same place, by native code or by calls that are nested with care.
 """
 
 import contextlib
@@ -15,16 +24,20 @@ import json
 import os
 import platform
 import resource
+import select
 import signal
 import struct
 import sys
-import time
 
 _NOBODY = 65534  # without namespaces; in them each program has a user of its own, see `Limits.processes`
 _HOME = "/sandbox"  # working directory of the program
-_POLL = 0.005  # seconds
-# As HumanEval executes programs: what stands under `if __name__ == "__main__"` is not run.
-_RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='program')"
+# `map` and the others are C code, so that both stops come from the same place. As HumanEval executes programs, what
+# stands under `if __name__ == "__main__"` is not run.
+_RUN = """
+import functools, operator, runpy, signal
+stop = functools.partial(signal.raise_signal, signal.SIGSTOP)
+list(map(operator.call, (stop, functools.partial(runpy.run_path, "program.py", run_name="program"), stop)))
+"""
 
 # <linux/sched.h>, <linux/mount.h>, <linux/prctl.h>
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
@@ -183,28 +196,64 @@ def set_limits(job: dict) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def become(job: dict, done: int) -> None:
-    """Executes the program in place of this process.
-
-    Args:
-      job: what to run.
-      done: file descriptor that the last line of the program writes to, as its number 3.
-    """
+def become(job: dict) -> None:
+    """Executes the program in place of this process, with none of its descriptors but that of its errors."""
     with open("program.py", "w") as file:
         file.write(job["program"])
     nothing = os.open("/dev/null", os.O_RDWR)
-    for descriptor, number in ((nothing, 0), (nothing, 1), (done, 3)):
-        os.dup2(descriptor, number)
+    for number in (0, 1):
+        os.dup2(nothing, number)
     set_limits(job)
     if job["isolated"]:
         forbid_system_calls()
-    os.execve(job["python"], [job["python"], "-I", "-S", "-B", "-c", _RUN, "program.py"], {})
+    os.execve(job["python"], [job["python"], "-I", "-S", "-B", "-c", _RUN], {})
 
 
-def be_first(job: dict, done: int, log: int, refused: int) -> None:
-    """Process 1: builds the root, starts the program, and ends with its exit code."""
+def judge(job: dict, program: int, directory: int) -> dict:
+    """Waits for the program.
+
+    Args:
+      job: what is run.
+      program: its process.
+      directory: descriptor of its directory in /proc.
+
+    Returns:
+      Its exit code, and whether it passed.
+    """
+    begun = None
+    while True:
+        ended, status = os.waitpid(-1, os.WUNTRACED)
+        if ended != program:
+            continue  # an orphan
+        if not os.WIFSTOPPED(status):
+            code = os.waitstatus_to_exitcode(status)
+            return {"code": code if code >= 0 else 128 - code, "passed": False}
+        place = _place(directory, needed=job["isolated"])
+        if begun is not None:
+            return {"code": 128 + os.WSTOPSIG(status), "passed": place == begun}
+        begun = place
+        os.kill(program, signal.SIGCONT)
+
+
+def _place(directory: int, needed: bool) -> list[bytes]:
+    """Where a process is stopped: system call, three arguments, stack and instruction pointer; empty if not known."""
+    try:
+        file = os.open("syscall", os.O_RDONLY, dir_fd=directory)
+    except OSError:
+        if needed:
+            raise
+        return []
+    with open(file, "rb") as out:
+        fields = out.read().split()  # the other registers of arguments hold what was there before
+    return fields[:4] + fields[-2:]
+
+
+def be_first(job: dict, tell: int, log: int) -> None:
+    """Process 1: builds the root, starts the program, and tells what became of it in a line of JSON."""
     try:
         os.setpgid(0, 0)
+        proc = os.open("/proc", os.O_RDONLY)  # that of outside; there is none in the root
+        names, name = os.pipe()
         if job["isolated"]:
             build_root(job["read_only"], job["disk"])
         drop_root(job)
@@ -213,46 +262,20 @@ def be_first(job: dict, done: int, log: int, refused: int) -> None:
         os.dup2(log, 2)
         program = os.fork()
         if program == 0:
-            become(job, done)
+            os.write(name, os.readlink("self", dir_fd=proc).encode())
+            become(job)
+        told = judge(job, program, os.open(os.read(names, 20), os.O_RDONLY, dir_fd=proc))
     except OSError as error:
-        os.write(refused, str(error.strerror or error).encode())
-        os._exit(1)
-    os.close(done)
-    os.close(refused)
-    while True:
-        ended, status = os.wait()
-        if ended == program:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-
-
-def wait_for(process: int, seconds: float) -> int | None:
-    """The exit code of a process; None on timeout, after killing it and all that it started."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(_POLL)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-    return None
-
-
-def _pipe(number: int) -> tuple[int, int]:
-    """A pipe whose ends have high numbers, as the program uses 0 to 3."""
-    ends = os.pipe()
-    high = tuple(os.dup2(end, number + i, inheritable=False) for i, end in enumerate(ends))
-    for end in ends:
-        os.close(end)
-    return high
+        told = {"refused": str(error.strerror or error)}
+    os.write(tell, json.dumps(told).encode() + b"\n")
+    os.killpg(0, signal.SIGKILL)  # without namespaces, those that the program has left
+    os._exit(0)
 
 
 def main() -> None:
     """Reads the job from stdin and prints its outcome as a JSON object."""
     job = json.loads(sys.stdin.read())
-    (done, finish), (refusal, refuse) = _pipe(500), _pipe(510)
+    told, tell = os.pipe()
     log = os.open("stderr", os.O_RDWR | os.O_CREAT)
     try:
         if job["isolated"]:
@@ -263,16 +286,14 @@ def main() -> None:
         return
     first = os.fork()
     if first == 0:
-        be_first(job, finish, log, refuse)
-    os.close(finish)
-    os.close(refuse)
-    code = wait_for(first, job["seconds"])
-    said = {}
-    for name, pipe in (("said", done), ("refused", refusal)):
-        os.set_blocking(pipe, False)
-        with contextlib.suppress(BlockingIOError):  # a process that outlived the program still holds it
-            said[name] = os.read(pipe, 1000).decode("utf-8", "replace")
-    print(json.dumps({"code": code, **said}))
+        be_first(job, tell, log)
+    os.close(tell)
+    in_time = select.select([told], [], [], job["seconds"])[0]
+    lines = os.read(told, 10_000).splitlines() if in_time else []
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(first, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+    print(lines[0].decode() if lines else json.dumps({"code": code if in_time else None, "passed": False}))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Limits:
 class Outcome:
     """How a program ended."""
 
-    passed: bool  # it ran to its last line and exited with code 0
+    passed: bool  # it ran to its end
     reason: str  # "passed", or why it failed
 
 
@@ -55,18 +55,17 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
     """Runs a Python program in the sandbox, with nothing but the standard library.
 
     Args:
-      program: source code. It passes if it runs to its last line; an early exit does not count, unless it is made to
-        look like the end: the program and what tells that it is done are one process.
+      program: source code with its checks. It passes if it runs to its end; `jail.py` says how that is seen, and what a
+        program can still do to checks that share its interpreter.
       limits: of its resources.
       unsafe: run it without namespaces.
 
     Raises:
       UserError: where the kernel does not support the sandbox.
     """
-    token = secrets.token_hex(16)
     python = Path(sys.executable).resolve()
     job = {
-        "program": f"{program}\n\nimport os\nos.write(3, b'{token}')\n",
+        "program": program,
         "python": str(python),
         "read_only": _read_only(python),
         "isolated": not unsafe,
@@ -94,7 +93,7 @@ def run(program: str, limits: Limits = Limits(), unsafe: bool = False) -> Outcom
     ended = json.loads(process.stdout) if process.returncode == 0 else {"refused": process.stderr[-_LOG:]}
     if ended.get("refused"):
         raise UserError(_why_not(" ".join(ended["refused"].split()), unsafe))
-    if ended["code"] == 0 and ended.get("said") == token:
+    if ended["passed"]:
         return Outcome(True, "passed")
     if ended["code"] is None:
         return Outcome(False, f"took longer than {limits.seconds:g} s")
