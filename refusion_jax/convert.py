@@ -7,7 +7,7 @@ Directories are local or in an object store. Families that can be read: Gemma 3 
 Mistral, OLMo 2, Qwen2 and Qwen3; and what the authors of other systems released (systems/README.md). Weights are spread
 over all devices here; JAX_PLATFORMS=cpu keeps them in the host's memory. Tokenizer files are carried along. `generate`
 reads both kinds of directory as they are, and adapters that `peft` wrote; --format=peft writes the adapters of a run.
-What is exported of a run has a model card, README.md.
+What is exported of a run has a model card, README.md, which says how transformers decodes it.
 """
 
 import math
@@ -37,7 +37,7 @@ from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import read_file, remove, write_file
 from refusion_jax.model import huggingface, peft
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.systems.registry import releases
+from refusion_jax.systems.registry import releases, systems
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read, local or gs://")
 _TO = flags.DEFINE_string("to", None, "Directory to make, local or gs://")
@@ -83,9 +83,14 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
 
 
 def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
-    """Reads a model, spread over all devices here, and writes a Hugging Face directory."""
-    mesh = mesh_over_all(read_model_config(source).hidden_size)
-    huggingface.save(load_model(source, dtype, mesh), target, find_objective(source))
+    """Reads a model, spread over all devices here, and writes a Hugging Face directory.
+
+    With custom_generate/generate.py, from which transformers decodes as the system does, where it has such a decoder.
+    """
+    mesh, objective = mesh_over_all(read_model_config(source).hidden_size), find_objective(source)
+    if objective in systems() and (code := systems()[objective].torch_generate):
+        write_file(target / "custom_generate" / "generate.py", read_file(epath.Path(code)))
+    huggingface.save(load_model(source, dtype, mesh), target, objective)
 
 
 def main() -> None:

@@ -105,6 +105,8 @@ def test_adapters_are_trained_alone_saved_alone_and_merged_on_export(source, tmp
     card = (tmp_path / "export" / "README.md").read_text()
     assert f"`objective=refusion` from {source} on `" in card
     assert ": 4 of 4 steps of " in card
+    assert "custom_generate=DIR, trust_remote_code=True" in card
+    assert (tmp_path / "export" / "custom_generate" / "generate.py").is_file()
     assert r'| `lora.full` | ".*norm\|none" |' in card
     assert re.search(r"^\| `loss` \| [0-9.]+ \|$", card, re.MULTILINE)
     exported = nnx.to_pure_dict(nnx.state(load_model(tmp_path / "export")))

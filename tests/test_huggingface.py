@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, causal, forward, run, tiny_config, tiny_model, unprivileged
 from etils import epath
 from flax import nnx
+from helpers import SHIPPED
 from safetensors.numpy import load_file, save_file
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tokenizer
@@ -124,6 +125,33 @@ def test_a_family_is_read_and_written_as_transformers_does(name, tmp_path):
     )
     with torch.no_grad():
         np.testing.assert_array_equal(again(torch.tensor(tokens)).logits.numpy(), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs
+@pytest.mark.parametrize("system", ["refusion", "dense"])
+def test_transformers_decodes_an_export_as_its_system_does(system, tmp_path):
+    """By the code that the export carries: prompts of several lengths padded on the left, answers that end by EOS."""
+    torch = pytest.importorskip("torch", reason="pip install -e '.[compare]' brings torch and transformers")
+    transformers = pytest.importorskip("transformers")
+    model = load_model(SHIPPED / "model", dtype="float32")
+    huggingface.save(model, tmp_path / "model", system)
+    export = tmp_path / "export"
+    run("convert", "--format=huggingface", f"--from={tmp_path}/model", f"--to={export}")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, model.config.num_tokens, 3 + i % 7).tolist() for i in range(24)]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    code = {"custom_generate": str(export), "trust_remote_code": True}
+    texts = theirs.generate(input_ids=ids, attention_mask=mask, max_new_tokens=32, **code)
+    answers = decode(model, prompts, DecodeSettings(system, max_new_tokens=32, batch_size=8)).tokens
+    assert len({len(answer) for answer in answers}) > 1
+    for text, answer in zip(texts[:, width:].tolist(), answers, strict=True):
+        assert text[: len(answer)] == answer
+        assert set(text[len(answer) :]) <= {model.config.eos_token_id}  # padding
+    with pytest.raises(ValueError, match="do_sample=False"):
+        theirs.generate(input_ids=ids[:1], do_sample=True, **code)
 
 
 def test_beyond_the_window_of_local_layers_nothing_is_decoded_or_trained(tmp_path):

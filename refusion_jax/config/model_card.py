@@ -7,6 +7,7 @@ from etils import epath
 from refusion_jax.config import default_config, flatten
 from refusion_jax.config.run_config import read_config
 from refusion_jax.distributed.json_files import read_json_lines
+from refusion_jax.systems.registry import systems
 
 
 def model_card(workdir: epath.Path, step: int, name: str) -> str:
@@ -27,13 +28,19 @@ def model_card(workdir: epath.Path, step: int, name: str) -> str:
     for _, record in read_json_lines(metrics) if metrics.exists() else ():
         if record.get("step", 0) <= step:  # the newest of each
             scores |= {key: value for key, value in record.items() if key == "loss" or key.startswith("eval_")}
+    theirs = "`transformers` knows its layers, and decodes it left to right."
+    if config.objective in systems() and systems()[config.objective].torch_generate:
+        theirs = (
+            "so does `model.generate(input_ids=..., custom_generate=DIR, trust_remote_code=True)` of `transformers`, "
+            "by custom_generate/generate.py; without these two arguments it decodes left to right."
+        )
     return "\n".join(
         [
             *("---", "library_name: transformers", "---", f"# {name}", ""),
             f"Trained by refusion_jax with `objective={config.objective}` from {config.init_from or 'random weights'} "
             f"on `{config.data.path}`: {step} of {config.steps} steps of {config.batch_size} rows of "
             f"{config.row_length} tokens. `python -m refusion_jax.generate --checkpoint=DIR` decodes it as it was "
-            f"trained; `transformers` knows its layers, and decodes it left to right.",
+            f"trained; {theirs}",
             *_table("settings that are not defaults", settings),
             *_table("newest scores of training", scores),
         ]

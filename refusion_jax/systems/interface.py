@@ -98,6 +98,7 @@ class System:
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
     experiments: Experiments = Experiments()
+    torch_generate: str = ""  # file of a decoder in PyTorch, that exports for transformers carry; empty: there is none
     is_default: bool = False  # whether it is trained by default; true for one system
 
     def objective_by_default(self) -> Objective:

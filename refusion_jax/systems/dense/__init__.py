@@ -1,6 +1,7 @@
 """Dense slot diffusion: slots in any order, each token trained on as the next token and as a mask."""
 
 import functools
+from pathlib import Path
 
 from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots
@@ -21,4 +22,5 @@ SYSTEM = System(
     section=ConfigSection("dense", CONFIG_KEYS),
     scoring=Scoring(scoring_forward),
     experiments=Experiments(GOALS),
+    torch_generate=str(Path(__file__).parent / "custom_generate" / "generate.py"),
 )

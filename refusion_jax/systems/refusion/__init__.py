@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import ModelConfig
@@ -36,5 +37,6 @@ SYSTEM = System(
     section=ConfigSection("slots", CONFIG_KEYS),
     scoring=Scoring(slot_scoring),
     experiments=EXPERIMENTS,
+    torch_generate=str(Path(__file__).parent / "custom_generate" / "generate.py"),
     is_default=True,
 )

@@ -1,0 +1,134 @@
+"""Plan and infill (decoder.py) in PyTorch, for `transformers`: exports carry it as custom_generate/generate.py.
+
+  model.generate(input_ids=ids, max_new_tokens=64, custom_generate=DIR, trust_remote_code=True)
+
+ReFusion (arXiv 2512.13586, section 3.3) with exact infilling: slots are planned in any order, the chosen ones are fed
+together, and whatever is right as it stands is committed. Every token sees what was fed before it, so that the cache
+grows in the order of commitment; nothing in it is computed again.
+
+Axes: W fed tokens, P tokens in the cache.
+"""
+
+import torch
+from transformers import DynamicCache
+
+
+@torch.no_grad()
+def generate(
+    model,
+    input_ids=None,
+    inputs=None,
+    attention_mask=None,
+    generation_config=None,
+    max_new_tokens=None,
+    slot_size=8,
+    serial_blocks=1,
+    slot_threshold=0.9,
+    infill_blend=0.5,
+    **others,
+):
+    """Prompts and answers, padded on the right.
+
+    Args:
+      model: a causal language model of transformers, trained by `refusion`.
+      input_ids, inputs: [B, T] prompts, by either name.
+      attention_mask: [B, T], 0 at padding; None: there is none.
+      generation_config: whose max_new_tokens counts where that is None.
+      max_new_tokens: of an answer; 128 if nobody says. Rounded up to serial_blocks runs of whole slots.
+      slot_size: tokens of a slot.
+      serial_blocks: the answer is cut into so many runs of slots, decoded one after the other.
+      slot_threshold: slots with a first token more probable than this are chosen, one at least.
+      infill_blend: weight of the plan's probabilities in the choice between its draft and the next token.
+      others: what transformers passes along; sampling is refused.
+    """
+    if others.get("do_sample") or (generation_config and generation_config.do_sample):
+        raise ValueError("this decoding is greedy: do_sample=False")
+    prompts = inputs if input_ids is None else input_ids
+    kept = torch.ones_like(prompts) if attention_mask is None else attention_mask
+    count = max_new_tokens or (generation_config and generation_config.max_new_tokens) or 128
+    blocks = _blocks(count, slot_size, serial_blocks)
+    texts = [
+        torch.cat(
+            [prompt, prompt.new_tensor(_answer(model, prompt[is_kept.bool()], blocks, slot_threshold, infill_blend))]
+        )
+        for prompt, is_kept in zip(prompts, kept, strict=True)
+    ]
+    pad = model.config.pad_token_id if model.config.pad_token_id is not None else model.config.eos_token_id
+    return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad)
+
+
+def _blocks(count, slot_size, serial_blocks):
+    """The slots of each block: ranges of places in the answer."""
+    per_block = -(-count // (slot_size * serial_blocks))
+    slots = [range(i * slot_size, (i + 1) * slot_size) for i in range(per_block * serial_blocks)]
+    return [slots[i : i + per_block] for i in range(0, len(slots), per_block)]
+
+
+def _answer(model, prompt, blocks, threshold, blend):
+    """The tokens of an answer, through the EOS."""
+    c, cache, start = model.config, DynamicCache(config=model.config), len(prompt)
+    text = {}  # place in the answer -> token
+
+    def probabilities(fed):
+        """place -> [V] for each place that is fed, a dict from places to tokens."""
+        p = _probabilities(model, cache, [*fed.values()], [start + place for place in fed])
+        return dict(zip(fed, p, strict=True))
+
+    _probabilities(model, cache, prompt.tolist(), [*range(start)])
+    for block in blocks:
+        slots = block
+        while slots:
+            # Plan: masks for all slots that are left. Those with a sure first token are chosen.
+            p = probabilities({place: c.mask_token_id for slot in slots for place in slot})
+            cache.crop(-len(p))  # so many are taken away
+            draft = {place: int(row.argmax()) for place, row in p.items()}
+            sure = [float(p[slot[0]].max()) for slot in slots]
+            chosen = [slot for slot, chance in zip(slots, sure, strict=True) if chance > threshold]
+            chosen = chosen or [slots[sure.index(max(sure))]]
+
+            # Verify: each draft that differs from the token to have at its place is replaced by it. The first
+            # replacement is final, since all before it is right; whole slots of what is right are committed.
+            now = {place: draft[place] for slot in chosen for place in slot}
+            while chosen:
+                now = {place: now[place] for slot in chosen for place in slot}
+                q = probabilities(now)
+                right = dict(now)
+                for place in (place for slot in chosen for place in slot[1:]):
+                    follows = int(q[place - 1].argmax())
+                    planned = (1 - blend) * q[place - 1][draft[place]] + blend * p[place][draft[place]]
+                    right[place] = draft[place] if planned > (1 - blend) * q[place - 1][follows] else follows
+                places = [*now]
+                final = next((i for i, place in enumerate(places) if now[place] != right[place]), len(places))
+                ends = [i for i, place in enumerate(places[:final]) if now[place] == c.eos_token_id]
+                whole = [slot for slot in chosen if places.index(slot[-1]) < final]
+                count = ends[0] + 1 if ends else sum(map(len, whole))
+                text |= {place: now[place] for place in places[:count]}
+                if count < len(places):
+                    cache.crop(count - len(places))
+                chosen = [] if ends else chosen[len(whole) :]
+                now = right
+
+            end = min((place for place, token in text.items() if token == c.eos_token_id), default=None)
+            slots = [slot for slot in slots if slot[0] not in text and (end is None or slot[0] < end)]
+        if end is not None:
+            break
+    answer = [text[place] for place in sorted(text)]
+    return answer[: answer.index(c.eos_token_id) + 1] if c.eos_token_id in answer else answer
+
+
+def _probabilities(model, cache, tokens, places):
+    """[W, V] at each fed token, which sees the cache and the tokens before it."""
+    device, P, W = model.device, cache.get_seq_length(), len(tokens)
+    hidden = torch.ones(W, P + W, dtype=torch.bool, device=device).triu(P + 1)
+    bias = torch.zeros(W, P + W, dtype=model.dtype, device=device).masked_fill(hidden, torch.finfo(model.dtype).min)
+    out = model(
+        input_ids=torch.tensor([tokens], device=device),
+        position_ids=torch.tensor([places], device=device),
+        attention_mask=bias[None, None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits = out.logits[0].float()
+    never = {model.config.mask_token_id, model.config.pad_token_id} - {None}
+    logits[:, list(never)] = -torch.inf
+    return logits.softmax(-1)
