@@ -5,6 +5,7 @@ import os
 import jax
 import pytest
 from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
 
 from refusion_jax.distributed.compiled_code import find_danger, keep_compiled
 
@@ -39,21 +40,36 @@ def test_who_can_write_to_an_object_store_is_not_known():
 
 
 @pytest.fixture
-def no_cache_yet():
+def no_cache_yet(monkeypatch, tmp_path):
     """As users have it; the tests' own cache is back after the test."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
-def test_a_cache_that_is_not_trusted_is_not_used_unless_asked(no_cache_yet, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(jax.config, "update", lambda *changed: used.append(changed))
-    used = []
-    tmp_path.chmod(0o777)
-    keep_compiled(epath.Path(tmp_path), "own")
-    assert "compiled programs are not kept: others can write to" in caplog.text
-    keep_compiled(epath.Path(tmp_path), "off")
-    assert used == []
-    keep_compiled(epath.Path(tmp_path), "shared")
-    assert used == [("jax_compilation_cache_dir", str(tmp_path))]
+def test_a_doctored_program_in_a_downloaded_run_is_not_run(no_cache_yet, tmp_path):
+    """Not even where all of its files are this user's, as those of a download are, unless the user shares them."""
+
+    def compute(directory, whose, factor):
+        jax.config.update("jax_compilation_cache_dir", None)
+        keep_compiled(epath.Path(directory), whose)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+        def program(x):
+            return factor * x
+
+        return float(jax.jit(program)(1.0))
+
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert [compute(run, "shared", 2.0), compute(other, "shared", 3.0)] == [2.0, 3.0]
+    (kept,), (doctored,) = (list(directory.glob("jit_program-*-cache")) for directory in (run, other))
+    kept.write_bytes(doctored.read_bytes())
+    assert compute(run, "shared", 2.0) == 3.0
+    assert compute(run, "off", 2.0) == compute(run, "own", 2.0) == 2.0
+    assert [path.name.split("-")[0] for path in (tmp_path / "home" / "refusion_jax" / "compiled").glob("*-cache")] == [
+        "jit_program"
+    ]

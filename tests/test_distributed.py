@@ -25,7 +25,7 @@ FLAGS += ["--config.eval.path=tasks", "--config.eval.every=5", "--config.eval.ro
 
 @pytest.fixture(autouse=True)
 def _programs_of_the_run(monkeypatch):
-    """As users have it: the run keeps its programs itself."""
+    """As users of one machine have it, in the tests' own cache directory."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
 
 
@@ -143,17 +143,22 @@ def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path,
 
 
 @pytest.mark.slow
-def test_one_host_then_four_then_two_keep_the_rows_and_the_losses_of_one(tmp_path, one_process):
-    for hosts, steps in ((1, 3), (4, 9)):
-        process = start_hosts(hosts, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
-        wait_for_steps(process, tmp_path, steps + 1)
-        os.kill(workers(process)[-1], signal.SIGTERM)
+def test_one_host_then_two_four_and_one_lose_nothing_where_each_is_killed(tmp_path, one_process):
+    """Losses agree to 1e-6 and not to the bit, as another number of devices adds up gradients in another order."""
+    saved = 0
+    for hosts in (1, 2, 4):
+        flags = [*FLAGS, "--config.checkpoint.every=2", f"--workdir={tmp_path}"]
+        process = start_hosts(hosts, *flags, RESTARTS="0")
+        wait_until(lambda saved=saved: (saved_steps(tmp_path) or [0])[-1] > saved, process)
+        os.kill(workers(process)[-1], signal.SIGKILL)
         out, err = ended(process)
-        assert process.returncode == 75, out + err
-        assert saved_steps(tmp_path)[-1] < 20, "too late to show anything"
-    process = start_hosts(2, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
+        assert process.returncode == 137, out + err
+        saved = saved_steps(tmp_path)[-1]
+        assert saved < 20, "too late to show anything"
+    process = start_hosts(1, *FLAGS, f"--workdir={tmp_path}", RESTARTS="0")
     out, err = ended(process)
     assert process.returncode == 0, out + err
+    assert events.account(read_events(tmp_path))["sessions"] == 4
     assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
     assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, 21))
 

@@ -81,9 +81,14 @@ def test_a_log_that_cannot_be_read_is_not_an_empty_one(tmp_path):
         events.read_log(epath.Path(tmp_path / "events.jsonl"))
 
 
-def test_steps_of_no_number_are_no_event():
+def test_steps_of_no_number_are_no_event(tmp_path):
     none = event(3, "steps", first=1, last=0, seconds=1, data_seconds=0)
-    assert events.read_events(f"{json.dumps(STRAIGHT[0])}\n{json.dumps(none)}\n") == STRAIGHT[:1]
+    log = f"{json.dumps(STRAIGHT[0])}\n{json.dumps(none)}\n"
+    assert events.read_events(log) == STRAIGHT[:1]
+    (tmp_path / events.FILE).write_text(log)
+    out, err = run("goodput", f"--workdir={tmp_path}")
+    assert out.startswith("goodput 0.0% of 0 min 0 s in 1 session")
+    assert (len(out.splitlines()), err) == (1, "")
 
 
 def test_nothing_that_can_be_accounted_for_is_no_error():

@@ -264,7 +264,29 @@ def cut_off(path):
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def to_fp8(path):
+    scale = {f"{Q}_scale_inv": np.ones((2, 1), np.float32)}
+    change_tensors(path, lambda tensors: tensors | scale | {Q: tensors[Q].astype(ml_dtypes.float8_e4m3fn)})
+    change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+
+
+def to_gptq(path):
+    shapes = {"qweight": (2, 32), "qzeros": (1, 4), "g_idx": (16,)}
+    packed = {Q.replace("weight", name): np.zeros(shape, np.int32) for name, shape in shapes.items()}
+    packed[Q.replace("weight", "scales")] = np.ones((1, 32), np.float16)
+    change_tensors(path, lambda tensors: {k: v for k, v in tensors.items() if k != Q} | packed)
+    change_config(path, quantization_config={"quant_method": "gptq", "bits": 4})
+
+
 BAD = {
+    "fp8": (to_fp8, 'config.json: quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]} is not'),
+    "gptq": (to_gptq, 'config.json: quantization_config={"quant_method": "gptq", "bits": 4} is not supported'),
+    "fp8 of which config.json does not tell": (
+        lambda p: (to_fp8(p), change_config(p, quantization_config="gone")),
+        f"{Q}_scale_inv has no place in the model that config.json describes",
+    ),
     "missing shard": (lambda p: next(p.glob("*.safetensors")).unlink(), "model-00001-of-00001.safetensors is missing"),
     "truncated": (cut_off, "model-00001-of-00001.safetensors is damaged: "),
     "wrong shape": (lambda p: change_tensors(p, lambda t: t | {Q: t[Q][1:]}), f"{Q} has shape (31, 16), but"),

@@ -21,13 +21,15 @@ FLAGS = [*TINY_RUN, "--config.checkpoint.every=1000"]
 
 
 def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trained_run, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it: the run keeps its programs itself
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    cache, tmp_path = tmp_path / "home" / "refusion_jax" / "compiled", tmp_path / "run"
     _, err = run("train", *FLAGS, f"--workdir={tmp_path}", "--compile_only", "--config.compilation_cache=off", code=2)
     assert "--compile_only: no compiled programs are kept here" in err
     out, _ = run("train", *FLAGS, f"--workdir={tmp_path}", "--compile_only")
-    assert re.search(rf"compiled in [\d.]+ s into {tmp_path}/compilation_cache: 0\.\d\d GiB a device\n$", out)
-    assert [path.name for path in tmp_path.iterdir()] == ["compilation_cache"]
-    (compiled,) = (tmp_path / "compilation_cache").glob("jit_train_step*-cache")
+    assert re.search(rf"compiled in [\d.]+ s into {cache}: 0\.\d\d GiB a device\n$", out)
+    assert not tmp_path.exists()
+    (compiled,) = cache.glob("jit_train_step*-cache")
     process = start("train", *FLAGS, f"--workdir={tmp_path}")
     wait_for_steps(process, tmp_path, 3)
     for _ in range(3):  # an impatient scheduler
@@ -43,7 +45,7 @@ def test_sigterm_saves_once_and_a_second_start_goes_on_to_the_bit(tmp_path, trai
     assert "in 2 sessions" in out
     assert computed(tmp_path) == computed(trained_run)
     assert saved_steps(tmp_path) == [step, 60]
-    assert list((tmp_path / "compilation_cache").glob("jit_train_step*-cache")) == [compiled]  # never again
+    assert list(cache.glob("jit_train_step*-cache")) == [compiled]  # never again
 
 
 def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(tmp_path):

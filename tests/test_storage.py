@@ -26,11 +26,10 @@ COMPUTED = ("step", "loss", "grad_norm", "tokens")
 
 
 def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(store, trained_run, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it: the run keeps its programs itself
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # as users have it
     flags = [*TINY_RUN, "--workdir=gs://bucket/run", "--config.checkpoint.every=20"]
-    out, err = run("train", *flags)
+    out, _ = run("train", *flags)
     assert "trained to step 60; the run is in gs://bucket/run" in out
-    assert "gs://bucket/run/compilation_cache is not known (--config.compilation_cache=shared" in err
     assert not any(name.startswith("run/compilation_cache") for name in store.objects)
     assert "run/lock" not in store.objects
     names = "config.json model.json tokenizer.model metrics.jsonl events.jsonl".split()

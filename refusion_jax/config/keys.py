@@ -84,7 +84,7 @@ _TRAINING |= {
     "debug_nans": Setting(False, "name the first weight, gradient or update that is not finite; slower"),
     "compilation_cache": Setting(
         "own",
-        "own: in DIR, if nobody else can write there | shared: in DIR | off; it holds code that is run",
+        "own: in your cache directory | shared: in DIR, for all hosts; it holds code that is run | off",
         choices=("own", "shared", "off"),
     ),
 }

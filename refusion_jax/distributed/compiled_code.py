@@ -1,4 +1,7 @@
-"""Compiled programs kept on disk: native code that is run as it is found, so only where nobody else can put it."""
+"""Compiled programs kept on disk: native code that is run as it is found, so only where nobody else can put it.
+
+A run may have been downloaded, so what lies in its directory is read only where the user says so.
+"""
 
 import grp
 import os
@@ -7,7 +10,6 @@ import stat
 from pathlib import Path
 
 import jax
-from absl import logging
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -22,16 +24,14 @@ def keep_compiled(directory: epath.Path, whose: str) -> None:
     JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
 
     Args:
-      directory: of the cache.
-      whose: "own": used only where nobody but this user and root can write; "shared": used in any case; "off".
+      directory: of the cache that is shared.
+      whose: "own": in the user's cache directory instead; "shared": there, whoever can write to it; "off".
     """
-    if whose == "off" or jax.config.jax_compilation_cache_dir:
+    if whose == "own":
+        keep_for_user(None)
+    if whose != "shared" or jax.config.jax_compilation_cache_dir:
         return
     directory = absolute(directory)
-    if whose == "own" and (danger := find_danger(directory)):
-        if jax.process_index() == 0:
-            logging.warning("compiled programs are not kept: %s (--config.compilation_cache=shared trusts it)", danger)
-        return
     if not is_remote(directory):
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))

@@ -169,6 +169,7 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
     system, release = found[0] if found else (None, Release(model_type, model_type))
     family = FAMILIES.get(release.family)
     fixed = dict(family.activation | family.fixed if family else {"model_type": ""}) | release.fixed
+    fixed["quantization_config"] = None
     for key, value in fixed.items():
         if family is None or given.get(key, value) != value:
             raise UserError(

@@ -34,7 +34,7 @@ from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
 from refusion_jax.data.families import mixture
-from refusion_jax.distributed.compiled_code import keep_compiled
+from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.storage import write_file
 
 
@@ -64,7 +64,7 @@ class Comparison:
         sweep, models = self._train_all()
         runs = [run for run, _ in models]
 
-        keep_compiled(self._directory / "compilation_cache", "own")
+        keep_for_user(None)
         found = Results(results.about(self._asked), sweep, [record for _, record in models])
         for run in runs:
             found.points += self._at_every_point(run)
