@@ -15,7 +15,6 @@ import math
 import jax
 from absl import flags
 from etils import epath
-from rich.progress import Progress
 
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import (
@@ -32,6 +31,7 @@ from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
+from refusion_jax.cli.progress import progress
 from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import read_file, remove, write_file
@@ -75,9 +75,9 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
     if config.mask_token_id < 0:
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
     _, params = abstract_transformer(config, dtype, mesh_over_all(config.hidden_size))
-    with Progress() as progress:
-        task = progress.add_task("reading", total=huggingface.count_tensors(params))
-        params = huggingface.load_params(source, params, lambda: progress.advance(task), releases())
+    with progress() as bar:
+        task = bar.add_task("reading", total=huggingface.count_tensors(params))
+        params = huggingface.load_params(source, params, lambda: bar.advance(task), releases())
     save_params(target, params)
     write_model_config(target, config, find_objective(source))
 

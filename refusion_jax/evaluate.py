@@ -45,6 +45,7 @@ from refusion_jax.checkpoints.load import (
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.extras import needs
+from refusion_jax.cli.progress import waiting
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.manifest import is_prepared
@@ -131,13 +132,14 @@ def measure(checkpoint: epath.Path, data: str) -> dict:
         )
     model = load_model(checkpoint, _DTYPE.value, _mesh(), command.given(_SETTINGS).get("weights", "same"))
     measured = {}
-    if is_own:
-        config = read_config(find_step(checkpoint)[0])
-        config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
-        measured |= heldout.evaluate_model(config, model, [rows])
-    if has_likelihood:
-        some = spread(min(len(rows), _LIMIT.value or len(rows)), len(rows))
-        measured |= held_out_bits(model, tokenizer, (rows[i] for i in some), method=method, **_scoring())
+    with waiting("scoring"):
+        if is_own:
+            config = read_config(find_step(checkpoint)[0])
+            config.update({"row_length": rows.row_length, "eval": {"rows": _LIMIT.value or 0}})
+            measured |= heldout.evaluate_model(config, model, [rows])
+        if has_likelihood:
+            some = spread(min(len(rows), _LIMIT.value or len(rows)), len(rows))
+            measured |= held_out_bits(model, tokenizer, (rows[i] for i in some), method=method, **_scoring())
     return measured
 
 

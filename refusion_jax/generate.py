@@ -10,8 +10,9 @@ follows the prompt, if there is one. {"decode": {"max_new_tokens": 64, "seed": 3
 Each line of --output has id, text, tokens (reading order, through the end of text; of a template the given ones too),
 commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text), forwards,
 rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
-are done; a single --prompt at a terminal gets its text alone. --watch=PAGE.html writes a page besides, which plays the
-decodings of up to 16 prompts in a browser, forward by forward; answers that are kept are then decoded again.
+are done; a single --prompt at a terminal gets its text alone, whose slots fill before your eyes. --watch=PAGE.html
+writes a page besides, which plays the decodings of up to 16 prompts in a browser, forward by forward; answers that are
+kept are then decoded again.
 
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
@@ -38,8 +39,6 @@ from pathlib import Path
 import jax
 from absl import flags
 from etils import epath
-from rich.console import Console
-from rich.progress import track
 
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import (
@@ -53,6 +52,7 @@ from refusion_jax.checkpoints.load import (
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
+from refusion_jax.cli.progress import track
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.player import BEGINNING, MOST, Player
@@ -62,6 +62,7 @@ from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
+from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 
@@ -161,11 +162,16 @@ class InOrder:
 
 def show(record: dict) -> None:
     """Prints one answer: a line of JSON, or at a terminal the text of a single prompt."""
-    is_for_people = _PROMPT.value is not None and sys.stdout and sys.stdout.isatty() and not _JSON.value
-    if is_for_people and record["text"] is not None:
-        print(record["text"], flush=True)
+    if is_for_people():
+        print(printable(record["text"]), flush=True)
     else:
         print(to_line(record), end="", flush=True)
+
+
+def is_for_people() -> bool:
+    """Whether the text of a single prompt, and nothing else, goes to a terminal."""
+    is_shown = _PROMPT.value is not None and not _OUTPUT.value and not _JSON.value
+    return is_shown and bool(sys.stdout) and sys.stdout.isatty()
 
 
 def to_line(record: dict) -> str:
@@ -232,20 +238,20 @@ def main() -> None:
         if done := len(requests) - len(todo):
             print(f"{journal.path}: {done} of {len(requests)} answers are there, going on", flush=True)
         if todo:
-            answers = track(
-                stream(
-                    load_for(checkpoint, settings, _DTYPE.value, mesh),
-                    [requests[i] for i in todo],
-                    decoder,
-                    watch=player and player.watch,
-                ),
-                total=len(requests),
-                completed=done,
-                description="decoding",
-                console=Console(stderr=True),
-                disable=_INPUT.value is None or not sys.stderr.isatty(),
+            watchers = [player.watch] if player else []
+            screen = Screen(requests[0], tokenizer, decoder.ids.eos_id) if is_for_people() else None
+            if screen:
+                watchers.append(lambda _, answer: screen.show(answer))
+            answers = stream(
+                load_for(checkpoint, settings, _DTYPE.value, mesh),
+                [requests[i] for i in todo],
+                decoder,
+                watch=(lambda *news: [watch(*news) for watch in watchers]) if watchers else None,
             )
-            for at, answer in answers:
+            if screen:
+                with screen:
+                    answers = list(answers)
+            for at, answer in track(answers, "decoding", len(requests), done) if _INPUT.value else answers:
                 record = to_record(ids[todo[at]], answer, tokenizer, stops)
                 add(todo[at], record)
                 if player:

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.progress import waiting
 from refusion_jax.config import check, explained, names
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.xla_options import version_mismatch
@@ -83,12 +84,14 @@ def main() -> None:
         method = given.setdefault("method", decoders_for(config.objective)[0])
         check_settings(method, given)
         settings = DecodeSettings(**given)
-        record = plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value)
+        with waiting(f"compiling for {topology}"):
+            record = plan_decode(config, topology, slices, settings, _MEMORY_ONLY.value)
         show_verdict(record, lambda: fix_for_decode(config, topology, slices, settings))
     elif _SEARCH.value:
         show_search(config, topology, slices, devices)
     else:
-        record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
+        with waiting(f"compiling for {topology}"):
+            record = plan_train(config, topology, slices, _MEMORY_ONLY.value)
         show_verdict(record, lambda: fix_for(config, topology, slices, devices))
 
 
@@ -122,7 +125,8 @@ def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:
     show(record)
     if not record["fits"]:
         try:
-            fix = find_fix()
+            with waiting("looking for flags that make it fit"):
+                fix = find_fix()
             tried = (
                 f"{fix} makes it fit" if fix else "none of the changes that were tried makes it fit: take more chips"
             )
@@ -156,7 +160,8 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
             verdict = f"{record['step_seconds'] * 1e3:8,.0f} ms" if record["fits"] else "   does not fit"
             print(f"{record['peak_hbm_gib']:7.2f} GiB {verdict:>15}   {record['flags']}", flush=True)
 
-    found = search(config, topology, slices, devices, tell)
+    with waiting(f"searching what is fastest on {topology}"):
+        found = search(config, topology, slices, devices, tell)
     if not found:
         raise UserError(f"nothing that was tried fits {topology} at {config.batch_size} rows per step: take more chips")
     if not _JSON.value:

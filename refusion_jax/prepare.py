@@ -17,7 +17,7 @@ from pathlib import Path
 
 from absl import flags
 from etils import epath
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
@@ -74,7 +74,8 @@ class _Bar:
 
     def __init__(self):
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
-        self._bar = Progress(*columns, TimeRemainingColumn(), disable=not sys.stdout.isatty())
+        columns += TransferSpeedColumn(), TimeRemainingColumn()
+        self._bar = Progress(*columns, disable=not sys.stdout.isatty())
         self._task = self._bar.add_task("")
         self._said = time.monotonic()
 

@@ -17,7 +17,6 @@ The server listens on this machine only, unless --host says otherwise; --api_key
 or SIGTERM, after the answers under way; on SIGTERM with exit code 0.
 """
 
-import dataclasses
 import math
 import os
 import signal
@@ -74,7 +73,6 @@ _SETTINGS = command.define_settings(
         "batch_size": "64; 8 on a CPU",
     },
 )
-_NEW_TOKENS = 256  # of an answer, unless asked for
 _ROWS = {"cpu": 8}  # rows of a batch, where they differ from the default: a CPU pays for each of them
 _GRACE = 60  # seconds for the answers under way, when the server is asked to end
 
@@ -89,21 +87,14 @@ def main() -> None:
         from refusion_jax.serving.address import listen, most_connections
         from refusion_jax.serving.app import make_app
         from refusion_jax.serving.connections import TimedConnection
-        from refusion_jax.serving.engine import Engine
+        from refusion_jax.serving.engine import Engine, sized
         from refusion_jax.serving.service import Service
     checkpoint = epath.Path(_CHECKPOINT.value)
     given = command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
     check_settings(given["method"], given)
-    config, tokenizer = read_model_config(checkpoint), load_tokenizer(checkpoint)
-    settings = DecodeSettings(**given)
-    reads = config.max_position_embeddings
-    if settings.cache_length > reads:
-        raise UserError(f"--decode.cache_length={settings.cache_length}: the model reads {reads} tokens")
-    room = settings.cache_length or reads
-    multiple = settings.for_model(config).multiple
-    fitting = max(min(_NEW_TOKENS, room // 2) // multiple, 1) * multiple
-    settings = dataclasses.replace(settings, cache_length=room, max_new_tokens=settings.max_new_tokens or fitting)
+    tokenizer = load_tokenizer(checkpoint)
+    settings = sized(DecodeSettings(**given), read_model_config(checkpoint))
     rows = given.get("batch_size") or _ROWS.get(jax.default_backend(), settings.batch_size)
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])

@@ -90,6 +90,22 @@ def test_a_directory_that_cannot_be_made_is_refused_before_any_work(tmp_path):
             flag_values.check_output("output", path)
 
 
+@pytest.mark.parametrize("seen", ["err", "out err", ""])
+def test_a_bar_is_for_terminals_and_what_is_printed_goes_where_it_is_sent(seen):
+    code = "from refusion_jax.cli.progress import track\nfor i in track('ab', 'reading'): print(i * 100)"
+    terminal, end = os.openpty()
+    streams = {f"std{name}": end if name in seen else subprocess.PIPE for name in ("out", "err")}
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams)
+    os.set_blocking(terminal, False)
+    shown = os.read(terminal, 1 << 16).decode() if seen else ""
+    os.close(end)
+    os.close(terminal)
+    assert ("reading" in shown, "2/2" in shown) == (bool(seen), bool(seen))
+    assert not ended.stderr
+    if "out" not in seen:
+        assert ended.stdout.decode() == f"{'a' * 100}\n{'b' * 100}\n"
+
+
 def test_an_environment_for_64_bits_is_refused(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     _, err = run("convert", code=2)
@@ -131,6 +147,6 @@ def test_the_console_command_runs_commands_by_their_names():
     assert refusion("--version") == (0, f"{refusion_jax.__version__}\n", "")
     code, out, err = refusion("none")
     assert (code, out) == (2, "")
-    assert err.startswith("error: refusion 'none': unknown; known: bench, convert, ")
+    assert err.startswith("error: refusion 'none': unknown; known: bench, chat, convert, ")
     assert refusion("goodput") == (2, "", "error: --workdir=DIR is needed; --help explains\n")
     assert "  --workdir\n" in refusion("goodput", "--help")[1]

@@ -101,6 +101,11 @@ BAD = {
         "has no mask token",
     ),
     "no prompt": (GENERATE, "one of --input=FILE and --prompt=TEXT are needed"),
+    "nobody to talk with": (["chat"], "--checkpoint=DIR is needed"),
+    "chat beyond the model": (
+        ["chat", "--checkpoint={run}", "--decode.cache_length=99999"],
+        "--decode.cache_length=99999: the model reads ",
+    ),
     "no checkpoint": (["generate", "--checkpoint={dir}", "--prompt=x"], "holds no checkpoint; give the --workdir"),
     "missing prompts": ([*GENERATE, "--input={dir}/none.jsonl"], "none.jsonl cannot be read"),
     "malformed prompt": ([*GENERATE, "--input={dir}/prompts.jsonl"], 'prompts.jsonl:2: must be {"prompt": "text"} or'),
@@ -263,7 +268,8 @@ def test_help_tells_the_default_that_the_command_uses(command, flag, default):
 
 @pytest.mark.parametrize(
     "command",
-    "train generate evaluate serve plan convert drill train_tokenizer quickstart goodput prepare inspect_data".split(),
+    "train generate chat evaluate serve plan convert drill train_tokenizer quickstart goodput prepare".split()
+    + ["inspect_data"],
 )
 def test_help_explains_every_flag(command):
     out, _ = run(command, "--help")

@@ -145,7 +145,9 @@ def test_a_terminal_shows_the_text_of_one_prompt(trained_run, flag):
     os.close(end)
     said = os.read(terminal, 1 << 16).decode()
     os.close(terminal)
-    assert said.startswith('{"id": 0, "text": ') == (flag == "--json")
+    assert ('{"id": 0, "text": ' in said) == (flag == "--json")
+    assert ("░" * 8 in said) == (flag == "--nojson")
+    assert "░" not in said.rpartition("\x1b[2K")[2]  # what is left of it is the text
 
 
 def test_compiled_programs_are_kept_where_nobody_else_can_put_any(trained_run, tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from rich.table import Table
 from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_model
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.progress import track
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows, mesh_of
@@ -114,16 +115,16 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
 
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
     answers, compiling = {}, {}
-    for turn in range(own.repeats + 1):
-        for setup, settings in setups.items():
-            requests = prepare(prompts, settings, c)
-            began = time.perf_counter()
-            answers[setup] = [answer for _, answer in stream(models[setup], requests)]
-            took = time.perf_counter() - began
-            if turn:
-                seconds[setup].append(took)
-            else:
-                compiling[setup] = took
+    turns = [(turn, setup) for turn in range(own.repeats + 1) for setup in setups]
+    for turn, setup in track(turns, f"batches of {batch_size}"):
+        requests = prepare(prompts, setups[setup], c)
+        began = time.perf_counter()
+        answers[setup] = [answer for _, answer in stream(models[setup], requests)]
+        took = time.perf_counter() - began
+        if turn:
+            seconds[setup].append(took)
+        else:
+            compiling[setup] = took
 
     records = []
     for setup, settings in setups.items():

@@ -23,9 +23,9 @@ class Player:
         self._counts: dict[int, dict[int, int]] = collections.defaultdict(dict)  # index: forwards: committed tokens
         self._scenes: dict[int, dict[str, Any]] = {}
 
-    def watch(self, index: int, forwards: int, count: int) -> None:
+    def watch(self, index: int, answer: Answer) -> None:
         """Takes what `stream` tells it after each forward."""
-        self._counts[index][forwards] = count
+        self._counts[index][answer.forwards] = len(answer.commit_order)
 
     def add(self, index: int, request: Request, answer: Answer, record: dict[str, Any]) -> None:
         """Takes a finished answer and its record of --output."""

@@ -52,7 +52,7 @@ def stream(
     requests: Sequence[Request],
     batch_size: int,
     is_over: Callable[[int, list[int]], bool] | None = None,
-    watch: Callable[[int, int, int], object] | None = None,
+    watch: Callable[[int, Answer], object] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
 
@@ -67,8 +67,8 @@ def stream(
       batch_size: the largest B.
       is_over: (index, tokens so far in reading order, up to the first gap) -> whether to stop this answer. Called every
         few forwards.
-      watch: told (index, forwards, number of committed tokens) after the admission of a request and after each forward,
-        perhaps twice; the device then waits for the host after each.
+      watch: told (index, answer so far) after the admission of a request and after each forward, perhaps twice; the
+        device then waits for the host after each.
     """
     batch = RunningBatch(model, decoder, requests[0], batch_rows(len(requests), batch_size, mesh_of(model)))
     refill, eos_id = -(-batch.rows // REFILL), decoder.ids.eos_id
@@ -91,7 +91,7 @@ def stream(
         yield from answers()  # the caller's work, too, takes place while the device decodes
         progress = batch.look()
         for row, index in row_of.items() if watch else ():
-            watch(index, int(progress.forwards[row]), int(progress.record.count[row]))
+            watch(index, read_answer(requests[index], *progress.of(row), eos_id, is_ended=bool(progress.active[row])))
         done, ended = [row for row in row_of if not progress.active[row]], []
         for row in [row for row in row_of if progress.active[row] and is_over]:
             record, *_ = progress.of(row)

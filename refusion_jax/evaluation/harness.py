@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ import jax
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from rich.console import Console
-from rich.progress import track
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.progress import track
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.journal import Journal
@@ -305,5 +303,4 @@ def _number(*parts: object) -> int:
 
 def _shown(items: Iterable[Any], total: int, what: str) -> Iterable[Any]:
     """The items, with a progress bar on a terminal."""
-    console = Console(stderr=True)
-    return track(items, what, total, console=console, disable=not total or not sys.stderr.isatty())
+    return track(items, what, total) if total else items

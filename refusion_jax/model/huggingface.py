@@ -20,6 +20,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.progress import track
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.distributed.storage import replacing, write_file
@@ -367,7 +368,7 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
         shards[-1].append(name)
         left -= size
     weight_map = {}
-    for number, names in enumerate(shards, 1):
+    for number, names in enumerate(track(shards, "writing"), 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         with replacing(path / file) as temporary:
             temporary.touch()

@@ -15,11 +15,31 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.queue import Answer, RunningBatch, batch_rows, mesh_of, read_answer
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.api import decoder_for
 
 LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
 MOST_WAITING = 4096  # jobs besides those in the batch
+_NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
+
+
+def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
+    """The settings with what an engine needs: room for a text, by default all that the model reads, and new tokens.
+
+    Args:
+      settings: as given.
+      model: its shape.
+      most: tokens that a text has room for, unless the settings say so.
+
+    Raises:
+      SettingError: where the model does not read as many tokens as the settings say.
+    """
+    reads = model.max_position_embeddings
+    if settings.cache_length > reads:
+        settings.refuse("cache_length", f"the model reads {reads} tokens")
+    room, multiple = settings.cache_length or min(reads, most), settings.for_model(model).multiple
+    fitting = max(min(_NEW_TOKENS, room // 2) // multiple, 1) * multiple
+    return dataclasses.replace(settings, cache_length=room, max_new_tokens=settings.max_new_tokens or fitting)
 
 
 class BusyError(RuntimeError):
@@ -106,12 +126,12 @@ class Engine:
         most = self._largest[1].settings.new_tokens
         asked = sum(length for _, length, _ in request.gaps)
         if asked > most:
-            raise UserError(f"{request.name}: asks for {asked} tokens; this server decodes at most {most} of an answer")
+            raise UserError(f"{request.name}: asks for {asked} tokens, of which an answer has at most {most} here")
         (request,) = prepare([request], self._compiled, self._config)
         if decoder_for([*self._largest, request], self._config) != self._decoder:
             raise UserError(
-                f"{request.name}: its settings take larger forwards than were compiled: start the server with "
-                "them as --decode flags"
+                f"{request.name}: its settings take larger forwards than were compiled: start again with them as "
+                "--decode flags"
             )
         return request
 

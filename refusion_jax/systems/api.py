@@ -132,7 +132,7 @@ def stream(
     requests: Sequence[Request],
     decoder: Decoder | None = None,
     is_over: Callable[[int, list[int]], bool] | None = None,
-    watch: Callable[[int, int, int], object] | None = None,
+    watch: Callable[[int, Answer], object] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
 
@@ -141,7 +141,7 @@ def stream(
       requests: their settings name the decoder and the batch size.
       decoder: with compiled sizes that several calls share; by default the smallest for these requests.
       is_over: (index, tokens so far) -> whether to stop an answer, as for `queue.stream`.
-      watch: told (index, forwards, number of committed tokens), as for `queue.stream`.
+      watch: told (index, answer so far), as for `queue.stream`.
 
     Raises:
       UserError: where the decoder cannot serve them together.

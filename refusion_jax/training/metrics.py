@@ -127,7 +127,8 @@ class MetricsWriter:
         if record.get("eval_loss") is not None:
             note += f"  held-out loss {record['eval_loss']:.4f}"
         if self._bar:
-            self._bar.update(self._task, completed=record["step"], note=note)
+            mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.1%}"
+            self._bar.update(self._task, completed=record["step"], note=note + mfu)
         else:
             command.say(f"step {record['step']:>6}  {note}")
 

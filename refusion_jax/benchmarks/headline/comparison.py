@@ -33,6 +33,7 @@ from refusion_jax.benchmarks.headline.speed_proxy import read_shape, with_proxie
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
+from refusion_jax.cli.progress import track
 from refusion_jax.data.families import mixture
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.storage import write_file
@@ -66,7 +67,7 @@ class Comparison:
 
         keep_for_user(None)
         found = Results(results.about(self._asked), sweep, [record for _, record in models])
-        for run in runs:
+        for run in track(runs, "measuring"):
             found.points += self._at_every_point(run)
             if self._asked.with_ablations and not run.start:
                 found.ablations += self._ablated(run)
@@ -100,7 +101,7 @@ class Comparison:
             sweep += trials
             rates[system] = min(trials, key=_final_loss)["learning_rate"] if trials else self._config.learning_rate
         runs = [asked.whole(system, seed, rates[system]) for system, seed in asked.seeds]
-        models = [(run, self._trained(run)) for run in runs]
+        models = [(run, self._trained(run)) for run in track(runs, "training")]
         first_halves = {run.seed: (run, record) for run, record in models if run.system == asked.start}
         for system, count in asked.adapted.items():
             for seed in range(count):

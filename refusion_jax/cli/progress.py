@@ -1,0 +1,56 @@
+"""How far a command is: a bar with rate and time left on stderr, at a terminal alone."""
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+_WHAT = TextColumn("{task.description}")
+
+
+class _Rate(ProgressColumn):
+    """Items per second, or seconds per item."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if not speed else f"{speed:,.1f}/s" if speed >= 1 else f"{1 / speed:,.1f} s each")
+
+
+def progress(*columns: ProgressColumn) -> Progress:
+    """A bar to be started and advanced; nothing where stderr is no terminal.
+
+    What goes to stdout meanwhile is printed above the bar, but stays what it is where stdout is a file or a pipe.
+
+    Args:
+      *columns: by default what it is about, the bar, how many of how many, the rate and the time left.
+    """
+    is_shown, is_seen = (bool(stream and stream.isatty()) for stream in (sys.stderr, sys.stdout))
+    columns = columns or (_WHAT, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not is_shown, redirect_stdout=is_seen)
+
+
+def track(items: Iterable[Any], what: str, total: int | None = None, done: int = 0) -> Iterator[Any]:
+    """The items, with a bar; `done` of the total are done already."""
+    with progress() as bar:
+        yield from bar.track(items, total, done, description=what)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Shows the time that a block takes, where nobody knows how long it will."""
+    with progress(_WHAT, BarColumn(), TimeElapsedColumn()) as bar:
+        bar.add_task(what, total=None)
+        yield
