@@ -176,6 +176,10 @@ BAD = {
         [*PREPARE, "--input={dir}/fields.jsonl"],
         "fields.jsonl:1: no field we know; found: frage, antwort; name them with --query_field",
     ),
+    "input that is blank": (
+        [*PREPARE, "--input={dir}/blank.jsonl", "--workers=1"],
+        "--input: no document can be used; the first problem: {dir}/blank.jsonl holds no example",
+    ),
     "impossible row length": ([*PREPARE, "--row_length=0"], "row_length"),
     "output that is in use": (
         ["prepare", "--input={dir}/good.jsonl", "--output={run}", "--tokenizer={run}/tokenizer.model"],

@@ -244,7 +244,8 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
     directories = {"train": output} | ({"held_out": output / "held_out"} if settings.held_out else {})
     shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in directories}
     if not shards["train"]:
-        first_bad = next((report.first_bad for report in reports if report.first_bad), "it is empty")
+        bad = (report.first_bad for report in reports if report.first_bad)
+        first_bad = next(bad, f"{parts[0].path} holds no example")
         raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
     if not all(shards.values()):
         raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")
