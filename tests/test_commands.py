@@ -26,6 +26,7 @@ def files(tmp_path, trained_run):
         "prompts.jsonl": '{"prompt": "Sort 3 1."}\n{"promt": "Sort 3 1."}\n',
         "ids.jsonl": '{"prompt_ids": [1, 5000]}\n',
         "blank.jsonl": "\n",
+        "blank.txt": "\0\n",
         "many.jsonl": '{"prompt": "Sort 3 1."}\n' * 9,
         "seventeen.jsonl": '{"prompt": "Sort 3 1."}\n' * 17,
         "gapless.jsonl": '{"template": ["Sort 3 1."]}\n',
@@ -91,6 +92,10 @@ BAD = {
         "none.jsonl does not exist (built in: tasks,",
     ),
     "malformed line": ([*TRAIN, NEW, DATA + "malformed.jsonl"], "malformed.jsonl:3: not JSON"),
+    "blank text": (
+        [*TRAIN, NEW, DATA + "blank.txt"],
+        "blank.txt: cannot train a tokenizer of 512 pieces on this corpus: it has no characters but blanks",
+    ),
     "unknown fields": ([*TRAIN, NEW, DATA + "fields.jsonl"], "fields.jsonl:1: no field we know; found: frage, antwort"),
     "response longer than the row": (
         [*TRAIN, NEW, DATA + "long.jsonl", "--config.model.vocab_size=300"],

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import ml_collections
@@ -43,7 +44,7 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allow
         raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
     if not is_remote(workdir):
         for path in (workdir / name for name in _FILES):
-            if path.exists() and not path.is_file():
+            if path.exists() and not Path(path).is_file():  # epath takes a pipe for a file
                 raise UserError(f"--workdir={workdir}: {path.name} in it is no file")
         for path in (workdir / name for name in _DIRECTORIES):
             if path.exists() and not path.is_dir():

@@ -55,7 +55,10 @@ def load_dataset(
             f"--config.data.tokenizer"
         )
     else:
-        tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size, data.mask_piece)
+        try:
+            tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size, data.mask_piece)
+        except UserError as error:
+            raise UserError(f"--config.data.path={data.path}: {error}") from error
     documents = usable(tokenize(examples, tokenizer, config.row_length), data.on_error)
     if tokenizer.left_out:
         logging.warning("the chat template leaves out turns, wholly or in part: %s", tokenizer.left_out)

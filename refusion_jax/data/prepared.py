@@ -19,6 +19,7 @@ from refusion_jax.cli.paths import is_remote, is_text
 from refusion_jax.data.interface import RowSource
 from refusion_jax.data.manifest import Manifest, Shard, read_manifest
 from refusion_jax.data.rows import check_row, decode_row
+from refusion_jax.distributed.storage import refuse_endless
 
 
 class PreparedRows(RowSource):
@@ -100,6 +101,7 @@ class _Whole:
 
 
 def _check_file(path: epath.Path, shard: Shard) -> None:
+    refuse_endless(path)
     try:
         size = path.stat().length
         if not is_remote(path):

@@ -109,6 +109,7 @@ class SentencePieceTokenizer(Tokenizer):
             )
         except RuntimeError as error:
             reason = str(error).rstrip(". ").rsplit("] ", 1)[-1]
+            reason = "it has no characters but blanks" if "all_chars_count" in reason else reason
             raise UserError(f"cannot train a tokenizer of {vocab_size} pieces on this corpus: {reason}") from error
         return cls(model.getvalue(), "the trained tokenizer", mask_piece)
 

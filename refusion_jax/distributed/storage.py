@@ -31,15 +31,20 @@ def absolute(path: epath.Path) -> epath.Path:
     return path if is_remote(path) else path.absolute()
 
 
+def refuse_endless(path: epath.PathLike) -> None:
+    """Raises UserError for a pipe or device, which may never end or begin."""
+    if not is_remote(path) and (Path(path).is_fifo() or Path(path).is_char_device()):
+        raise UserError(f"{path} cannot be read: it is no file")
+
+
 def read_file(path: epath.PathLike) -> bytes:
     """A whole file.
 
     Raises:
       UserError: naming it, where it cannot be read, or is a pipe or device that may never end.
     """
+    refuse_endless(path)
     try:
-        if not is_remote(path) and (Path(path).is_fifo() or Path(path).is_char_device()):
-            raise UserError(f"{path} cannot be read: it is no file")
         return epath.Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
