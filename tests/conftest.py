@@ -28,7 +28,7 @@ os.environ["NPROC"] = "32"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="refusion-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-# Programs that one process compiles, a command or a worker, are there for the next one.
+# Programs that one command compiles are there for the next one.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] + "/programs"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
@@ -48,6 +48,9 @@ from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import find_decoder
+
+# No other process asks for what a test compiles in this one: to write it would take a tenth of the time that it took.
+jax.config.update("jax_enable_compilation_cache", False)
 
 hypothesis.settings.register_profile(  # the same examples each time, and no fault of theirs where the machine is busy
     "refusion",
