@@ -108,7 +108,7 @@ def test_a_model_without_a_template_is_asked_each_turn_alone(trained_run, tmp_pa
     code, out, err = chat(
         trained_run, ["Sort 7 3 9.", "/help", "", "Quote ann fig bob.", "/set temperature=-1"], *flags
     )
-    assert code == 2
+    assert code == 2, err
     note, error = err.splitlines()
     assert note == f"{trained_run} has no chat template: it is asked each turn alone, as by `generate --prompt`"
     assert error.startswith("error: --decode.temperature=-1: must be at least 0")
@@ -139,5 +139,6 @@ def test_a_terminal_shows_slots_as_they_fill_and_is_never_left_by_mistake(talker
         assert "░" * 16 in answer
         assert re.search(r"[^░]\r\n\(16 forwards, [\d.]+ s, cut at max_new_tokens\)\r\n> $", answer)
         assert not re.search(r"Compiling jit\((?!_release)", user.log)  # which may be compiled a little later
-        user.ask("\x03")
+        user.ask("\x03\n")  # the end of a line, as readline may sleep through a signal that comes with its prompt
+        user.ask("/sett\n", until=r"error: /sett.*\n> $")
         user.ask("\x04", until="")

@@ -29,22 +29,26 @@ class _Rate(ProgressColumn):
         return Text("" if not speed else f"{speed:,.1f}/s" if speed >= 1 else f"{1 / speed:,.1f} s each")
 
 
-def progress(*columns: ProgressColumn) -> Progress:
+def progress(*columns: ProgressColumn, ticks: bool = True) -> Progress:
     """A bar to be started and advanced; nothing where stderr is no terminal.
 
     What goes to stdout meanwhile is printed above the bar, but stays what it is where stdout is a file or a pipe.
 
     Args:
       *columns: by default what it is about, the bar, how many of how many, the rate and the time left.
+      ticks: draw it ten times a second, which what is measured meanwhile would notice; else as it advances.
     """
     is_shown, is_seen = (bool(stream and stream.isatty()) for stream in (sys.stderr, sys.stdout))
     columns = columns or (_WHAT, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not is_shown, redirect_stdout=is_seen)
+    how = {"disable": not is_shown, "redirect_stdout": is_seen, "auto_refresh": ticks}
+    return Progress(*columns, console=Console(stderr=True), **how)
 
 
-def track(items: Iterable[Any], what: str, total: int | None = None, done: int = 0) -> Iterator[Any]:
-    """The items, with a bar; `done` of the total are done already."""
-    with progress() as bar:
+def track(
+    items: Iterable[Any], what: str, total: int | None = None, done: int = 0, ticks: bool = True
+) -> Iterator[Any]:
+    """The items, with a bar; `done` of the total are done already. See `progress` for `ticks`."""
+    with progress(ticks=ticks) as bar:
         yield from bar.track(items, total, done, description=what)
 
 

@@ -67,7 +67,7 @@ class Comparison:
 
         keep_for_user(None)
         found = Results(results.about(self._asked), sweep, [record for _, record in models])
-        for run in track(runs, "measuring"):
+        for run in track(runs, "measuring", ticks=False):
             found.points += self._at_every_point(run)
             if self._asked.with_ablations and not run.start:
                 found.ablations += self._ablated(run)
