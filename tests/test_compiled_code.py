@@ -43,8 +43,10 @@ def test_who_can_write_to_an_object_store_is_not_known():
 def no_cache_yet(monkeypatch, tmp_path):
     """As users have it; the tests' own cache is back after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    names = ("enable_compilation_cache", "compilation_cache_dir", "persistent_cache_min_compile_time_secs")
+    names = [f"jax_{name}" for name in names]
     before = [getattr(jax.config, name) for name in names]
+    jax.config.update("jax_enable_compilation_cache", True)
     yield
     for name, value in zip(names, before, strict=True):
         jax.config.update(name, value)
