@@ -49,7 +49,8 @@ class ForkServer:
         """Runs `python -m refusion_jax.COMMAND` to its end: {"code", "out", "err", "cpu" (seconds)}."""
         if self._process is None:
             line = [sys.executable, "-W", "ignore", __file__]
-            env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+            # Whatever the first who asks has set for one command alone:
+            env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
         asked = {"command": command, "flags": flags, "environment": environment, "seconds": seconds}
