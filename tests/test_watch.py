@@ -1,5 +1,6 @@
 """The page that `generate --watch` writes; tests/test_systems.py watches every decoder."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -24,7 +25,7 @@ def page_of(request: Request, answer: Answer, *counts: int, stop: str = "\0") ->
     """The page of one answer, of which so many tokens were committed after 0, 1, .. forwards."""
     player = Player(Letters())
     for forwards, count in enumerate(counts):
-        player.watch(0, forwards, count)
+        player.watch(0, dataclasses.replace(answer, forwards=forwards, commit_order=answer.commit_order[:count]))
     player.add(0, request, answer, to_record("a", answer, Letters(), Stops((stop,))))
     return player.page()
 

@@ -33,7 +33,11 @@ def absolute(path: epath.Path) -> epath.Path:
 
 def refuse_endless(path: epath.PathLike) -> None:
     """Raises UserError for a pipe or device, which may never end or begin."""
-    if not is_remote(path) and (Path(path).is_fifo() or Path(path).is_char_device()):
+    try:
+        is_endless = not is_remote(path) and (Path(path).is_fifo() or Path(path).is_char_device())
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if is_endless:
         raise UserError(f"{path} cannot be read: it is no file")
 
 
