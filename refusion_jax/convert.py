@@ -37,6 +37,7 @@ from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import read_file, remove, write_file
 from refusion_jax.model import huggingface, peft
 from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.systems.interface import SHARED_CODE
 from refusion_jax.systems.registry import releases, systems
 
 _FROM = flags.DEFINE_string("from", None, "Directory to read, local or gs://")
@@ -85,11 +86,12 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
 def to_huggingface(source: epath.Path, target: epath.Path, dtype: str) -> None:
     """Reads a model, spread over all devices here, and writes a Hugging Face directory.
 
-    With custom_generate/generate.py, from which transformers decodes as the system does, where it has such a decoder.
+    With custom_generate/, from which transformers decodes as the system does, where it has such a decoder.
     """
     mesh, objective = mesh_over_all(read_model_config(source).hidden_size), find_objective(source)
-    if objective in systems() and (code := systems()[objective].torch_generate):
-        write_file(target / "custom_generate" / "generate.py", read_file(epath.Path(code)))
+    if objective in systems() and (code := systems()[objective].custom_generate):
+        for file in (code / "generate.py", SHARED_CODE):
+            write_file(target / "custom_generate" / file.name, read_file(file))
     huggingface.save(load_model(source, dtype, mesh), target, objective)
 
 

@@ -29,10 +29,10 @@ def model_card(workdir: epath.Path, step: int, name: str) -> str:
         if record.get("step", 0) <= step:  # the newest of each
             scores |= {key: value for key, value in record.items() if key == "loss" or key.startswith("eval_")}
     theirs = "`transformers` knows its layers, and decodes it left to right."
-    if config.objective in systems() and systems()[config.objective].torch_generate:
+    if config.objective in systems() and systems()[config.objective].custom_generate:
         theirs = (
             "so does `model.generate(input_ids=..., custom_generate=DIR, trust_remote_code=True)` of `transformers`, "
-            "by custom_generate/generate.py; without these two arguments it decodes left to right."
+            "by the code in custom_generate/; without these two arguments it decodes left to right."
         )
     return "\n".join(
         [

@@ -9,6 +9,7 @@ Axes: B rows, T row length.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxtyping import Array, Key
@@ -26,6 +27,7 @@ from refusion_jax.systems.scoring import Scoring
 
 __all__ = ["PLAIN", "Claim", "ConfigSection", "Decoder", "Experiments", "Objective", "Scoring", "System"]
 
+SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `System.custom_generate` imports
 PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted
 
 
@@ -98,7 +100,7 @@ class System:
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
     experiments: Experiments = Experiments()
-    torch_generate: str = ""  # file of a decoder in PyTorch, that exports for transformers carry; empty: there is none
+    custom_generate: Path | None = None  # directory of a decoder in PyTorch that exports for transformers carry
     is_default: bool = False  # whether it is trained by default; true for one system
 
     def objective_by_default(self) -> Objective:

@@ -22,5 +22,5 @@ SYSTEM = System(
     section=ConfigSection("dense", CONFIG_KEYS),
     scoring=Scoring(scoring_forward),
     experiments=Experiments(GOALS),
-    torch_generate=str(Path(__file__).parent / "custom_generate" / "generate.py"),
+    custom_generate=Path(__file__).parent / "custom_generate",
 )

@@ -37,6 +37,6 @@ SYSTEM = System(
     section=ConfigSection("slots", CONFIG_KEYS),
     scoring=Scoring(slot_scoring),
     experiments=EXPERIMENTS,
-    torch_generate=str(Path(__file__).parent / "custom_generate" / "generate.py"),
+    custom_generate=Path(__file__).parent / "custom_generate",
     is_default=True,
 )

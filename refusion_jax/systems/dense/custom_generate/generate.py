@@ -5,46 +5,27 @@
 Writes the text that the model writes greedily, one token at a time, in fewer forwards: each feeds the last token, the
 drafts of those after it, and a slot of masks that guess what follows the drafts that are likely to be right.
 
-Axes: W fed tokens, P tokens in the cache.
+Axes: B rows, T tokens of a prompt, W fed tokens, V vocabulary.
 """
 
 import torch
 from transformers import DynamicCache
 
+from .rows import decode_rows, probabilities
+
 
 @torch.no_grad()
-def generate(
-    model,
-    input_ids=None,
-    inputs=None,
-    attention_mask=None,
-    generation_config=None,
-    max_new_tokens=None,
-    slot_size=8,
-    **others,
-):
-    """Prompts and answers, padded on the right.
+def generate(model, input_ids=None, inputs=None, slot_size=8, **asked):
+    """Prompts and answers, [B, T + new tokens], padded on the right.
 
     Args:
       model: a causal language model of transformers, trained by `dense`.
       input_ids, inputs: [B, T] prompts, by either name.
-      attention_mask: [B, T], 0 at padding; None: there is none.
-      generation_config: whose max_new_tokens counts where that is None.
-      max_new_tokens: of an answer; 128 if nobody says.
       slot_size: masks of a forward, as many as a slot of the training had.
-      others: what transformers passes along; sampling is refused.
+      asked: max_new_tokens and others, see `decode_rows`.
     """
-    if others.get("do_sample") or (generation_config and generation_config.do_sample):
-        raise ValueError("this decoding is greedy: do_sample=False")
     prompts = inputs if input_ids is None else input_ids
-    kept = torch.ones_like(prompts) if attention_mask is None else attention_mask
-    count = max_new_tokens or (generation_config and generation_config.max_new_tokens) or 128
-    texts = [
-        torch.cat([prompt, prompt.new_tensor(_answer(model, prompt[is_kept.bool()], count, slot_size))])
-        for prompt, is_kept in zip(prompts, kept, strict=True)
-    ]
-    pad = model.config.pad_token_id if model.config.pad_token_id is not None else model.config.eos_token_id
-    return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad)
+    return decode_rows(lambda prompt, count: _answer(model, prompt, count, slot_size), model, prompts, **asked)
 
 
 def _answer(model, prompt, count, slot_size):
@@ -59,7 +40,9 @@ def _answer(model, prompt, count, slot_size):
         masks = [c.mask_token_id] * slot_size
         place = len(prompt) + len(answer)  # of the first draft
         places = [*range(place - len(last), place + len(drafts)), *range(place + seen, place + seen + slot_size)]
-        p = _probabilities(model, cache, [*last, *drafts, *masks], places, len(last) + seen, slot_size)
+        visible = torch.ones(len(places), len(places), dtype=torch.bool).tril()
+        visible[-slot_size:, len(last) + seen : -slot_size] = False
+        p = probabilities(model, cache, [*last, *drafts, *masks], places, visible.to(model.device))
 
         p = p[len(last) - 1 :]
         best = p.argmax(-1).tolist()
@@ -77,23 +60,3 @@ def _answer(model, prompt, count, slot_size):
             drafts, sure = drafts[len(new) :], sure[len(new) :]
         last = new[-1:]
     return answer
-
-
-def _probabilities(model, cache, tokens, places, seen, slot_size):
-    """[W, V] at each fed token; the masks, which are last, see `seen` of the others and the masks before them."""
-    device, P, W = model.device, cache.get_seq_length(), len(tokens)
-    visible = torch.ones(W, W, dtype=torch.bool, device=device).tril()
-    visible[-slot_size:, seen : W - slot_size] = False
-    visible = torch.cat([torch.ones(W, P, dtype=torch.bool, device=device), visible], dim=1)
-    bias = torch.zeros(W, P + W, dtype=model.dtype, device=device).masked_fill(~visible, torch.finfo(model.dtype).min)
-    out = model(
-        input_ids=torch.tensor([tokens], device=device),
-        position_ids=torch.tensor([places], device=device),
-        attention_mask=bias[None, None],
-        past_key_values=cache,
-        use_cache=True,
-    )
-    logits = out.logits[0].float()
-    never = {model.config.mask_token_id, model.config.pad_token_id} - {None}
-    logits[:, list(never)] = -torch.inf
-    return logits.softmax(-1)

@@ -6,55 +6,36 @@ ReFusion (arXiv 2512.13586, section 3.3) with exact infilling: slots are planned
 together, and whatever is right as it stands is committed. Every token sees what was fed before it, so that the cache
 grows in the order of commitment; nothing in it is computed again.
 
-Axes: W fed tokens, P tokens in the cache.
+Axes: B rows, T tokens of a prompt, W fed tokens, V vocabulary.
 """
 
 import torch
 from transformers import DynamicCache
 
+from .rows import decode_rows, probabilities
+
 
 @torch.no_grad()
 def generate(
-    model,
-    input_ids=None,
-    inputs=None,
-    attention_mask=None,
-    generation_config=None,
-    max_new_tokens=None,
-    slot_size=8,
-    serial_blocks=1,
-    slot_threshold=0.9,
-    infill_blend=0.5,
-    **others,
+    model, input_ids=None, inputs=None, slot_size=8, serial_blocks=1, slot_threshold=0.9, infill_blend=0.5, **asked
 ):
-    """Prompts and answers, padded on the right.
+    """Prompts and answers, [B, T + new tokens], padded on the right.
 
     Args:
       model: a causal language model of transformers, trained by `refusion`.
       input_ids, inputs: [B, T] prompts, by either name.
-      attention_mask: [B, T], 0 at padding; None: there is none.
-      generation_config: whose max_new_tokens counts where that is None.
-      max_new_tokens: of an answer; 128 if nobody says. Rounded up to serial_blocks runs of whole slots.
       slot_size: tokens of a slot.
-      serial_blocks: the answer is cut into so many runs of slots, decoded one after the other.
+      serial_blocks: the answer is cut into so many runs of whole slots, decoded one after the other; its length is
+        rounded up to them.
       slot_threshold: slots with a first token more probable than this are chosen, one at least.
       infill_blend: weight of the plan's probabilities in the choice between its draft and the next token.
-      others: what transformers passes along; sampling is refused.
+      asked: max_new_tokens and others, see `decode_rows`.
     """
-    if others.get("do_sample") or (generation_config and generation_config.do_sample):
-        raise ValueError("this decoding is greedy: do_sample=False")
-    prompts = inputs if input_ids is None else input_ids
-    kept = torch.ones_like(prompts) if attention_mask is None else attention_mask
-    count = max_new_tokens or (generation_config and generation_config.max_new_tokens) or 128
-    blocks = _blocks(count, slot_size, serial_blocks)
-    texts = [
-        torch.cat(
-            [prompt, prompt.new_tensor(_answer(model, prompt[is_kept.bool()], blocks, slot_threshold, infill_blend))]
-        )
-        for prompt, is_kept in zip(prompts, kept, strict=True)
-    ]
-    pad = model.config.pad_token_id if model.config.pad_token_id is not None else model.config.eos_token_id
-    return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad)
+
+    def answer(prompt, count):
+        return _answer(model, prompt, _blocks(count, slot_size, serial_blocks), slot_threshold, infill_blend)
+
+    return decode_rows(answer, model, inputs if input_ids is None else input_ids, **asked)
 
 
 def _blocks(count, slot_size, serial_blocks):
@@ -69,17 +50,17 @@ def _answer(model, prompt, blocks, threshold, blend):
     c, cache, start = model.config, DynamicCache(config=model.config), len(prompt)
     text = {}  # place in the answer -> token
 
-    def probabilities(fed):
+    def predicted(fed):
         """place -> [V] for each place that is fed, a dict from places to tokens."""
-        p = _probabilities(model, cache, [*fed.values()], [start + place for place in fed])
+        p = probabilities(model, cache, [*fed.values()], [start + place for place in fed])
         return dict(zip(fed, p, strict=True))
 
-    _probabilities(model, cache, prompt.tolist(), [*range(start)])
+    probabilities(model, cache, prompt.tolist(), [*range(start)])
     for block in blocks:
         slots = block
         while slots:
             # Plan: masks for all slots that are left. Those with a sure first token are chosen.
-            p = probabilities({place: c.mask_token_id for slot in slots for place in slot})
+            p = predicted({place: c.mask_token_id for slot in slots for place in slot})
             cache.crop(-len(p))  # so many are taken away
             draft = {place: int(row.argmax()) for place, row in p.items()}
             sure = [float(p[slot[0]].max()) for slot in slots]
@@ -91,7 +72,7 @@ def _answer(model, prompt, blocks, threshold, blend):
             now = {place: draft[place] for slot in chosen for place in slot}
             while chosen:
                 now = {place: now[place] for slot in chosen for place in slot}
-                q = probabilities(now)
+                q = predicted(now)
                 right = dict(now)
                 for place in (place for slot in chosen for place in slot[1:]):
                     follows = int(q[place - 1].argmax())
@@ -114,21 +95,3 @@ def _answer(model, prompt, blocks, threshold, blend):
             break
     answer = [text[place] for place in sorted(text)]
     return answer[: answer.index(c.eos_token_id) + 1] if c.eos_token_id in answer else answer
-
-
-def _probabilities(model, cache, tokens, places):
-    """[W, V] at each fed token, which sees the cache and the tokens before it."""
-    device, P, W = model.device, cache.get_seq_length(), len(tokens)
-    hidden = torch.ones(W, P + W, dtype=torch.bool, device=device).triu(P + 1)
-    bias = torch.zeros(W, P + W, dtype=model.dtype, device=device).masked_fill(hidden, torch.finfo(model.dtype).min)
-    out = model(
-        input_ids=torch.tensor([tokens], device=device),
-        position_ids=torch.tensor([places], device=device),
-        attention_mask=bias[None, None],
-        past_key_values=cache,
-        use_cache=True,
-    )
-    logits = out.logits[0].float()
-    never = {model.config.mask_token_id, model.config.pad_token_id} - {None}
-    logits[:, list(never)] = -torch.inf
-    return logits.softmax(-1)

@@ -1,0 +1,62 @@
+"""What the decoders in PyTorch share: prompts in, texts out, and one forward. Exports carry it next to generate.py.
+
+Axes: B rows, T tokens of a prompt, W fed tokens, P tokens in the cache, V vocabulary.
+"""
+
+import torch
+
+
+def decode_rows(
+    answer, model, prompts, attention_mask=None, generation_config=None, max_new_tokens=None, do_sample=None, **_
+):
+    """Prompts and answers, [B, T + new tokens], padded on the right.
+
+    Args:
+      answer: (prompt, an int64 tensor without padding; new tokens at most) -> the tokens of its answer.
+      model: a causal language model of transformers.
+      prompts: [B, T] ids.
+      attention_mask: [B, T], 0 at padding; None: there is none.
+      generation_config: whose max_new_tokens and do_sample count where those are None.
+      max_new_tokens: of an answer; 128 if nobody says.
+      do_sample: is refused.
+
+    Raises:
+      ValueError: where sampling is asked for.
+    """
+    if do_sample or (generation_config and generation_config.do_sample):
+        raise ValueError("this decoding is greedy: do_sample=False")
+    kept = torch.ones_like(prompts) if attention_mask is None else attention_mask
+    count = max_new_tokens or (generation_config and generation_config.max_new_tokens) or 128
+    texts = [
+        torch.cat([prompt, prompt.new_tensor(answer(prompt[is_kept.bool()], count))])
+        for prompt, is_kept in zip(prompts, kept, strict=True)
+    ]
+    c = model.config
+    pad = c.eos_token_id if c.pad_token_id is None else c.pad_token_id
+    return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad)
+
+
+def probabilities(model, cache, tokens, places, visible=None):
+    """[W, V], float32, at each fed token, which sees the cache.
+
+    Args:
+      model: as for `decode_rows`.
+      cache: of transformers, P tokens; gets W more.
+      tokens, places: W ids, and their positions in the text.
+      visible: [W, W] bool, which fed tokens (columns) each (row) sees; None: itself and those before it.
+    """
+    device, P, W = model.device, cache.get_seq_length(), len(tokens)
+    seen = torch.ones(W, P + W, dtype=torch.bool, device=device)
+    seen[:, P:] = seen[:, P:].tril() if visible is None else visible
+    bias = torch.zeros(W, P + W, dtype=model.dtype, device=device).masked_fill(~seen, torch.finfo(model.dtype).min)
+    out = model(
+        input_ids=torch.tensor([tokens], device=device),
+        position_ids=torch.tensor([places], device=device),
+        attention_mask=bias[None, None],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits = out.logits[0].float()
+    never = {model.config.mask_token_id, model.config.pad_token_id} - {None}
+    logits[:, list(never)] = -torch.inf
+    return logits.softmax(-1)
