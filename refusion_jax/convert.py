@@ -77,7 +77,7 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
     _, params = abstract_transformer(config, dtype, mesh_over_all(config.hidden_size))
     with progress() as bar:
-        task = bar.add_task("reading", total=huggingface.count_tensors(params))
+        task = bar.add_task("reading", total=huggingface.count_parts(params, config))
         params = huggingface.load_params(source, params, lambda: bar.advance(task), releases())
     save_params(target, params)
     write_model_config(target, config, find_objective(source))

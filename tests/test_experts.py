@@ -1,5 +1,6 @@
 """Mixtures of experts: the same as a loop over all of them, on one device and on meshes, in training and decoding."""
 
+import dataclasses
 import functools
 import math
 
@@ -28,39 +29,64 @@ from refusion_jax.training.program import train_program
 
 E, CHOSEN, D, F, B, T = 8, 3, 16, 24, 8, 12
 MOE = {"family": "qwen3_moe", "num_experts": E, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": F}
+GROUPS, OPEN, SCALE = 4, 2, 2.5
+LLADA2 = MOE | {"family": "llada2_moe", "n_group": GROUPS, "topk_group": OPEN, "routed_scaling_factor": SCALE}
+LLADA2 |= {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_shared_experts": 2, "partial_rotary_factor": 0.5}
+SHAPES = pytest.mark.parametrize("shape", [MOE, LLADA2], ids=lambda shape: shape["family"])
 MESHES = [{}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"expert": 4, "sequence": 2}]
 
 
-def inputs():
-    keys = jax.random.split(jax.random.key(0), 5)
+def inputs(router):
+    keys = jax.random.split(jax.random.key(0), 6)
     shapes = {"router": (D, E), "gate_proj": (E, D, F), "up_proj": (E, D, F), "down_proj": (E, F, D)}
-    weights = {name: jax.random.normal(key, shapes[name]) / 4 for name, key in zip(shapes, keys[1:], strict=True)}
+    shapes |= {"expert_bias": (E,)} if router.kind == "sigmoid" else {}
+    weights = {name: jax.random.normal(key, shapes[name]) / 4 for name, key in zip(shapes, keys[1:], strict=False)}
     return jax.random.normal(keys[0], (B, T, D)), weights
+
+
+def best_by_softmax(logits, w):
+    """The weight of every expert, 0 for those that were not chosen."""
+    scores = jax.nn.softmax(logits)
+    weight = jnp.where(scores >= jnp.sort(scores)[..., -CHOSEN, None], scores, 0)
+    return weight / jnp.sum(weight, axis=-1, keepdims=True)
+
+
+def best_by_sigmoid(logits, w):
+    """The same of groups: the bias counts for the choice, of groups by their best two and then of experts."""
+    scores = jax.nn.sigmoid(logits)
+    rank = (scores + w["expert_bias"][None, None]).reshape(*scores.shape[:2], GROUPS, -1)
+    best = jnp.sum(jnp.sort(rank)[..., -2:], axis=-1, keepdims=True)
+    rank = jnp.where(best >= jnp.sort(best, axis=-2)[..., -OPEN, None, :], rank, -1e9).reshape(scores.shape)
+    weight = jnp.where(rank >= jnp.sort(rank)[..., -CHOSEN, None], scores, 0)
+    return SCALE * weight / jnp.sum(weight, axis=-1, keepdims=True)
 
 
 def loop(x, w):
     """Each expert on all tokens; those that did not choose it weigh 0."""
-    weight, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["router"]), CHOSEN)
-    weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+    weight = (best_by_sigmoid if "expert_bias" in w else best_by_softmax)(x @ w["router"], w)
     y = jnp.zeros_like(x)
     for e in range(E):
-        own = jnp.sum(jnp.where(chosen == e, weight, 0), axis=-1, keepdims=True)
+        own = weight[..., e, None]
         y += own * ((jax.nn.silu(x @ w["gate_proj"][e]) * (x @ w["up_proj"][e])) @ w["down_proj"][e])
     return y
 
 
-def ours(x, w):
-    return experts.mixture(x, w, CHOSEN, True, jax.nn.silu, None)[0]
+SOFTMAX, SIGMOID = experts.Router(CHOSEN, True), experts.Router(CHOSEN, True, "sigmoid", GROUPS, OPEN, SCALE)
+TILES = (1, 4)  # of TPUs and GPUs, and of CPUs
+CASES = [(SOFTMAX, mesh, tile) for mesh in MESHES for tile in TILES]
+CASES += [(SIGMOID, MESHES[0], 4), (SIGMOID, MESHES[1], 1)]
 
 
-@pytest.mark.parametrize("tile", [1, 4])  # of TPUs and GPUs, and of CPUs
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_value_and_gradient_are_those_of_a_loop_over_experts(mesh, tile, monkeypatch):
+@pytest.mark.parametrize(("router", "mesh", "tile"), CASES, ids=str)
+def test_value_and_gradient_are_those_of_a_loop_over_experts(router, mesh, tile, monkeypatch):
     monkeypatch.setattr(experts, "_tile", lambda _: tile)
     devices = jax.devices()[: math.prod(mesh.values())]
 
+    def ours(x, w):
+        return experts.mixture(x, w, router, jax.nn.silu, None)[0]
+
     def gradients(f):
-        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(*inputs())
+        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(*inputs(router))
 
     with jax.default_matmul_precision("highest"):
         expected = gradients(loop)
@@ -70,11 +96,11 @@ def test_value_and_gradient_are_those_of_a_loop_over_experts(mesh, tile, monkeyp
 
 
 @functools.cache
-def one_step(accumulation: int = 1, remat: str = "none", **mesh: int) -> tuple[dict, dict]:
+def one_step(family: str, accumulation: int = 1, remat: str = "none", **mesh: int) -> tuple[dict, dict]:
     """(metrics, gradient) of a training step."""
     keys = {"optimizer": "adamw", "accumulation": accumulation, "remat": remat, "batch_size": 16, "row_length": 24}
     keys |= {f"mesh.{axis}": size for axis, size in (dict.fromkeys(sharding.MESH_AXES, 1) | mesh).items()}
-    shape = tiny_config(**MOE, router_aux_loss_coef=0.1)
+    shape = tiny_config(**{"qwen3_moe": MOE, "llada2_moe": LLADA2}[family], router_aux_loss_coef=0.1)
     config = config_with(**keys, **{"slots.sizes": (2, 3, 4), "clip_norm": 1e6, "warmup_steps": 0})
     devices = sharding.make_mesh(config.mesh, jax.devices()[: math.prod(mesh.values())])
     program = train_program(config, shape, devices)
@@ -84,12 +110,13 @@ def one_step(accumulation: int = 1, remat: str = "none", **mesh: int) -> tuple[d
         return jax.device_get((metrics, after.opt_state[1][0].mu))  # a tenth of the gradient
 
 
-SPLIT = [{"remat": "products", "accumulation": 4}, {"remat": "full", "accumulation": 2, "expert": 2, "fsdp": 4}]
+FULL = {"remat": "full", "accumulation": 2, "expert": 2, "fsdp": 4}
+SPLIT = [("qwen3_moe", {"remat": "products", "accumulation": 4}), ("qwen3_moe", FULL), ("llada2_moe", FULL)]
 
 
-@pytest.mark.parametrize("how", [*SPLIT, {"expert": 2, "tensor": 2, "sequence": 2}], ids=str)
-def test_neither_devices_nor_accumulation_nor_remat_change_a_step(how):
-    (metrics, gradient), (split_metrics, split_gradient) = one_step(), one_step(**how)
+@pytest.mark.parametrize(("family", "how"), [*SPLIT, ("qwen3_moe", {"expert": 2, "tensor": 2, "sequence": 2})], ids=str)
+def test_neither_devices_nor_accumulation_nor_remat_change_a_step(family, how):
+    (metrics, gradient), (split_metrics, split_gradient) = one_step(family), one_step(family, **how)
     assert metrics["loss_router"] > CHOSEN  # where all have as much to do it is that
     for name in metrics:
         np.testing.assert_allclose(metrics[name], split_metrics[name], rtol=1e-5, err_msg=name)
@@ -97,6 +124,7 @@ def test_neither_devices_nor_accumulation_nor_remat_change_a_step(how):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * np.abs(b).max()), split_gradient, gradient
     )
     assert np.abs(gradient["layers"]["router"]).max() > 0
+    assert not np.any(gradient["layers"].get("expert_bias", 0))  # it counts for the choice alone, and stays as it is
 
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
@@ -116,10 +144,11 @@ def test_the_router_loss_is_that_of_transformers_over_real_tokens(tmp_path):
     np.testing.assert_allclose(found, expected.aux_loss.numpy(), rtol=1e-5)
 
 
-def test_a_directory_comes_back_to_the_bit_straight_to_a_mesh(tmp_path):
-    path = saved(tmp_path / "theirs", **MOE, norm_topk_prob=False)
+@pytest.mark.parametrize("shape", [MOE | {"norm_topk_prob": False}, LLADA2], ids=lambda shape: shape["family"])
+def test_a_directory_comes_back_to_the_bit_straight_to_a_mesh(shape, tmp_path):
+    path = saved(tmp_path / "theirs", **shape)
     model = load_model(path)
-    assert (model.config.num_experts, model.config.norm_topk_prob) == (E, False)
+    assert dataclasses.asdict(model.config).items() >= shape.items()
     huggingface.save(model, tmp_path / "ours")
     before, after = tensors(path), tensors(tmp_path / "ours")
     assert before.keys() == after.keys()
@@ -135,7 +164,11 @@ def test_a_directory_comes_back_to_the_bit_straight_to_a_mesh(tmp_path):
         (lambda p: change_config(p, mlp_only_layers=[0]), r"mlp_only_layers=\[0\] is not supported"),
         (lambda p: change_config(p, decoder_sparse_step=2), "decoder_sparse_step=2 is not supported"),
         (lambda p: change_config(p, num_experts=7), "layers.0.mlp.experts.7.down_proj.weight has no place in"),
-        (lambda p: change_config(p, num_experts_per_tok=9), "num_experts_per_tok=9 must be 1 to num_experts=8"),
+        (
+            lambda p: change_config(p, num_experts_per_tok=9),
+            "num_experts_per_tok=9 must be 1 to 8 for family=qwen3",
+        ),
+        (lambda p: change_config(p, n_group=2), "n_group=2: family=qwen3_moe has none"),
         (lambda p: change_config(p, model_type="qwen3"), "num_experts=8: family=qwen3 has none"),
         (
             lambda p: change_tensors(
@@ -160,12 +193,15 @@ def test_configs_and_adapters_that_cannot_be_are_refused_in_one_line():
         UserError, match=r"lora.targets=.\*_proj: experts have no adapters, and gate_proj is theirs; of"
     ):
         add_adapters(model.layers, Lora(2, 4.0, ".*_proj"), nnx.Rngs(0))
+    with pytest.raises(UserError, match=r"lora.rank=2: first_k_dense_replace=1: models whose first layers have no"):
+        add_adapters(tiny_model(**LLADA2).layers, Lora(2, 4.0, "q_proj"), nnx.Rngs(0))
     add_adapters(model.layers, Lora(2, 4.0, "(q|k|v|o)_proj"), nnx.Rngs(0))
     assert forward(model, *(jnp.ones((1, 4), jnp.int32),) * 2, causal(jnp.ones((1, 4), jnp.int32))).shape == (1, 4, 32)
 
 
-def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(tmp_path):
-    huggingface.save(sharp_model(**MOE), tmp_path / "model")
+@SHAPES
+def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(shape, tmp_path):
+    huggingface.save(sharp_model(**shape), tmp_path / "model")
     model, own = load_model(tmp_path / "model"), settings("ar", new=8)
     out = decode(model, PROMPTS, own)
     for request, tokens in zip(prepare(PROMPTS, own, model.config), out.tokens, strict=True):
@@ -176,8 +212,9 @@ def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(tmp_path):
         assert decode(load_model(tmp_path / "model", mesh=mesh, weights=weights), PROMPTS, own) == expected
 
 
-def test_experts_in_int8_are_those_of_the_rounded_weights():
-    model = tiny_model(**MOE)
+@SHAPES
+def test_experts_in_int8_are_those_of_the_rounded_weights(shape):
+    model = tiny_model(**shape)
     narrow, (graph, _) = model.rounded("int8"), nnx.split(model)
     state = nnx.to_pure_dict(nnx.state(narrow))
     wide = nnx.merge(graph, jax.tree.map(lambda w: int8.widened(w, jnp.float32), state, is_leaf=int8.is_int8))
@@ -187,13 +224,18 @@ def test_experts_in_int8_are_those_of_the_rounded_weights():
     assert np.abs(logits[0] - logits[2]).max() > 1e-3
 
 
-def test_flops_are_those_of_the_experts_that_a_token_goes_to():
-    sparse = tiny_config(**MOE, tie_word_embeddings=True)
+@SHAPES
+def test_flops_are_those_of_the_experts_that_a_token_goes_to(shape):
+    sparse = tiny_config(**shape, tie_word_embeddings=True)
     total, active = count_weights(sparse)
-    assert total - active == 2 * (E - CHOSEN) * 3 * D * F
+    assert total - active == 2 * (E - CHOSEN) * 3 * D * F  # both have two layers with experts
     model = nnx.eval_shape(lambda: Transformer(sparse, nnx.Rngs(0)))
-    norms = D + 2 * (2 * D + 2 * 8)
-    assert total == sum(x.size for x in jax.tree.leaves(nnx.state(model))) - norms
+    of_products = [
+        p.size
+        for p in jax.tree.leaves(nnx.state(model), is_leaf=lambda p: isinstance(p, nnx.Variable))
+        if not {"norm", "bias"} & set(p.logical_axes)
+    ]
+    assert total == sum(of_products)
     assert train_flops_per_token(sparse, 0) == 6 * active
 
 

@@ -59,7 +59,7 @@ def test_attention_of_a_query_that_sees_nothing_is_finite_with_finite_gradients(
 
 
 def test_rotation_is_half_split():
-    rotation = rope_rotation(jnp.array([[3]]), head_dim=4, theta=100.0)
+    rotation = rope_rotation(jnp.array([[3]]), size=4, theta=100.0)
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     (a, b, c, d), (f0, f1) = x.ravel(), (3.0, 3.0 / 10)
     expected = [

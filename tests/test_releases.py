@@ -99,7 +99,7 @@ def test_what_a_config_json_leaves_open_is_what_the_authors_code_assumes(tmp_pat
         ("dream", {"use_mrope": True}, "use_mrope=true is not supported"),
         ("sdar", {"num_experts": 128}, "num_experts=128 is not understood"),
         ("wedlm", {"qk_norm": False}, "attention_bias=false is not supported"),
-        ("sdar", {"model_type": "llada2_moe"}, 'model_type="llada2_moe" is not supported; of Hugging Face models we'),
+        ("sdar", {"model_type": "sdar_vl"}, 'model_type="sdar_vl" is not supported; of Hugging Face models we'),
     ],
 )
 def test_a_field_that_is_not_understood_is_refused_by_name(name, change, said, tmp_path):

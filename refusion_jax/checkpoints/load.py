@@ -20,6 +20,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import absolute
 from refusion_jax.model import huggingface, peft
 from refusion_jax.model.abstract import abstract_transformer
+from refusion_jax.model.families import OPTIONAL
 from refusion_jax.model.lora import Lora, combine
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import decoders_for, default_system, plain_system, releases
@@ -206,8 +207,8 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
         )
     sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
     positions = "rope_theta rope_scaling local_rope query_pre_attn_scalar"
-    experts = "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
-    for key in f"{sizes} {positions} {experts} rms_norm_eps tie_word_embeddings family".split():
+    others = [key for key in OPTIONAL if key != "router_aux_loss_coef"]
+    for key in [*f"{sizes} {positions}".split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
         if getattr(there, key) != getattr(config, key):
             raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:

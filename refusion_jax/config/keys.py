@@ -119,6 +119,14 @@ _MODEL = {
     "router_aux_loss_coef": Setting(
         0.001, "weight of the loss that balances experts, the metric loss_router; 0: none", at_least=0, at_most=1e6
     ),
+    "first_k_dense_replace": Setting(0, "layers before the first with experts", at_least=0, at_most=2**14),
+    "num_shared_experts": Setting(
+        0, "more experts, as one MLP that every token goes through", at_least=0, at_most=2**7
+    ),
+    "n_group": Setting(1, "groups of experts", at_least=1, at_most=2**14),
+    "topk_group": Setting(1, "groups that a token chooses its experts from", at_least=1, at_most=2**14),
+    "routed_scaling_factor": Setting(1.0, "of the weights of a token's experts", above=0, at_most=1e6),
+    "partial_rotary_factor": Setting(1.0, "the part of a head that RoPE rotates", above=0, at_most=1),
 }
 
 _LORA = {

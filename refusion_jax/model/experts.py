@@ -10,6 +10,7 @@ experts of a token, N tokens of all chips that share the experts, P = N k pairs 
 slots, in which pairs are sorted, R slots of a tile.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -45,6 +46,41 @@ class Load(NamedTuple):
     probabilities: Float32[Array, "E"]  # of going there
 
 
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """Which experts a token goes to, and how much each of them counts.
+
+    With softmax that of Qwen3-MoE; with sigmoid that of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), where a bias in
+    the choice balances the experts, and a token chooses from some groups of them. We leave the bias as it is.
+    """
+
+    chosen: int  # k
+    normalized: bool  # whether the weights of a token's experts are divided by their sum
+    kind: str = "softmax"  # over all experts, or "sigmoid" of each
+    groups: int = 1  # of experts
+    open_groups: int = 1  # from which a token may choose: those whose best two experts are best together
+    scale: float = 1.0  # of the weights
+
+    def __call__(
+        self, logits: Float32[Array, "N E"], bias: Float32[Array, "E"] | None
+    ) -> tuple[Float32[Array, "N k"], Int32[Array, "N k"], Float32[Array, "N E"]]:
+        """(weights of the experts of each token, which they are, the probability of each to be chosen)."""
+        scores = jax.nn.softmax(logits) if self.kind == "softmax" else jax.nn.sigmoid(logits)
+        rank = scores if bias is None else scores + bias[None]
+        if self.groups > 1:
+            grouped = rank.reshape(len(rank), self.groups, -1)
+            best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)  # [N, groups]
+            chosen = jax.lax.top_k(best, self.open_groups)[1]
+            is_open = jnp.any(jax.nn.one_hot(chosen, self.groups, dtype=bool), axis=1)
+            rank = jnp.where(is_open[:, :, None], grouped, -jnp.inf).reshape(rank.shape)
+        expert = jax.lax.top_k(rank, self.chosen)[1]
+        weight = jnp.take_along_axis(scores, expert, axis=1)
+        if self.normalized:
+            weight = weight / (jnp.sum(weight, axis=1, keepdims=True) + 1e-20)
+        probability = scores if self.kind == "softmax" else scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+        return self.scale * weight, expert, probability
+
+
 def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
     """What a probability of each expert costs, from how many tokens of the whole batch go there.
 
@@ -63,8 +99,7 @@ def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
 def mixture(
     x: Float[Array, "B T D"],
     weights: Mapping[str, Array | Int8Array],
-    chosen: int,
-    normalized: bool,
+    router: Router,
     activation: Callable,
     is_real: Bool[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
@@ -72,36 +107,33 @@ def mixture(
 
     Args:
       x: split over the mesh as "batch", "length", None.
-      weights: of one layer: router [D, E] float32, gate_proj and up_proj [E, D, F], down_proj [E, F, D].
-      chosen: k.
-      normalized: whether the weights of a token's experts are divided by their sum.
+      weights: of one layer: router [D, E] and, if it has one, expert_bias [E], both float32, gate_proj and up_proj
+        [E, D, F], down_proj [E, F, D].
+      router: how tokens choose.
       activation: of the gate.
       is_real: tokens that count for the load; None: it is not wanted.
     """
 
-    def on_chip(x, is_real, router, *projections):
+    def on_chip(x, is_real, matrix, bias, *projections):
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        logits = jnp.matmul(x.astype(jnp.float32), router, precision="highest")
-        probabilities = jax.nn.softmax(logits)
-        weight, expert = jax.lax.top_k(probabilities, chosen)  # [N, k]
-        if normalized:
-            weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
+        logits = jnp.matmul(x.astype(jnp.float32), matrix, precision="highest")
+        weight, expert, probability = router(logits, bias)
         load = None
         if is_real is not None:
             real = is_real.reshape(-1, 1).astype(jnp.float32)
-            counts = jnp.sum(jnp.sum(jax.nn.one_hot(expert, router.shape[1]), axis=1) * real, axis=0)
-            load = all_sum(Load(counts, jnp.sum(probabilities * real, axis=0)), "batch", "length")
+            counts = jnp.sum(jnp.sum(jax.nn.one_hot(expert, matrix.shape[1]), axis=1) * real, axis=0)
+            load = all_sum(Load(counts, jnp.sum(probability * real, axis=0)), "batch", "length")
         x, weight, expert = (all_gather(each, "experts", axis=0) for each in (x, weight.astype(x.dtype), expert))
         y = _apply(x, weight, expert, [_whole(w, name) for w, name in zip(projections, NAMES, strict=True)], activation)
         return all_sum(scatter_sum(y, "experts", axis=0), "mlp").reshape(shape), load
 
     tokens = spec("batch", "length", None)
     flags = None if is_real is None else spec("batch", "length")
+    bias = weights.get("expert_bias")
+    whole = spec(None, None), None if bias is None else spec(None)
     split = [jax.tree.map(functools.partial(_spec, _AXES[name]), weights[name]) for name in NAMES]
-    run = on_each_chip(
-        on_chip, (tokens, flags, spec(None, None), *split), (tokens, None if is_real is None else spec(None))
-    )
-    return run(x, is_real, weights["router"], *(weights[name] for name in NAMES))
+    run = on_each_chip(on_chip, (tokens, flags, *whole, *split), (tokens, None if is_real is None else spec(None)))
+    return run(x, is_real, weights["router"], bias, *(weights[name] for name in NAMES))
 
 
 def _spec(axes: tuple[str, ...], x: Array) -> jax.sharding.PartitionSpec:

@@ -31,6 +31,13 @@ NAMES = {
     "final_norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
 }
+_EXPERTS = {name: f"model.layers.{{}}.mlp.experts.{{}}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
+# Keys of config.json, and of `ModelConfig`, that only families with a default for them have.
+OPTIONAL = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"),
+    *("first_k_dense_replace", "num_shared_experts", "n_group", "topk_group", "routed_scaling_factor"),
+    "partial_rotary_factor",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +51,12 @@ class Family:
     norm_offset: float = 0.0  # added to the scale of every RMSNorm
     activation: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"hidden_act": "silu"})  # in config.json
     scaled_embedding: bool = False  # by the root of the hidden size
-    experts: bool = False  # in every layer, in place of an MLP
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names in layers with experts, if it has some
+    router: str = "softmax"  # what makes scores of its logits; "sigmoid": and each expert has a bias in the choice
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of config.json: another name -> ours
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from NAMES
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where they differ from NAMES; several weights
+    # with one name are rows of one tensor, in the order of NAMES
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json; other values are refused
 
 
@@ -76,6 +85,53 @@ FAMILIES = {
         },
     ),
     "llama": Family("LlamaForCausalLM", fixed={"attention_bias": False, "mlp_bias": False}),  # 2, 3.x, SmolLM2
+    "llada2_moe": Family(  # LLaDA2, mini and flash
+        "LLaDA2MoeModelLM",
+        qk_norm="head",
+        names={
+            "embed_tokens": "model.word_embeddings.weight",
+            **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "model.layers.{}.attention.query_key_value.weight"),
+            "q_norm": "model.layers.{}.attention.query_layernorm.weight",
+            "k_norm": "model.layers.{}.attention.key_layernorm.weight",
+            "o_proj": "model.layers.{}.attention.dense.weight",
+        },
+        experts={
+            **_EXPERTS,
+            "expert_bias": "model.layers.{}.mlp.gate.expert_bias",
+            "shared_gate_proj": "model.layers.{}.mlp.shared_experts.gate_proj.weight",
+            "shared_up_proj": "model.layers.{}.mlp.shared_experts.up_proj.weight",
+            "shared_down_proj": "model.layers.{}.mlp.shared_experts.down_proj.weight",
+        },
+        router="sigmoid",
+        fixed={
+            "moe_router_enable_expert_bias": True,
+            "norm_head": False,
+            "norm_softmax": False,
+            "norm_topk_prob": True,
+            "router_dtype": "fp32",
+            "score_function": "sigmoid",
+            "use_bias": False,
+            "use_qk_norm": True,
+            "use_qkv_bias": False,
+            "use_rmsnorm": True,
+            "use_sliding_window": False,
+            "using_split_qkv_in_self_attention": False,
+        },
+        defaults={
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 0,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.0,
+            "first_k_dense_replace": 0,
+            "num_shared_experts": 0,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
     "mistral": Family("MistralForCausalLM", fixed={"sliding_window": None}),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -88,17 +144,12 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         qk_norm="head",
-        experts=True,
+        experts=_EXPERTS,
         fixed={
             "attention_bias": False,
             "use_sliding_window": False,
             "mlp_only_layers": [],
             "decoder_sparse_step": 1,
-        },
-        names={
-            "gate_proj": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
-            "up_proj": "model.layers.{}.mlp.experts.{}.up_proj.weight",
-            "down_proj": "model.layers.{}.mlp.experts.{}.down_proj.weight",
         },
         keys={"num_local_experts": "num_experts"},  # as transformers 5 writes it
         defaults={

@@ -17,20 +17,21 @@ def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:
       c: the model.
       keys_seen: by a query, on average; see `Pattern.keys_seen`.
     """
-    layer = 2 * layer_weights(c, c.num_experts_per_tok) + 4 * c.num_attention_heads * c.head_dim * keys_seen
-    return 3.0 * (c.num_hidden_layers * layer + 2 * c.hidden_size * c.vocab_size)
+    attention = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * keys_seen
+    return 3.0 * (2 * weights_in_layers(c, c.num_experts_per_tok) + attention + 2 * c.hidden_size * c.vocab_size)
 
 
-def layer_weights(c: ModelConfig, experts: float) -> float:
-    """Weights in the products of a layer, with so many of its experts, if it has any."""
+def weights_in_layers(c: ModelConfig, experts: float) -> float:
+    """Weights in the products of all layers, with so many of their experts and the shared ones, if there are any."""
     D, N, K, H = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
     attention = D * (N + 2 * K) * H + N * H * D
-    if not c.num_experts:
-        return attention + 3 * D * c.intermediate_size
-    return attention + D * c.num_experts + experts * 3 * D * c.moe_intermediate_size
+    dense = c.first_k_dense_replace if c.num_experts else c.num_hidden_layers
+    mixture = D * c.num_experts + (experts + c.num_shared_experts) * 3 * D * c.moe_intermediate_size
+    mlps = dense * 3 * D * c.intermediate_size + (c.num_hidden_layers - dense) * mixture
+    return c.num_hidden_layers * attention + mlps
 
 
 def count_weights(c: ModelConfig) -> tuple[float, float]:
     """(weights in products, the embedding among them, those of them that a token uses)."""
     outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-    return tuple(c.num_hidden_layers * layer_weights(c, n) + outside for n in (c.num_experts, c.num_experts_per_tok))
+    return tuple(weights_in_layers(c, n) + outside for n in (c.num_experts, c.num_experts_per_tok))

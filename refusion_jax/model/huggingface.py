@@ -1,14 +1,10 @@
-"""Hugging Face directories of the families in families.py: their weights into ours, and ours into theirs.
-
-A weight of theirs is [out, in], one tensor a layer; ours is [in, out] with the head axes apart, all layers stacked. One
-table says which is which, and both directions follow from it.
-"""
+"""Hugging Face directories of the families in families.py: their weights into ours, and ours into theirs."""
 
 import functools
 import json
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +20,11 @@ from refusion_jax.cli.progress import track
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.distributed.storage import replacing, write_file
-from refusion_jax.model import experts
-from refusion_jax.model.families import FAMILIES, NAMES, Release
-from refusion_jax.model.lora import INPUTS
-from refusion_jax.model.shape import to_model_config
+from refusion_jax.model.families import FAMILIES, OPTIONAL, Release
+from refusion_jax.model.shape import ModelConfig, to_model_config
 from refusion_jax.model.tensor_files import INDEX, Tensors
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.tensor_layout import Part, layout, tensor_names
+from refusion_jax.model.transformer import Transformer
 
 _SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no words for
 _OURS = ("shifted", "block_size")  # of ModelConfig
@@ -37,8 +32,6 @@ _COPIED = (  # of config.json into ModelConfig and back
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
 )
-_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef")
-_INPUTS = INPUTS | {"router": 1}  # axes of those that are transposed
 _FULL = "full_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
 _IGNORED = (  # keys of config.json that change nothing, in what authors released
@@ -84,6 +77,12 @@ class Config(pydantic.BaseModel):
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
     router_aux_loss_coef: float = 0.001
+    first_k_dense_replace: int = 0
+    num_shared_experts: int = 0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
     rope_local_base_freq: float | None = None
     sliding_window: int | None = None
     sliding_window_pattern: int | None = None
@@ -117,7 +116,7 @@ def read_model_config(
     """
     file, given = path / "config.json", read_config(path, releases)
     theta, scaling, local = _rope(file, given)
-    shape = {name: getattr(given, name) for name in (*_COPIED, *_EXPERTS)}
+    shape = {name: getattr(given, name) for name in (*_COPIED, *OPTIONAL)}
     if local:  # attention to all of so many tokens is attention in a window
         shape["max_position_embeddings"] = min(given.sliding_window or 2**28, given.max_position_embeddings)
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
@@ -161,11 +160,12 @@ def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
 
 
 def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[str, str]]:
-    """(config.json, the names of the tensors)."""
+    """(config.json, the names of tensors that the release has of its own)."""
     file = path / "config.json"
     given = read_json(file)
     model_type = str(given.get("model_type"))
-    found = [(system, one) for system, some in releases.items() for one in some if one.model_type == model_type]
+    released = {} if _SECTION in given else releases  # what we wrote is a model of its family
+    found = [(system, one) for system, some in released.items() for one in some if one.model_type == model_type]
     found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
     system, release = found[0] if found else (None, Release(model_type, model_type))
     family = FAMILIES.get(release.family)
@@ -179,7 +179,7 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
                 f"family's defaults"
             )
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
-    known -= set() if family.experts else set(_EXPERTS)
+    known -= set(OPTIONAL) - family.defaults.keys()
     if system and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
     renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
@@ -188,7 +188,7 @@ def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[
         ours = {key: given[key] for key in _OURS if key in given}
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
     given = {key: value for key, value in given.items() if key in Config.model_fields}
-    return to_type(given, Config, f"{file} cannot be read"), NAMES | dict(family.names) | release.names
+    return to_type(given, Config, f"{file} cannot be read"), release.names
 
 
 def _model_types(releases: Releases) -> list[str]:
@@ -238,55 +238,50 @@ def load_params(
     Args:
       path: the Hugging Face directory.
       target: shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros.
-      progress: called after each tensor.
+      progress: called after each part of a weight.
       releases: as for `read_config`.
 
     Raises:
       UserError: as `Tensors`; where a tensor would be left over; and where a weight is infinite or not a number, in the
         file or in the target's dtype.
     """
-    tensors, (config, names) = Tensors(path), _read_config(path, releases)
-    _refuse_others(tensors, config, names, target)
+    tensors, (config, renamed) = Tensors(path), _read_config(path, releases)
+    weights = dict(layout(target, config.model_type, renamed, config.vocab_size))
+    _refuse_others(tensors, config, renamed, {part.tensor for parts in weights.values() for part in parts})
 
-    def place(name: str, tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-        placed = _place(tensor, target)
+    def read(part: Part, target: jax.ShapeDtypeStruct) -> jax.Array:
+        placed = _place(part.ours(tensors.read(part.tensor, part.whole)), target)
         if not _is_finite(placed):
-            raise UserError(f"{tensors.place_of(name)}: {name} holds values that are not finite as {target.dtype}")
+            where = tensors.place_of(part.tensor)
+            raise UserError(f"{where}: {part.tensor} holds values that are not finite as {target.dtype}")
         progress()
         return placed
 
-    params = {}
-    for name in [name for name in target if name != "layers"]:
-        rows = () if name == "final_norm" else (config.vocab_size,)
-        theirs, shape = names[name], rows + target[name].shape[len(rows) :]
-        params[name] = place(theirs, tensors.read(theirs, shape), target[name])
-    params["layers"] = {}
-    for name, goal in target["layers"].items():
-        stacking = names[name].count("{}")  # axes: layers, and experts
-        layer = jax.ShapeDtypeStruct(
-            goal.shape[stacking:],
-            goal.dtype,
-            sharding=_drop_first_axes(goal.sharding, stacking) if goal.sharding else None,
-        )
-        stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
-        for index, theirs in _indexed(names[name], goal.shape):
-            inputs = _INPUTS.get(name, 0)
-            tensor = tensors.read(theirs, _their_shape(layer.shape, inputs))
-            tensor = (tensor.T if inputs else tensor).reshape(layer.shape)
-            stacked = _put(stacked, place(theirs, tensor, layer), index)
-        params["layers"][name] = stacked
+    params: dict[str, Any] = {}
+    for (*stack, name), parts in weights.items():
+        goals, own = (target[stack[0]], params.setdefault(stack[0], {})) if stack else (target, params)
+        own[name] = _stacked(parts, goals[name], read) if stack else read(parts[0], goals[name])
     return params
 
 
-def _refuse_others(tensors: Tensors, config: Config, names: Mapping[str, str], target: dict[str, Any]) -> None:
+def _stacked(parts: list[Part], goal: jax.ShapeDtypeStruct, read: Callable) -> jax.Array:
+    """A weight of all layers, filled part by part."""
+    axes = len(parts[0].index)
+    place = _drop_first_axes(goal.sharding, axes) if goal.sharding else None
+    part_goal = jax.ShapeDtypeStruct(goal.shape[axes:], goal.dtype, sharding=place)
+    stacked = jax.jit(functools.partial(jnp.zeros, goal.shape, goal.dtype), out_shardings=goal.sharding)()
+    for part in parts:
+        stacked = _put(stacked, read(part, part_goal), part.index)
+    return stacked
+
+
+def _refuse_others(tensors: Tensors, config: Config, renamed: Mapping[str, str], known: set[str]) -> None:
     """Refuses tensors that would be left over: without them it would be another model.
 
     Raises:
       UserError: naming the file and the tensor.
     """
-    known = {names[name] for name in target if name != "layers"}
-    for name, stacked in target["layers"].items():
-        known |= {theirs for _, theirs in _indexed(names[name], stacked.shape)}
+    names = tensor_names(config.model_type, renamed)
     for name in sorted(tensors.names - known):
         if name == names["lm_head"]:  # of tied weights, which some save twice
             shape = (config.vocab_size, config.hidden_size)
@@ -294,17 +289,6 @@ def _refuse_others(tensors: Tensors, config: Config, names: Mapping[str, str], t
                 continue
         if not name.endswith(".rotary_emb.inv_freq"):  # which follows from rope_theta
             raise UserError(f"{tensors.place_of(name)}: {name} has no place in the model that config.json describes")
-
-
-def _indexed(name: str, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Where each tensor of theirs is in a stacked weight of ours: (layer,) or (layer, expert), and its name."""
-    for index in np.ndindex(shape[: name.count("{}")]):
-        yield index, name.format(*index)
-
-
-def _their_shape(shape: tuple[int, ...], inputs: int) -> tuple[int, ...]:
-    """Shape of the tensor of one layer that becomes one of ours: [out, in] from [*in, *out]; a bias or norm is flat."""
-    return (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else (math.prod(shape),)
 
 
 def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -333,11 +317,9 @@ def _drop_first_axes(sharding: jax.sharding.Sharding, axes: int) -> jax.sharding
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[axes:]))
 
 
-def count_tensors(target: dict[str, Any]) -> int:
-    """How many tensors `load_params` reads for a target."""
-    sparse = "router" in target["layers"]
-    leading = {name: 2 if sparse and name in experts.NAMES else 1 for name in target["layers"]}
-    return len(target) - 1 + sum(math.prod(w.shape[: leading[name]]) for name, w in target["layers"].items())
+def count_parts(target: dict[str, Any], config: ModelConfig) -> int:
+    """How often `load_params` calls `progress` for a target."""
+    return sum(len(parts) for _, parts in layout(target, config.family, {}, config.vocab_size))
 
 
 def read_dtype(path: epath.Path) -> str:
@@ -358,7 +340,7 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
       objective: the system that trained it, where it is known.
     """
     path = epath.Path(path)
-    tensors = _their_tensors(nnx.to_pure_dict(nnx.state(model)), model.config.family)
+    tensors = _their_tensors(nnx.to_pure_dict(nnx.state(model)), model.config)
     shards: list[list[str]] = [[]]
     left = SHARD_BYTES
     for name, (size, _) in tensors.items():
@@ -383,25 +365,24 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
     write_file(path / "config.json", json.dumps(_their_config(model) | {_SECTION: ours}, indent=2) + "\n")
 
 
-def _their_tensors(params: dict[str, Any], family: str) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
+def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
     """Every tensor by its Hugging Face name: (bytes, what brings it to the host)."""
-    found, names = {}, NAMES | dict(FAMILIES[family].names)
-    for name in [name for name in params if name != "layers"]:
-        found[names[name]] = params[name].nbytes, functools.partial(_on_host, params[name], (), 0)
-    for name, stacked in params["layers"].items():
-        for index, theirs in _indexed(names[name], stacked.shape):
-            size = stacked.nbytes // math.prod(stacked.shape[: len(index)])
-            found[theirs] = size, functools.partial(_on_host, stacked, index, _INPUTS.get(name, 0))
-    return found
+    found: dict[str, list[tuple[Part, jax.Array]]] = {}
+    for (*stack, name), parts in layout(params, config.family, {}, config.vocab_size):
+        weight = (params[stack[0]] if stack else params)[name]
+        for part in parts:
+            found.setdefault(part.tensor, []).append((part, weight))
+    return {
+        name: (math.prod(parts[0][0].whole) * parts[0][1].dtype.itemsize, functools.partial(_on_host, parts))
+        for name, parts in found.items()
+    }
 
 
-def _on_host(weight: jax.Array, index: tuple[int, ...], inputs: int) -> np.ndarray:
-    """A weight outside the layers, or that of one layer or expert, as their tensor."""
-    if not index:
-        return np.ascontiguousarray(jax.device_get(weight))
-    tensor = jax.device_get(weight[index])
-    theirs = _their_shape(tensor.shape, inputs)
-    return np.ascontiguousarray(tensor.reshape(theirs[::-1]).T if inputs else tensor.reshape(theirs))
+def _on_host(parts: list[tuple[Part, jax.Array]]) -> np.ndarray:
+    """The tensor that some parts of our weights are together."""
+    parts = sorted(parts, key=lambda item: item[0].rows.start)
+    rows = [part.theirs(jax.device_get(weight[part.index])) for part, weight in parts]
+    return np.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
 def _their_config(model: Transformer) -> dict[str, Any]:
@@ -428,7 +409,7 @@ def _their_config(model: Transformer) -> dict[str, Any]:
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": str(jax.tree.leaves(nnx.state(model))[0].dtype),
-        **{key: getattr(c, key) for key in (*_COPIED, *(_EXPERTS if family.experts else ()))},
+        **{key: getattr(c, key) for key in (*_COPIED, *(key for key in OPTIONAL if key in family.defaults))},
         "rope_theta": c.rope_theta,
         "rope_scaling": scaling,
         **local,

@@ -1,6 +1,6 @@
 """The layers of the transformer as functions of arrays: products, RMSNorm, RoPE; and the declaration of a weight.
 
-Axes: B rows, T tokens, D hidden size, N query heads, H head size.
+Axes: B rows, T tokens, D hidden size, N query heads, H head size, R of it that RoPE rotates.
 """
 
 import math
@@ -80,21 +80,22 @@ def rms_norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], eps: float) -
     return x32.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
-def rope_rotation(
-    positions: Int32[Array, "B T"], head_dim: int, theta: float, scaling: tuple[float, ...] = ()
-) -> tuple[Float32[Array, "B T 1 _"], Float32[Array, "B T 1 _"]]:
+Rotation = tuple[Float32[Array, "B T 1 half"], Float32[Array, "B T 1 half"]]  # cosines and sines of R / 2 angles
+
+
+def rope_rotation(positions: Int32[Array, "B T"], size: int, theta: float, scaling: tuple[float, ...] = ()) -> Rotation:
     """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864).
 
     Args:
       positions: of the tokens.
-      head_dim: H.
+      size: R, the part of a head that is rotated.
       theta: base of the frequencies.
       scaling: none; (factor,), by which all frequencies are divided; or Llama 3's (factor, low_freq_factor,
         high_freq_factor, original_max_position_embeddings): a frequency that turns less than low_freq_factor times in
         the original length is divided by the factor, one that turns more than high_freq_factor times stays, and between
         there is a linear passage.
     """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     if len(scaling) == 1:
         frequencies = frequencies / scaling[0]
     elif scaling:
@@ -105,10 +106,9 @@ def rope_rotation(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(
-    x: Float[Array, "B T N H"], rotation: tuple[Float32[Array, "B T 1 H//2"], Float32[Array, "B T 1 H//2"]]
-) -> Float[Array, "B T N H"]:
-    """Rotates the pairs (i, i + H/2) of each head (half-split, as Qwen3 does)."""
+def rotate(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
+    """Rotates the pairs (i, i + R/2) among the first R of each head (half-split, as Qwen3 does)."""
     cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)

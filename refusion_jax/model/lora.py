@@ -92,8 +92,11 @@ def add_adapters(layers: nnx.Module, lora: Lora, rngs: nnx.Rngs) -> None:
     """Gives the layers of a transformer adapters that change nothing yet: A is drawn, B is 0.
 
     Raises:
-      SettingError: where one would be an adapter of experts.
+      SettingError: where one would be an adapter of experts, or other layers would come before these.
     """
+    if layers.first:
+        why = f"first_k_dense_replace={layers.first}: models whose first layers have no experts take no adapters"
+        raise SettingError("config", "lora.rank", lora.rank, why)
     layers.lora_scale = lora.alpha / lora.rank
     for name in lora.names:
         w = getattr(layers, name)

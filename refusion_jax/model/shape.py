@@ -1,5 +1,6 @@
-"""Reads and checks the shape of a transformer from a file, before anything is built."""
+"""The shape of a transformer: read from a file and checked before anything is built."""
 
+import dataclasses
 from typing import Any
 
 import ml_collections
@@ -7,8 +8,47 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import to_type
-from refusion_jax.model.families import FAMILIES
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.families import FAMILIES, OPTIONAL
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the transformer, and what its token ids mean, under Hugging Face's names."""
+
+    vocab_size: int  # rows of the embedding
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int  # positions the model was trained on
+    num_tokens: int  # ids that mean something; the rows after them are padding and never predicted
+    pad_token_id: int
+    bos_token_id: int
+    eos_token_id: int
+    mask_token_id: int
+    shifted: bool = False  # trained to read a masked token from the logits at the token before it
+    block_size: int = 0  # tokens that it was trained to denoise together, where that is a number of its own
+    family: str = "qwen3"  # one of `families.FAMILIES`
+    rope_scaling: tuple[float, ...] = ()  # see `layers.rope_rotation`
+    local_rope: tuple[float, ...] = ()  # of Gemma 3: (rope_theta of local layers, every how many-th layer is global)
+    query_pre_attn_scalar: int = 0  # attention divides by its square root; 0: by that of head_dim
+    num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of an expert
+    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
+    router_aux_loss_coef: float = 0.001  # of the loss that balances them
+    first_k_dense_replace: int = 0  # layers before the first with experts
+    num_shared_experts: int = 0  # as many more experts' width, in one MLP that every token goes through
+    n_group: int = 1  # of the experts, of which a token may choose from topk_group
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0  # of the weights of a token's experts
+    partial_rotary_factor: float = 1.0  # the part of a head that RoPE rotates
+
 
 _LARGEST = {
     "vocab_size": 2**24,
@@ -36,17 +76,36 @@ def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfi
 
 
 def experts_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
-    """What is wrong with the experts of a model of a known family."""
-    if not FAMILIES[c.family].experts:
-        return f"num_experts={c.num_experts}: family={c.family} has none" if c.num_experts else None
-    if not 1 <= c.num_experts <= 2**14:
-        return f"num_experts={c.num_experts} must be 1 to {2**14} for family={c.family}"
-    if not 1 <= c.num_experts_per_tok <= c.num_experts:
-        return f"num_experts_per_tok={c.num_experts_per_tok} must be 1 to num_experts={c.num_experts}"
-    if not 1 <= c.moe_intermediate_size <= 2**22:
-        return f"moe_intermediate_size={c.moe_intermediate_size} must be 1 to {2**22} for family={c.family}"
-    if not 0 <= c.router_aux_loss_coef <= 1e6:
-        return f"router_aux_loss_coef={c.router_aux_loss_coef} must be 0 or above"
+    """What is wrong with the experts of a model of a known family, or with another part that few families have."""
+    family = FAMILIES[c.family]
+    for field in dataclasses.fields(ModelConfig):
+        value = getattr(c, field.name, None)
+        if field.name in OPTIONAL and field.name not in family.defaults and value != field.default:
+            return f"{field.name}={value}: family={c.family} has none"
+    if not family.experts:
+        return None
+    E, groups = c.num_experts, c.n_group
+    for name, least, most in (
+        ("num_experts", 1, 2**14),
+        ("num_experts_per_tok", 1 if family.router == "softmax" else 2, E),  # the sigmoid of one would be normalized
+        ("moe_intermediate_size", 1, 2**22),
+        ("router_aux_loss_coef", 0, 10**6),
+        ("first_k_dense_replace", 0, c.num_hidden_layers - 1),
+        ("num_shared_experts", 0, 2**7),
+        ("n_group", 1, E),
+        ("topk_group", 1, groups),
+        ("routed_scaling_factor", 0, 10**6),
+    ):
+        if not least <= getattr(c, name) <= most:
+            return f"{name}={getattr(c, name)} must be {least} to {most} for family={c.family}"
+    if groups > 1 and (E % groups or E < 2 * groups or E // groups * c.topk_group < c.num_experts_per_tok):
+        return (
+            f"n_group={groups} must split num_experts={E} evenly, into two or more each, and topk_group={c.topk_group} "
+            f"of them must have num_experts_per_tok={c.num_experts_per_tok}"
+        )
+    rotated = int(c.head_dim * c.partial_rotary_factor)
+    if rotated % 2 or not 0 < rotated <= c.head_dim:
+        return f"partial_rotary_factor={c.partial_rotary_factor} must give an even part of head_dim={c.head_dim}"
     return None
 
 

@@ -1,22 +1,18 @@
 """The transformer that every system shares, in Flax NNX; by default of Qwen3's shape (arXiv 2505.09388).
 
 RMSNorm, grouped-query attention, RoPE (half-split rotation), SwiGLU, or a mixture of them (experts.py). Where the norms
-stand, and which biases there are, is that of a family (families.py). The weights of all layers are stacked on a
-leading `layers` axis and run by one scan, so that compile time does not grow with depth.
+stand, and which biases there are, is that of a family (families.py). The layers are those of stack.py.
 
 Axes: B rows, T tokens of this forward, S keys it sees, L layers, D hidden size, N query heads, K key/value heads,
-H head size, F mlp size, V vocabulary, E experts.
+H head size, V vocabulary.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.batch.folding import fold, fold_visibility, unfold
@@ -25,89 +21,14 @@ from refusion_jax.distributed.sharding import constrain, shard_count_here
 from refusion_jax.model import packed_attention as packed
 from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.cross_entropy import linear_cross_entropy
-from refusion_jax.model.experts import Load, mixture
+from refusion_jax.model.experts import Load
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, widened
 from refusion_jax.model.key_values import KeyValues, attend_over
-from refusion_jax.model.layers import (
-    head_product,
-    linear,
-    rms_norm,
-    rope_rotation,
-    rotate,
-    scattered_along_embed,
-    weight,
-)
+from refusion_jax.model.layers import head_product, rope_rotation, weight
 from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP, WITHOUT_GATHERED
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The shape of the transformer, and what its token ids mean, under Hugging Face's names."""
-
-    vocab_size: int  # rows of the embedding
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    max_position_embeddings: int  # positions the model was trained on
-    num_tokens: int  # ids that mean something; the rows after them are padding and never predicted
-    pad_token_id: int
-    bos_token_id: int
-    eos_token_id: int
-    mask_token_id: int
-    shifted: bool = False  # trained to read a masked token from the logits at the token before it
-    block_size: int = 0  # tokens that it was trained to denoise together, where that is a number of its own
-    family: str = "qwen3"  # one of `families.FAMILIES`
-    rope_scaling: tuple[float, ...] = ()  # see `layers.rope_rotation`
-    local_rope: tuple[float, ...] = ()  # of Gemma 3: (rope_theta of local layers, every how many-th layer is global)
-    query_pre_attn_scalar: int = 0  # attention divides by its square root; 0: by that of head_dim
-    num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0  # of an expert
-    norm_topk_prob: bool = True  # whether the weights of a token's experts sum to 1
-    router_aux_loss_coef: float = 0.001  # of the loss that balances them
-
-
-class Layers(nnx.Module):
-    """The weights of all layers, stacked: every array begins with the `layers` axis."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        L, D, F = config.num_hidden_layers, config.hidden_size, config.intermediate_size
-        N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        residual = (2 * L) ** -0.5  # the residual stream sums 2 L block outputs
-        family = FAMILIES[config.family]
-        scale = 0.0 if family.norm_offset else None
-        for name in family.norms:
-            setattr(self, name, weight(rngs, (L, D), ("layers", "norm"), scale))
-        self.q_proj = weight(rngs, (L, D, N, H), ("layers", "embed", "heads", "head_dim"), D**-0.5, ("embed",))
-        self.k_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
-        self.v_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
-        if family.qkv_bias:
-            self.q_bias = weight(rngs, (L, N, H), ("layers", "heads", "bias"), 0.0)
-            self.k_bias = weight(rngs, (L, K, H), ("layers", "kv_heads", "bias"), 0.0)
-            self.v_bias = weight(rngs, (L, K, H), ("layers", "kv_heads", "bias"), 0.0)
-        if family.qk_norm:
-            every = family.qk_norm == "all"
-            self.q_norm = weight(rngs, (L, N * H if every else H), ("layers", "norm"), scale)
-            self.k_norm = weight(rngs, (L, K * H if every else H), ("layers", "norm"), scale)
-        self.o_proj = weight(
-            rngs, (L, N, H, D), ("layers", "heads", "head_dim", "embed"), residual * (N * H) ** -0.5,
-            ("heads", "head_dim"),
-        )  # fmt: skip
-        leading, axes, embed = (L,), ("layers",), "embed"
-        if E := config.num_experts:
-            F, leading, axes, embed = config.moe_intermediate_size, (L, E), ("layers", "experts"), "expert_embed"
-            self.router = weight(rngs, (L, D, E), ("layers", "embed", None), D**-0.5)
-        self.gate_proj = weight(rngs, (*leading, D, F), (*axes, embed, "mlp"), D**-0.5, (embed,))
-        self.up_proj = weight(rngs, (*leading, D, F), (*axes, embed, "mlp"), D**-0.5, (embed,))
-        self.down_proj = weight(rngs, (*leading, F, D), (*axes, "mlp", embed), residual * F**-0.5, ("mlp",))
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.stack import Layers, norm
 
 
 class Transformer(nnx.Module):
@@ -135,7 +56,10 @@ class Transformer(nnx.Module):
         self.cache_dtype = self.dtype  # of keys and values between forwards; int8: see `rounded`
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
-        self.layers = Layers(config, rngs)
+        dense = config.first_k_dense_replace
+        if dense:
+            self.dense_layers = Layers(config, rngs, 0, dense)
+        self.layers = Layers(config, rngs, dense, config.num_hidden_layers)
         self.final_norm = weight(rngs, (D,), ("norm",), 0.0 if FAMILIES[config.family].norm_offset else None)
         if not config.tie_word_embeddings:
             self.lm_head = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
@@ -223,8 +147,8 @@ class Transformer(nnx.Module):
           ([B, T, D], as `logits` takes it; keys and values of the new tokens, [L, B, T, K, H]).
         """
         ragged = ragged or Ragged.whole(*tokens.shape)
-        attend, layers = attend_over(cached, length, visible, ragged), jnp.arange(self.config.num_hidden_layers)
-        return self._run(ragged.pack(tokens), ragged.pack(positions), attend, layers)[:2]
+        attend = attend_over(cached, length, visible, ragged)
+        return self._run(ragged.pack(tokens), ragged.pack(positions), attend)[:2]
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """Entries that mean nothing yet, of `cache_dtype`, as `extend` takes them."""
@@ -249,7 +173,7 @@ class Transformer(nnx.Module):
         def attend(q, k, v, _):
             return packed.packed_attention(q, k, v, visibility, self.backend), None
 
-        x, _, load = self._run(tokens, positions, attend, None, visibility.segment_ids > 0)
+        x, _, load = self._run(tokens, positions, attend, visibility.segment_ids > 0)
         return x, load
 
     @property
@@ -311,83 +235,34 @@ class Transformer(nnx.Module):
         return model
 
     def _run(
-        self, tokens, positions, attend: Callable, per_layer: Any, is_real: jax.Array | None = None
+        self, tokens, positions, attend: Callable, is_real: jax.Array | None = None
     ) -> tuple[jax.Array, Any, Load | None]:
-        """Embeds and scans the layers.
+        """Embeds and runs the layers.
 
         Args:
           tokens: [B, T] int32.
           positions: [B, T] int32.
-          attend: (q, k, v, this layer's part of per_layer) -> ([B, T, N, H], what to keep of this layer).
-          per_layer: arrays with a leading layers axis, or None.
+          attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
           is_real: [B, T] bool, tokens that count for the load of experts; None: it is not wanted.
 
         Returns:
           ([B, T, D] after the final norm, what was kept, stacked over layers, the load summed over them).
         """
-        c, family = self.config, FAMILIES[self.config.family]
+        c = self.config
         rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
         x = constrain(widened(rows, self.dtype), "batch", "length", None)  # [B, T, D]
-        if family.scaled_embedding:
+        if FAMILIES[c.family].scaled_embedding:
             x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)
-        rotation = rope_rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        is_global = None  # of each layer
+        size = int(c.head_dim * c.partial_rotary_factor)
+        rotations = [rope_rotation(positions, size, c.rope_theta, c.rope_scaling)]
         if c.local_rope:
-            local_rotation = rope_rotation(positions, c.head_dim, c.local_rope[0])
-            is_global = jnp.arange(1, c.num_hidden_layers + 1) % c.local_rope[1] == 0
-        activation = jax.nn.silu if "silu" in family.activation.values() else jax.nn.gelu
-        query_scale = (c.head_dim / (c.query_pre_attn_scalar or c.head_dim)) ** 0.5
-
-        def norm(x, scale):
-            return rms_norm(x, scale + family.norm_offset if family.norm_offset else scale, c.rms_norm_eps)
-
-        def product(x, w, name, inputs=1):
-            y = linear(x, w[name], inputs)
-            if f"{name}_a" not in w:
-                return y
-            return y + self.layers.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])
-
-        def project(h, w, name):
-            """Queries, keys or values of all heads, [B, T, heads, H]."""
-            x = product(h, w, f"{name}_proj")
-            if family.qkv_bias:
-                x = x + w[f"{name}_bias"][None, None]
-            if family.qk_norm and name != "v":
-                scale = w[f"{name}_norm"]
-                x = norm(x.reshape(*x.shape[:2], -1, *scale.shape), scale).reshape(x.shape)
-            return x * query_scale if name == "q" and query_scale != 1 else x
-
-        def layer(x, inputs):
-            w, own, is_global = inputs
-            x = checkpoint_name(x, INPUT)
-            h = norm(x, w["attention_norm"]) if "attention_norm" in w else x
-            turn = rotation
-            if c.local_rope:
-                turn = jax.tree.map(functools.partial(jnp.where, is_global), rotation, local_rotation)
-            q, k = (rotate(project(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
-            heads, kept = attend(q, k, project(h, w, "v"), own)
-            w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
-            h = product(heads, w, "o_proj", inputs=2)
-            x = x + (norm(h, w["post_attention_norm"]) if "post_attention_norm" in w else h)
-            h = norm(x, w["mlp_norm"]) if "mlp_norm" in w else x
-            load = None
-            if c.num_experts:
-                h, load = mixture(h, w, c.num_experts_per_tok, c.norm_topk_prob, activation, is_real)
-            else:
-                gate = checkpoint_name(product(h, w, "gate_proj"), GATE)
-                up = checkpoint_name(product(h, w, "up_proj"), UP)
-                h = product(activation(gate) * up, w, "down_proj")
-            x = x + (norm(h, w["post_mlp_norm"]) if "post_mlp_norm" in w else h)
-            return constrain(x, "batch", "length", None), (kept, load)
-
-        if policy := REMAT_POLICIES[self.remat] or (c.num_experts and WITHOUT_GATHERED):
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan keeps the copies apart
-        weights = in_dtype(nnx.to_pure_dict(nnx.state(self.layers)), self.dtype)
-        if c.num_experts:
-            weights["router"] = self.layers.router[...].astype(jnp.float32)
-        x, (kept, load) = jax.lax.scan(layer, x, (weights, per_layer, is_global))
-        load = jax.tree.map(functools.partial(jnp.sum, axis=0), load)
-        return norm(x, self.final_norm[...].astype(self.dtype)), kept, load
+            rotations.append(rope_rotation(positions, size, c.local_rope[0]))
+        kept, load = [], None
+        for layers in [self.dense_layers, self.layers] if c.first_k_dense_replace else [self.layers]:
+            x, own, load = layers(x, rotations, attend, self.remat, is_real)
+            kept.append(own)
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept) if len(kept) > 1 else kept[0]
+        return norm(x, self.final_norm[...].astype(self.dtype), c), joined, load
 
 
 class Wrapper(Transformer):

@@ -22,7 +22,7 @@ from typing import Self
 
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.distributed.chips import Chip
-from refusion_jax.model.flops import layer_weights
+from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.transformer import ModelConfig
 
 BATCH_SIZES = tuple(2**i for i in range(9))
@@ -75,7 +75,7 @@ def forward_costs(model: ModelConfig, rows: int, places: float, context: float, 
     D, L, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads * c.head_dim
     E, used = c.num_experts, c.num_experts_per_tok
     read = E * (1 - (1 - used / E) ** T) if E else 0  # of experts: those that any of the tokens goes to
-    multiplied, read = (L * layer_weights(c, n) + c.vocab_size * D for n in (used, read))
+    multiplied, read = (weights_in_layers(c, n) + c.vocab_size * D for n in (used, read))
     return ForwardCosts(
         weight_flops=2 * T * multiplied / chips,
         weight_bytes=_ITEMSIZE * read / chips,

@@ -1,0 +1,160 @@
+"""Layers of one kind: their weights, stacked, and the scan that runs them: compile time does not grow with depth.
+
+Axes: B rows, T tokens, L layers, D hidden size, N query heads, K key/value heads, H head size, F mlp size, E experts.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from refusion_jax.distributed.sharding import constrain
+from refusion_jax.model.experts import Load, Router, mixture
+from refusion_jax.model.families import FAMILIES
+from refusion_jax.model.int8 import in_dtype
+from refusion_jax.model.layers import Rotation, linear, rms_norm, rotate, scattered_along_embed, weight
+from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP, WITHOUT_GATHERED
+from refusion_jax.model.shape import ModelConfig
+
+
+def norm(x: Float[Array, "*axes D"], scale: Float[Array, "D"], c: ModelConfig) -> Float[Array, "*axes D"]:
+    """The RMSNorm of a model."""
+    offset = FAMILIES[c.family].norm_offset
+    return rms_norm(x, scale + offset if offset else scale, c.rms_norm_eps)
+
+
+class Layers(nnx.Module):
+    """The weights of some layers, stacked: every array begins with the `layers` axis.
+
+    Args:
+      config: of the model.
+      rngs: of the initial weights.
+      first, end: numbers of the layers, the last one excluded. They have experts if the first has some.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, first: int, end: int):
+        self.config, self.first, self.end = config, first, end
+        L, D = end - first, config.hidden_size
+        N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        residual = (2 * config.num_hidden_layers) ** -0.5  # the residual stream sums the outputs of two blocks a layer
+        family = FAMILIES[config.family]
+        scale = 0.0 if family.norm_offset else None
+        for name in family.norms:
+            setattr(self, name, weight(rngs, (L, D), ("layers", "norm"), scale))
+        self.q_proj = weight(rngs, (L, D, N, H), ("layers", "embed", "heads", "head_dim"), D**-0.5, ("embed",))
+        self.k_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
+        self.v_proj = weight(rngs, (L, D, K, H), ("layers", "embed", "kv_heads", "head_dim"), D**-0.5, ("embed",))
+        if family.qkv_bias:
+            self.q_bias = weight(rngs, (L, N, H), ("layers", "heads", "bias"), 0.0)
+            self.k_bias = weight(rngs, (L, K, H), ("layers", "kv_heads", "bias"), 0.0)
+            self.v_bias = weight(rngs, (L, K, H), ("layers", "kv_heads", "bias"), 0.0)
+        if family.qk_norm:
+            every = family.qk_norm == "all"
+            self.q_norm = weight(rngs, (L, N * H if every else H), ("layers", "norm"), scale)
+            self.k_norm = weight(rngs, (L, K * H if every else H), ("layers", "norm"), scale)
+        self.o_proj = weight(
+            rngs, (L, N, H, D), ("layers", "heads", "head_dim", "embed"), residual * (N * H) ** -0.5,
+            ("heads", "head_dim"),
+        )  # fmt: skip
+
+        def add_mlp(kind: str, F: int, leading=(L,), axes=("layers",), embed="embed"):
+            into, out = ((*leading, D, F), (*axes, embed, "mlp")), ((*leading, F, D), (*axes, "mlp", embed))
+            setattr(self, f"{kind}gate_proj", weight(rngs, *into, D**-0.5, (embed,)))
+            setattr(self, f"{kind}up_proj", weight(rngs, *into, D**-0.5, (embed,)))
+            setattr(self, f"{kind}down_proj", weight(rngs, *out, residual * F**-0.5, ("mlp",)))
+
+        E, F, shared = config.num_experts, config.moe_intermediate_size, config.num_shared_experts
+        if not E or first < config.first_k_dense_replace:
+            add_mlp("", config.intermediate_size)
+        else:
+            self.router = weight(rngs, (L, D, E), ("layers", "embed", None), D**-0.5)
+            add_mlp("", F, (L, E), ("layers", "experts"), "expert_embed")
+            if shared:
+                add_mlp("shared_", shared * F)
+            if family.router == "sigmoid":
+                self.expert_bias = weight(rngs, (L, E), ("layers", "bias"), 0.0)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rotations: Sequence[Rotation],
+        attend: Callable,
+        remat: str,
+        is_real: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
+        """Runs the layers one after the other.
+
+        Args:
+          x: the residual stream, in the dtype of computation.
+          rotations: of the tokens' positions; a second one is that of local layers.
+          attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
+          remat: which of `remat.REMAT_POLICIES` the backward pass follows.
+          is_real: tokens that count for the load of experts; None: it is not wanted.
+
+        Returns:
+          (the residual stream, what was kept, stacked, the load of the experts, summed over the layers, if there are
+          any).
+        """
+        c, family = self.config, FAMILIES[self.config.family]
+        activation = jax.nn.silu if "silu" in family.activation.values() else jax.nn.gelu
+        query_scale = (c.head_dim / (c.query_pre_attn_scalar or c.head_dim)) ** 0.5
+        router = Router(
+            c.num_experts_per_tok, c.norm_topk_prob, family.router, c.n_group, c.topk_group, c.routed_scaling_factor
+        )
+
+        def product(x, w, name, inputs=1):
+            y = linear(x, w[name], inputs)
+            if f"{name}_a" not in w:
+                return y
+            return y + self.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])
+
+        def project(h, w, name):
+            """Queries, keys or values of all heads, [B, T, heads, H]."""
+            x = product(h, w, f"{name}_proj")
+            if family.qkv_bias:
+                x = x + w[f"{name}_bias"][None, None]
+            if family.qk_norm and name != "v":
+                scale = w[f"{name}_norm"]
+                x = norm(x.reshape(*x.shape[:2], -1, *scale.shape), scale, c).reshape(x.shape)
+            return x * query_scale if name == "q" and query_scale != 1 else x
+
+        def mlp(h, w, kind=""):
+            gate = checkpoint_name(product(h, w, f"{kind}gate_proj"), GATE)
+            up = checkpoint_name(product(h, w, f"{kind}up_proj"), UP)
+            return product(activation(gate) * up, w, f"{kind}down_proj")
+
+        def layer(x, inputs):
+            w, number = inputs
+            x = checkpoint_name(x, INPUT)
+            h = norm(x, w["attention_norm"], c) if "attention_norm" in w else x
+            turn = rotations[0]
+            if c.local_rope:
+                is_global = (number + 1) % c.local_rope[1] == 0
+                turn = jax.tree.map(functools.partial(jnp.where, is_global), *rotations)
+            q, k = (rotate(project(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
+            heads, kept = attend(q, k, project(h, w, "v"), number)
+            w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
+            h = product(heads, w, "o_proj", inputs=2)
+            x = x + (norm(h, w["post_attention_norm"], c) if "post_attention_norm" in w else h)
+            h = norm(x, w["mlp_norm"], c) if "mlp_norm" in w else x
+            load = None
+            if "router" in w:
+                routed, load = mixture(h, w, router, activation, is_real)
+                h = routed + mlp(h, w, "shared_") if "shared_gate_proj" in w else routed
+            else:
+                h = mlp(h, w)
+            x = x + (norm(h, w["post_mlp_norm"], c) if "post_mlp_norm" in w else h)
+            return constrain(x, "batch", "length", None), (kept, load)
+
+        if policy := REMAT_POLICIES[remat] or (c.num_experts and WITHOUT_GATHERED):
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # the scan keeps the copies apart
+        own = nnx.to_pure_dict(nnx.state(self))
+        exact = {name: own[name] for name in ("router", "expert_bias") if name in own}
+        weights = in_dtype(own, x.dtype) | in_dtype(exact, jnp.float32)
+        x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
+        return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)
