@@ -5,10 +5,15 @@
 NAME is one of RECIPES. CODE is the folder of their configuration and modelling code, which their Hugging Face
 directories carry; GENERATE the folder of their generate.py, where that is elsewhere. Run it by an interpreter that has
 torch and the transformers they ask for (4.53; wedlm: 4.57). Weights are not recorded but drawn by `weights_of`.
+
+Of LLaDA2 it was models/llada2_moe of github.com/inclusionAI/dFactory (92b6890). The modelling code of SDAR's mixture is
+in no repository of its authors but on Hugging Face alone; it was a copy of it in github.com/linyewei526/dLLM-ARIS-1
+(5fc3f3c), with the generate.py of github.com/JetAstra/SDAR (c2041a8).
 """
 
 import importlib
 import json
+import logging
 import sys
 import types
 import zlib
@@ -30,6 +35,8 @@ SDAR = QWEN | {
     "architectures": ["SDARForCausalLM"], "model_type": "sdar", "attention_bias": False, "head_dim": 8,
     "attn_implementation": "flex_attention", "mask_token_id": MASK, "fuse_cross_entropy": True,
 }  # fmt: skip
+# Of each: their config.json in tiny sizes, what of it is "open" there and follows from their code, the classes of their
+# code, and the settings that they decode with.
 RECIPES = {
     "llada": {
         "config": {
@@ -60,6 +67,7 @@ RECIPES = {
             "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 8,
             "conplemenrary_mask": True, "layer_types": ["full_attention"] * 2,
         },
+        "open": {"mask_token_id": MASK},
         "classes": ("configuration.Fast_dLLM_QwenConfig", "modeling.Fast_dLLM_QwenForCausalLM"),
         "settings": [{"threshold": 0.9, "sub_block": 8}, {"threshold": 0.3, "sub_block": 4}],
     },
@@ -68,6 +76,36 @@ RECIPES = {
                           "skip_checkpoint": False, "use_deepep": False},
         "classes": ("configuration_sdar.SDARConfig", "modeling_sdar.SDARForCausalLM"),
         "settings": [{"threshold": 0.85}, {"threshold": 0.3}],
+    },
+    "sdar moe": {
+        "config": QWEN | {
+            "architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe", "attention_bias": False, "head_dim": 8,
+            "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 24, "norm_topk_prob": True,
+            "num_experts": 8, "num_experts_per_tok": 3, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+        },
+        "open": {"mask_token_id": MASK},
+        "classes": ("configuration_sdar_moe.SDARMoeConfig", "modeling_sdar_moe.SDARMoeForCausalLM"),
+        "settings": [{"threshold": 0.85}, {"threshold": 0.3}],
+    },
+    "llada2": {
+        "config": {
+            "architectures": ["LLaDA2MoeModelLM"], "attention_dropout": 0.0, "dtype": "float32",
+            "embedding_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 8, "hidden_act": "silu",
+            "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 40, "max_position_embeddings": 256,
+            "max_window_layers": 28, "model_type": "llada2_moe", "moe_intermediate_size": 24,
+            "moe_router_enable_expert_bias": True, "n_group": 3, "norm_head": False, "norm_softmax": False,
+            "norm_topk_prob": True, "num_attention_heads": 4, "num_experts": 12, "num_experts_per_tok": 4,
+            "num_hidden_layers": 3, "num_key_value_heads": 2, "num_shared_experts": 2, "output_dropout": 0.0,
+            "output_router_logits": False, "pad_token_id": EOS, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6,
+            "rope_scaling": None, "rope_theta": 600000, "rotary_dim": 4, "routed_scaling_factor": 2.5,
+            "router_dtype": "fp32", "score_function": "sigmoid", "sliding_window": 4096,
+            "tie_word_embeddings": False, "topk_group": 2, "use_bias": False, "use_cache": False,
+            "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "use_sliding_window": False,
+            "using_split_qkv_in_self_attention": False, "vocab_size": 48,
+        },
+        "open": {"mask_token_id": MASK, "eos_token_id": EOS},
+        "classes": ("configuration_llada2_moe.LLaDA2MoeConfig", "modeling_llada2_moe.LLaDA2MoeModelLM"),
+        "settings": [{"threshold": 0.95, "block_size": 8}, {"threshold": 0.3, "block_size": 4}],
     },
     "idlm": {
         "config": SDAR | {"block_size": 3},
@@ -101,7 +139,7 @@ def weights_of(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
         draw = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape).astype(np.float32)
         is_norm = len(shape) == 1 and name.endswith("weight")
         weights[name] = 1 + 0.1 * draw if is_norm else 0.3 * draw
-        if shape[0] == 48 and not name.endswith(("wte.weight", "embed_tokens.weight")):
+        if shape[0] == 48 and not name.endswith(("wte.weight", "embed_tokens.weight", "word_embeddings.weight")):
             weights[name][ORDINARY:] = 0
     return weights
 
@@ -132,8 +170,13 @@ def answer(name: str, model, module: dict, prompt: list[int], s: dict) -> list[i
             given, 24, mask_id=MASK, threshold=s["threshold"], small_block_size=s["sub_block"], block_size=8,
             stop_token=EOS, temperature=0,
         )[0]  # fmt: skip
-    else:  # it has no greedy decoding: the most probable token is drawn
-        torch.multinomial = lambda p, num_samples: p.argmax(dim=-1, keepdim=True)
+    elif name == "llada2":
+        block = s["block_size"]
+        text = model.generate(
+            given, gen_length=16, block_length=block, steps=block, threshold=s["threshold"], eos_id=EOS, mask_id=MASK
+        )
+        return text[0].tolist()
+    else:
         text = module["generate"].block_diffusion_generate(
             model, {"input_ids": given}, MASK, gen_length=16, block_length=4, denoising_steps=4,
             confidence_threshold=s["threshold"],
@@ -150,6 +193,11 @@ def main(name: str, code: str, generate: str = "") -> None:
         sys.modules[module] = stub = types.ModuleType(module)  # of a kernel for GPUs, which SDAR's code imports
         stub.__spec__ = importlib.machinery.ModuleSpec(module, None)
         stub.rms_norm_fn = lambda x, weight, bias, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    for module in ("", ".ops", ".distributed", ".distributed.parallel_state", ".utils", ".utils.import_utils"):
+        sys.modules[f"veomni{module}"] = stub = types.ModuleType(f"veomni{module}")  # which trains LLaDA2
+        stub.causallm_loss_function = stub.fused_moe_forward = stub.get_parallel_state = None
+        stub.is_liger_kernel_available, stub.logging = lambda: False, logging
+        logging.get_logger = logging.getLogger
     loss = types.ModuleType("loss")
     loss.FusedLinearDiffusionCrossEntropyLoss = None
     folder = Path(code).resolve()
@@ -164,22 +212,31 @@ def main(name: str, code: str, generate: str = "") -> None:
     if generate:
         sys.path.insert(0, generate)
         modules["generate"] = importlib.import_module("generate")
+    # SDAR and LLaDA2 have no greedy decoding: the most probable token is drawn.
+    torch.multinomial = lambda p, num_samples: p.argmax(dim=-1, keepdim=True)
     place = importlib.import_module(model_class.__module__)
     place.flash_attn_func = lambda q, k, v, causal, softmax_scale: torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), scale=softmax_scale, enable_gqa=True
     ).transpose(1, 2)
     torch.manual_seed(0)
     model = model_class(config_class(**recipe["config"])).float().eval()
+    if name == "llada2":  # its mask is bfloat16, and torch adds none to float32
+        forward = model.forward
+        model.forward = lambda *fed, attention_mask, **more: forward(
+            *fed, attention_mask=attention_mask.float(), **more
+        )
     shapes = {n: list(t.shape) for n, t in model.state_dict().items() if not n.endswith("inv_freq")}
     weights = {n: torch.tensor(w) for n, w in weights_of(shapes).items()}
     left = model.load_state_dict(weights, strict=False)
     assert not left.unexpected_keys, left
     tokens = torch.tensor([prompts()[-1], prompts()[-1][::-1]])
     sees = torch.ones(21, 21).tril() if name in CAUSAL else torch.ones(21, 21)
-    if name in ("sdar", "idlm"):
+    if name in ("sdar", "sdar moe", "idlm"):
         out = model(tokens, attention_mask=sees[None], use_cache=False)
     elif name == "block_diffusion":  # their forward reads blocks: one that holds all tokens
         out = model(tokens, block_size=21, use_cache=True, update_past_key_values=False)
+    elif name == "llada2":
+        out = model(tokens, attention_mask=torch.zeros(2, 1, 21, 21))
     else:
         out = model(tokens)
     with torch.no_grad():

@@ -39,6 +39,8 @@ class BlockByBlock(block_diffusion.BlockByBlock):
     shift: ClassVar[int] = 0
 
 
+_OPEN = {"block_size": 4, "mask_token_id": 151669}  # where config.json does not say it
+
 SYSTEM = System(
     name="sdar",
     objective=None,
@@ -48,11 +50,12 @@ SYSTEM = System(
         Release(
             "sdar",
             "qwen3",
-            defaults={"block_size": 4},
+            defaults=_OPEN,
             ignored=(
                 *("attn_implementation", "debug", "ep_size", "fuse_cross_entropy", "micro_forward"),
                 *("skip_checkpoint", "use_deepep"),
             ),
         ),
+        Release("sdar_moe", "qwen3_moe", defaults=_OPEN, ignored=("output_router_logits",)),
     ),
 )
