@@ -48,6 +48,7 @@ from refusion_jax.training.loop import Hooks, Now, RollBack
 from refusion_jax.training.program import compile_step, train_program
 from refusion_jax.training.recovery import Health
 from refusion_jax.training.session import Run, Session
+from refusion_jax.training.trackers import check_trackers
 
 _CONFIG = command.define_config("Config file, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run: made, or resumed if it holds this very run")
@@ -81,6 +82,7 @@ def train(
     # 1. What is asked for, and is any of it left to do?
     preemption = Preemption()
     check(config)
+    check_trackers(config, workdir)
     adopt_shape(config, workdir)
     changed = check_same_run(workdir, config, allowed)
     check_free(workdir)

@@ -53,7 +53,7 @@ def make_objective(config: ml_collections.ConfigDict, mask_id: int) -> Objective
 
 # May differ when a run is resumed: how it runs, and for how long (`steps` also stretches the rest of the schedule).
 RESUMABLE = (
-    *("accumulation", "remat", "log_every", "profile_steps", "mesh", "checkpoint", "steps", "epochs"),
+    *("accumulation", "remat", "log_every", "tracker", "profile_steps", "mesh", "checkpoint", "steps", "epochs"),
     *("guard", "debug_nans", "compilation_cache", "eval"),
 )
 # May differ besides, where --allow_change names them: they change what the rest of the run learns.

@@ -68,6 +68,9 @@ _TRAINING = {
         choices=_WIDTHS,
     ),
     "log_every": _count(10, "steps between metrics", _MOST_STEPS),
+    "tracker": Setting(
+        "tensorboard", "what shows them besides, with commas between: tensorboard | wandb | trackio; empty: nothing"
+    ),
     "profile_steps": Setting((), "first and last step to profile, such as (10,12); TensorBoard shows it"),
 }
 

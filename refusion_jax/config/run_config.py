@@ -20,9 +20,9 @@ from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.registry import find_system
 
-_FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "left_out.json")
+_FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "left_out.json", "tracker.json")
 _FILES += ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_DIRECTORIES = ("checkpoints", "tensorboard", "compilation_cache")
+_DIRECTORIES = ("checkpoints", "tensorboard", "wandb", "compilation_cache")
 
 
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allowed: Sequence[str] = ()) -> list[str]:

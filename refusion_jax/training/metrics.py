@@ -1,33 +1,26 @@
-"""Writes the metrics of a run to metrics.jsonl, TensorBoard and the terminal."""
+"""Writes the metrics of a run to metrics.jsonl, its trackers and the terminal."""
 
-import contextlib
 import json
-import os
 import sys
 import time
-from pathlib import Path
 
 import jax
+import ml_collections
 import numpy as np
-from absl import logging
 from etils import epath
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2, summary_pb2
-from tensorboardX.summary import text as as_summary
 
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import first_line
 from refusion_jax.distributed.append_log import AppendLog, parse_log
 from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.storage import LogDirectory, write_file
 from refusion_jax.systems.registry import loss_terms
 from refusion_jax.training.events import read_log
+from refusion_jax.training.trackers import Trackers
 from refusion_jax.training.train_step import wide_to_int
 
 FILE = "metrics.jsonl"
 _NOT_LOGGED = ("in_a_row", "finite")  # for internal use
-_FLUSH_SECONDS = 60.0  # between flushes of TensorBoard's file
 
 
 class MetricsWriter:
@@ -38,9 +31,9 @@ class MetricsWriter:
 
     def __init__(
         self,
+        config: ml_collections.ConfigDict,
         workdir: epath.Path,
         logs: LogDirectory,
-        last_step: int,
         first_step: int,
         tokens: int,
         flops_per_step: float,
@@ -49,9 +42,9 @@ class MetricsWriter:
         """Opens the files, and drops records after the checkpoint from which the run resumes.
 
         Args:
+          config: the run's.
           workdir: the run's directory.
           logs: directory of the files that are appended to.
-          last_step: steps of the whole run.
           first_step: steps taken so far.
           tokens: trained on so far.
           flops_per_step: model FLOPs, for the MFU.
@@ -70,12 +63,12 @@ class MetricsWriter:
             return
         write_file(logs.path / FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = AppendLog(logs.path / FILE, keeps_trying=True)
-        self._board = _Board(logs.path / "tensorboard", first_step + 1)
+        self._trackers = Trackers(config, workdir, logs.path, first_step)
         self._bar = None
         if sys.stdout.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, TextColumn("{task.fields[note]}"))
-            self._task = self._bar.add_task("training", total=last_step, completed=first_step, note="compiling")
+            self._task = self._bar.add_task("training", total=config.steps, completed=first_step, note="compiling")
             self._bar.start()
 
     def later(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -110,9 +103,10 @@ class MetricsWriter:
             self._write(record)
 
     def show(self, step: int, texts: dict[str, str]) -> None:
-        """Shows texts in TensorBoard: title -> Markdown."""
-        if self._is_writer and texts:
-            self._board.show(step, texts)
+        """Shows texts in the trackers: title -> Markdown."""
+        if self._is_writer:
+            for title, text in texts.items():
+                self._trackers.text(step, title, text)
 
     def paused(self, seconds: float) -> None:
         """Excludes seconds without training from the rates."""
@@ -121,7 +115,8 @@ class MetricsWriter:
 
     def _write(self, record: dict) -> None:
         self._file.append(record)
-        self._board.write(record)
+        points = {name: x for name, x in record.items() if name != "step" and not (x is None or isinstance(x, bool))}
+        self._trackers.log(record["step"], points)
         loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
         note = f"loss {loss}  {record['tokens_per_second']:,.0f} tokens/s"
         if record.get("eval_loss") is not None:
@@ -133,10 +128,10 @@ class MetricsWriter:
             command.say(f"step {record['step']:>6}  {note}")
 
     def close(self) -> None:
-        """Flushes and closes the files."""
+        """Flushes and closes the files, and ends the trackers."""
         if self._is_writer:
             self._file.close()
-            self._board.close()
+            self._trackers.finish()
             if self._bar:
                 self._bar.stop()
 
@@ -153,49 +148,3 @@ def read_metrics(workdir: epath.Path, up_to: int | None = None) -> list[dict]:
 
 def _finite(value: np.ndarray | float | bool) -> float | bool | None:
     return value if isinstance(value, bool) else float(value) if np.isfinite(value) else None
-
-
-class _Board:
-    """Writes metrics for TensorBoard; while that fails, the run goes on without it."""
-
-    def __init__(self, directory: Path, first_step: int):
-        self._directory, self._first_step, self._files = directory, first_step, 0
-        self._writer, self._flushed = None, time.monotonic()
-
-    def write(self, record: dict) -> None:
-        """Adds one point to each curve."""
-        points = {name: x for name, x in record.items() if name != "step" and not (x is None or isinstance(x, bool))}
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
-        self._summary(record["step"], values)
-
-    def show(self, step: int, texts: dict[str, str]) -> None:
-        """Adds texts: title -> Markdown."""
-        self._summary(step, [value for title, text in texts.items() for value in as_summary(title, text).value])
-
-    def _summary(self, step: int, values: list[summary_pb2.Summary.Value]) -> None:
-        try:
-            self._writer = self._writer or self._open()
-            summary = summary_pb2.Summary(value=values)
-            self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-                self._writer.flush()
-                self._flushed = time.monotonic()
-        except OSError as error:
-            logging.warning("%s cannot be written now: %s", self._directory, first_line(error))
-            self._writer = None
-
-    def _open(self) -> EventsWriter:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._files += 1
-        writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{self._first_step}.{self._files}")
-        start = event_pb2.SessionLog(
-            status=event_pb2.SessionLog.START
-        )  # tells TensorBoard to drop older records from this step on
-        writer.write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step, session_log=start))
-        return writer
-
-    def close(self) -> None:
-        """Flushes and closes the file."""
-        if self._writer:
-            with contextlib.suppress(OSError):
-                self._writer.close()

@@ -123,7 +123,7 @@ class Session:
             self.events.write("init", seconds=max(0.0, age - self._restore_seconds))
             tokens, flops = wide_to_int(self.state.tokens), config.batch_size * run.program.flops_per_row
             self.metrics = MetricsWriter(
-                workdir, self.directory, config.steps, self.first_step, tokens, flops, run.mesh.devices
+                config, workdir, self.directory, self.first_step, tokens, flops, run.mesh.devices
             )
             stack.callback(self.metrics.close)
             self.clock = events.StepClock(self.events, self.first_step)

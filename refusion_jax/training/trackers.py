@@ -1,0 +1,289 @@
+"""Trackers show the metrics of a run: TensorBoard, Weights & Biases (wandb), trackio.
+
+Each is on a thread of its own. The run waits for it at the end of a session alone, and not for long: a tracker that is
+offline, hangs or fails costs one warning. A session that resumes a run continues the same run of the tracker.
+"""
+
+import dataclasses
+import functools
+import html
+import importlib.util
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import jax
+import ml_collections
+import pydantic
+from absl import logging
+from etils import epath
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.summary import text as as_summary
+
+from refusion_jax.cli.errors import SettingError, first_line
+from refusion_jax.distributed.json_files import read_json
+from refusion_jax.distributed.storage import absolute, write_file
+
+FILE = "tracker.json"  # in the directory of a run: what wandb and trackio know it by
+_PROJECT = "refusion_jax"  # where the environment names no other
+_MOST = 1000  # calls that wait for a tracker; it misses those that come while there are as many
+_FINISH_SECONDS = 30.0  # that the end of a session waits for its trackers, all together
+_FLUSH_SECONDS = 60.0  # between flushes of TensorBoard's file
+
+
+class Tracker(Protocol):
+    """Shows the metrics of a run. Its methods may take as long as they like, and raise what they like."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds one point to the curve of each metric. Steps may come again, in a session that resumes before them."""
+
+    def text(self, step: int, title: str, markdown: str) -> None:
+        """Shows a text."""
+
+    def finish(self) -> None:
+        """Sends what is left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackedSession:
+    """What a tracker is told of the session that it follows."""
+
+    config: ml_collections.ConfigDict
+    name: str  # of the run, for people
+    id: str  # of the run, for trackers: the same in all its sessions, and no other run's
+    logs: Path  # local directory of files
+    first_step: int  # steps of the run before this session
+
+
+class Trackers:
+    """The trackers that a config names, as one that never waits and never raises. In process 0 only."""
+
+    def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path, logs: Path, first_step: int):
+        """Has them begin, or continue what they show of the run.
+
+        Args:
+          config: the run's.
+          workdir: the run's directory.
+          logs: local directory of the files that are appended to.
+          first_step: steps taken so far.
+        """
+        names = _names(config.tracker)
+        run_id = _make_id(workdir) if set(names) - {"tensorboard"} else ""
+        session = TrackedSession(config, f"{absolute(workdir).name}-{run_id}", run_id, logs, first_step)
+        self._all = [_OnThread(name, functools.partial(_TRACKERS[name], session)) for name in names]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds one point to the curve of each metric."""
+        for tracker in self._all:
+            tracker.call(lambda it: it.log(step, metrics))
+
+    def text(self, step: int, title: str, markdown: str) -> None:
+        """Shows a text."""
+        for tracker in self._all:
+            tracker.call(lambda it: it.text(step, title, markdown))
+
+    def finish(self) -> None:
+        """Has them send what is left, and waits for it, but no longer than _FINISH_SECONDS."""
+        deadline = time.monotonic() + _FINISH_SECONDS
+        for tracker in self._all:
+            tracker.end()
+        for tracker in self._all:
+            tracker.wait(deadline - time.monotonic())
+
+
+def check_trackers(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
+    """Refuses trackers that are unknown or not installed.
+
+    Raises:
+      UserError: naming the tracker, and what would be right.
+    """
+
+    def refuse(why: str) -> None:
+        raise SettingError("config", "tracker", config.tracker, why)
+
+    for name in _names(config.tracker):
+        if name not in _TRACKERS:
+            refuse(f"{name!r} is unknown; known, with commas between: {', '.join(_TRACKERS)}")
+        if jax.process_index() == 0 and name != "tensorboard" and importlib.util.find_spec(name) is None:
+            refuse(f"{name} is not installed: pip install -e '.[{name}]' in the project's root")
+    if (workdir / FILE).exists():
+        _read_id(workdir)
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+@dataclasses.dataclass
+class _Identity:
+    id: Annotated[str, pydantic.StringConstraints(pattern="^[0-9a-f]{8}$")]
+
+
+def _read_id(workdir: epath.Path) -> str:
+    return read_json(workdir / FILE, _Identity).id
+
+
+def _make_id(workdir: epath.Path) -> str:
+    """The id in the run's directory, which is made where there is none."""
+    if not (workdir / FILE).exists():
+        write_file(workdir / FILE, f'{{"id": "{secrets.token_hex(4)}"}}\n')
+    return _read_id(workdir)
+
+
+class _OnThread:
+    """A tracker on a thread of its own: its callers never wait for it, and see nothing of what it raises."""
+
+    def __init__(self, name: str, begin: Callable[[], Tracker]):
+        self._name, self._warned = name, False
+        self._calls: queue.SimpleQueue[Callable[[Tracker], Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(begin,), name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, what: Callable[[Tracker], Any]) -> None:
+        """Has it do something, in its turn."""
+        if self._calls.qsize() < _MOST:
+            self._calls.put(what)
+        elif self._thread.is_alive():
+            self._warn("is too slow, or hangs, and misses records")
+
+    def end(self) -> None:
+        """Has it end after what it has to do."""
+        self._calls.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the end, but no longer than some seconds."""
+        self._thread.join(max(seconds, 0.0))
+        if self._thread.is_alive():
+            self._warn(f"has not finished within {_FINISH_SECONDS:g} s, and may miss records")
+
+    def _work(self, begin: Callable[[], Tracker]) -> None:
+        try:
+            tracker = begin()
+        except BaseException as error:  # noqa: BLE001  each library has errors of its own, and some exit
+            self._warn(f"cannot begin: {type(error).__name__}: {first_line(error)}")
+            return
+        for call in iter(self._calls.get, None):
+            self._try(tracker, call)
+        self._try(tracker, lambda it: it.finish())
+
+    def _try(self, tracker: Tracker, call: Callable[[Tracker], Any]) -> None:
+        try:
+            call(tracker)
+        except BaseException as error:  # noqa: BLE001
+            self._warn(f"fails, and may miss records: {type(error).__name__}: {first_line(error)}")
+
+    def _warn(self, what: str) -> None:
+        """Says it, unless something was said of this tracker before."""
+        if not self._warned:
+            logging.warning("--config.tracker: %s %s; training goes on", self._name, what)
+        self._warned = True
+
+
+class TensorBoard:
+    """Files in DIR/tensorboard; where they cannot be written, what comes later goes into another one."""
+
+    def __init__(self, session: TrackedSession):
+        self._directory, self._first_step, self._files = session.logs / "tensorboard", session.first_step + 1, 0
+        self._writer, self._flushed = None, time.monotonic()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds one point to each curve."""
+        self._add(step, [summary_pb2.Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()])
+
+    def text(self, step: int, title: str, markdown: str) -> None:
+        """Adds a text."""
+        self._add(step, as_summary(title, markdown).value)
+
+    def finish(self) -> None:
+        """Flushes and closes the file."""
+        if self._writer:
+            self._writer.close()
+
+    def _add(self, step: int, values: list[summary_pb2.Summary.Value]) -> None:
+        try:
+            self._writer = self._writer or self._open()
+            summary = summary_pb2.Summary(value=values)
+            self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+        except OSError:
+            self._writer = None
+            raise
+
+    def _open(self) -> EventsWriter:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._files += 1
+        writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{self._first_step}.{self._files}")
+        start = event_pb2.SessionLog(
+            status=event_pb2.SessionLog.START
+        )  # tells TensorBoard to drop older records from this step on
+        writer.write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step, session_log=start))
+        return writer
+
+
+class WeightsAndBiases:
+    """A run of wandb, with files in DIR/wandb; its environment variables (WANDB_MODE, WANDB_PROJECT ...) hold.
+
+    The step is a metric of its own: wandb would drop records of a step that comes again.
+    """
+
+    def __init__(self, session: TrackedSession):
+        import wandb
+
+        self._html = wandb.Html
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            id=session.id,
+            name=session.name,
+            resume="allow",
+            config=session.config.to_dict(),
+            allow_val_change=True,
+            dir=session.logs,
+            settings=wandb.Settings(console="off", finish_timeout=0.8 * _FINISH_SECONDS),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds one point to each curve."""
+        self._run.log({"step": step, **metrics})
+
+    def text(self, step: int, title: str, markdown: str) -> None:
+        """Adds a text, as it is written: wandb's Markdown is for reports alone."""
+        self._run.log({"step": step, title: self._html(f"<pre>{html.escape(markdown)}</pre>")})
+
+    def finish(self) -> None:
+        """Uploads what is left."""
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio, on this machine or where TRACKIO_SPACE_ID says; `trackio show` shows it."""
+
+    def __init__(self, session: TrackedSession):
+        import trackio
+
+        self._markdown = trackio.Markdown
+        config = session.config.to_dict()
+        self._run = trackio.init(project=_PROJECT, name=session.name, resume="allow", config=config, embed=False)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds one point to each curve."""
+        self._run.log(metrics, step=step)
+
+    def text(self, step: int, title: str, markdown: str) -> None:
+        """Adds a text."""
+        self._run.log({title: self._markdown(markdown)}, step=step)
+
+    def finish(self) -> None:
+        """Sends what is left."""
+        self._run.finish()
+
+
+_TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
