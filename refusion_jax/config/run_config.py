@@ -1,6 +1,7 @@
 """The config in a run's directory: written when the run starts, compared when it is started again."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,10 +45,10 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allow
         raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
     if not is_remote(workdir):
         for path in (workdir / name for name in _FILES):
-            if path.exists() and not Path(path).is_file():  # epath takes a pipe for a file
+            if os.path.lexists(path) and not Path(path).is_file():  # epath takes a pipe for a file
                 raise UserError(f"--workdir={workdir}: {path.name} in it is no file")
         for path in (workdir / name for name in _DIRECTORIES):
-            if path.exists() and not path.is_dir():
+            if os.path.lexists(path) and not path.is_dir():
                 raise UserError(f"--workdir={workdir}: {path.name} in it is no directory")
     if not (workdir / "config.json").exists():
         return []
