@@ -41,7 +41,7 @@ from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, read_settings
 
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"
+    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
 )
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"

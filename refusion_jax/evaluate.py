@@ -59,7 +59,7 @@ from refusion_jax.systems.api import DecodeSettings, all_settings, check_setting
 from refusion_jax.systems.registry import system_of
 
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"
+    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
 )
 _TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, with commas between")
 _PREPARED = flags.DEFINE_string("data", None, "Instead of --tasks: a directory that `prepare` wrote, to be scored")

@@ -67,7 +67,7 @@ from refusion_jax.systems.api import DecodeSettings, all_settings, check_setting
 from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
 
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"
+    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
 )
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")

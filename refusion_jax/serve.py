@@ -36,7 +36,7 @@ from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory of Qwen3's family"
+    "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
 )
 _HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "Address to listen on; 0.0.0.0: on all of them, for all who can reach them"

@@ -16,14 +16,15 @@ PASSED_ON = {"datasets": "lm-eval", "fsspec": "etils", "ml_dtypes": "jax", "star
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_workflow_runs_the_projects_own_checks_on_the_lowest_python():
+def test_the_workflow_runs_the_projects_own_checks_on_the_lowest_python_and_with_the_lowest_versions():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads the key `on` as true
-    (job,) = workflow["jobs"].values()
-    assert job["runs-on"].startswith("ubuntu")
-    assert job["steps"][-1] == {"run": "bash .ci/run"}
-    (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
-    assert PROJECT["requires-python"] == f">={python}"
+    test, lowest = workflow["jobs"]["test"], workflow["jobs"]["lowest"]
+    pythons = test["strategy"]["matrix"]["python-version"]
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    assert f"--python {pythons[0]} --resolution lowest-direct" in (ROOT / "launch" / "lowest.sh").read_text()
+    assert test["steps"][-1] == {"run": "bash .ci/run"}
+    assert lowest["steps"][-1]["run"].startswith("bash launch/lowest.sh")
     assert "bash launch/test.sh" in (ROOT / ".ci" / "run").read_text()
 
 
