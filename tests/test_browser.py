@@ -1,7 +1,7 @@
 """The player and the page of the server in headless Chromium: nothing fails, nothing loads, everybody can use it.
 
-Needs Chromium with its driver, `pip install -e '.[browser]'`, and axe.min.js of axe-core, named by REFUSION_AXE (`npm pack
-axe-core`). Screenshots go to the directory REFUSION_SCREENSHOTS, if that is set.
+Needs Chromium with its driver, `pip install -e '.[browser]'`, and axe.min.js of axe-core (`npm pack axe-core`), which
+REFUSION_AXE names. Screenshots go to the directory REFUSION_SCREENSHOTS, if that is set.
 """
 
 import os
