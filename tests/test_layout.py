@@ -74,7 +74,6 @@ STARTS_PROCESSES = (
     "evaluation.sandbox",
     "training.faults",
     "benchmarks.headline.runs",
-    "benchmarks.authors",
     "benchmarks.serve",
 )
 
