@@ -25,7 +25,7 @@ from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.scoring import Scoring
 
-__all__ = ["PLAIN", "Claim", "ConfigSection", "Decoder", "Experiments", "Objective", "Scoring", "System"]
+__all__ = ["PLAIN", "Claim", "ConfigSection", "Decoder", "Objective", "Scoring", "System"]
 
 SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `System.custom_generate` imports
 PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted
@@ -74,17 +74,6 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiments:
-    """What `bench headline` measures of a system besides the operating points of its decoders."""
-
-    claims: tuple[Claim, ...] = ()
-    # By title: more settings to compare; called with the arguments of `Settings.operating_points`.
-    ablations: Mapping[str, Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]] = dataclasses.field(
-        default_factory=dict
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class System:
     """A training objective and its decoders, under one name.
 
@@ -99,7 +88,7 @@ class System:
     decodes: tuple[str, ...] = ()  # other systems whose models its decoders serve; PLAIN in one system
     scoring: Scoring | None = None  # None: the likelihood of texts is not known
     releases: tuple[Release, ...] = ()  # models of its authors that `load_model` reads
-    experiments: Experiments = Experiments()
+    claims: tuple[Claim, ...] = ()
     custom_generate: Path | None = None  # directory of a decoder in PyTorch that exports for transformers carry
     is_default: bool = False  # whether it is trained by default; true for one system
 

@@ -8,7 +8,7 @@ from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
 from refusion_jax.systems.dense.scoring import scoring_forward
-from refusion_jax.systems.interface import Claim, ConfigSection, Experiments, Scoring, System
+from refusion_jax.systems.interface import Claim, ConfigSection, Scoring, System
 from refusion_jax.systems.refusion.reference import plan_and_infill
 
 # No paper claims them: these are ReFusion's, for its own system, as goals.
@@ -21,6 +21,6 @@ SYSTEM = System(
     references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     section=ConfigSection("dense", CONFIG_KEYS),
     scoring=Scoring(scoring_forward),
-    experiments=Experiments(GOALS),
+    claims=GOALS,
     custom_generate=Path(__file__).parent / "custom_generate",
 )
