@@ -9,6 +9,7 @@ Axes: n tokens of a forward, V vocabulary.
 
 import functools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ class ReferenceDecoder:
 
     `keeps_cache` tells whether the decoder has a cache, to which the setting `cache` applies. `phases` lists the names
     of the forwards so far. `margin` is the smallest margin of all decisions so far: where it is as small as float32
-    noise, a batched decoder may decide differently.
+    noise, a batched decoder may decide differently. `text` holds tokens by their places in the text: those that are
+    given, then those that a decoder adds, in the order of commitment.
     """
 
     def __init__(self, model: Transformer, request: Request, keeps_cache: bool = True):
@@ -39,6 +41,7 @@ class ReferenceDecoder:
         self.vocab_size = model.config.vocab_size
         tokens, places = request.given
         self.given = dict(zip(places, tokens, strict=True))  # place in the text -> token
+        self.text = dict(self.given)
         self.places = [at for start, length, _ in request.gaps for at in range(start, start + length)]
         self.last_given = max(places)
 
@@ -65,14 +68,15 @@ class ReferenceDecoder:
         seen[:n, :n] = np.tri(n, dtype=bool) if visible is None else visible
         return np.asarray(_probabilities(*self.model, fed, at, seen))[:n]
 
-    def denoise(
-        self, phase: str, text: dict[int, int], places: list[int] | None = None
-    ) -> Float32[np.ndarray, "length V"]:
-        """Feeds places of a text, all by default, each of which attends to all of them: probabilities by place."""
+    def tokens(self, places: Iterable[int]) -> list[int]:
+        """The tokens at some places, masks where none are yet."""
+        return [self.text.get(place, self.ids.mask_id) for place in places]
+
+    def denoise(self, phase: str, places: list[int] | None = None) -> Float32[np.ndarray, "length V"]:
+        """Feeds places of the text, all by default, each of which attends to all of them: probabilities by place."""
         fed = [*range(self.request.length)] if places is None else places
         p = np.full((self.request.length, self.vocab_size), np.nan, np.float32)
-        tokens = [text.get(place, self.ids.mask_id) for place in fed]
-        p[fed] = self.forward(phase, tokens, fed, np.ones((len(fed), len(fed)), bool))
+        p[fed] = self.forward(phase, self.tokens(fed), fed, np.ones((len(fed), len(fed)), bool))
         return p
 
     def best(self, p: Float32[np.ndarray, "V"], place: int) -> int:
@@ -103,21 +107,49 @@ class ReferenceDecoder:
                 self.margin = min(self.margin, last - next_one)
         return sorted(order[:count])
 
-    def is_complete(self, text: dict[int, int]) -> bool:
+    def commit_verified(self, drafts: list[int], best: list[int]) -> int:
+        """Commits the drafts up to the first that is not the model's own token, this token, and nothing after an EOS.
+
+        Args:
+          drafts: of the tokens after the text.
+          best: the most probable token in the place of each, and in the one after them.
+
+        Returns:
+          The number of accepted drafts.
+        """
+        accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
+        for token in best[: accepted + 1]:
+            if not self.is_complete():
+                self.text[len(self.text)] = token
+        return accepted
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether an EOS was committed."""
+        return self.ids.eos_id in self.tokens(self.places)
+
+    def is_complete(self) -> bool:
         """Whether every place, or every place before the first EOS, is filled."""
-        tokens = [text.get(place) for place in self.places]
+        tokens = [self.text.get(place) for place in self.places]
         end = tokens.index(self.ids.eos_id) if self.ids.eos_id in tokens else len(tokens)
         return None not in tokens[:end]
 
-    def result(self, commits: list[tuple[int, int]], rounds: int) -> dict:
-        """The expected output of the decoder, from pairs (token, place) in the order of commitment."""
+    def result(self, commits: list[tuple[int, int]] | None = None, rounds: int | None = None) -> dict:
+        """The expected output of the decoder.
+
+        Args:
+          commits: pairs (token, place) in the order of commitment; by default what `text` holds.
+          rounds: by default as many as forwards.
+        """
+        if commits is None:
+            commits = [(token, place) for place, token in self.text.items() if place not in self.given]
         text = self.given | {place: token for token, place in commits}
         end = min((place for token, place in commits if token == self.ids.eos_id), default=math.inf)
         answer = [place for place in sorted(text) if len(self.request.prompt) <= place <= end]
         return {
             "tokens": [text[place] for place in answer],
             "commit_order": [place for _, place in commits],
-            "rounds": rounds,
+            "rounds": len(self.phases) if rounds is None else rounds,
             "forwards": len(self.phases),
             "phases": self.phases,
             "margin": self.margin,

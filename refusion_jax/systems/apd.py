@@ -147,35 +147,26 @@ class DraftAndCheck(Decoder):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, check, s = (
-        ReferenceDecoder(model, request, keeps_cache=False),
-        ReferenceDecoder(model.verifier, request),
-        request.settings,
-    )
-    shift, commits = model.config.shifted, []
-    text, places = list(plain.given.values()), list(plain.places)
-    while places:
-        ahead = places[: s.lookahead]
-        n = len(text) + len(ahead)
-        p = plain.denoise("draft", dict(enumerate(text)), [*range(n)])
-        drafts = [plain.best(p[place - shift], place) for place in ahead]
-        q = check.forward("check", text + drafts)
-        least, accepted = np.finfo(np.float32).tiny, 0
-        for place, draft in zip(ahead, drafts, strict=True):
+    plain, s = ReferenceDecoder(model, request, keeps_cache=False), request.settings
+    check, shift = ReferenceDecoder(model.verifier, request), model.config.shifted
+    while not plain.is_complete():
+        text = list(plain.text.values())
+        ahead = [place for place in plain.places if place not in plain.text][: s.lookahead]
+        p = plain.denoise("draft", [*range(len(text) + len(ahead))])
+        drafts = {place: plain.best(p[place - shift], place) for place in ahead}
+        q = check.forward("check", text + list(drafts.values()))
+        least = np.finfo(np.float32).tiny
+        for place, draft in drafts.items():
             both = (x[: plain.ids.num_tokens] for x in (p[place - shift], q[place - 1]))
             log_p, log_q = (np.log(np.maximum(x, least)) for x in both)
             target = np.exp(s.drafter_weight * log_p + (1 - s.drafter_weight) * log_q)
             agrees = check.best(target / target.sum(), place) == draft
-            if not agrees and accepted:
-                break
-            accepted += 1
+            if agrees or place == ahead[0]:
+                plain.text[place] = draft
             if not agrees or draft == plain.ids.eos_id:
                 break
-        commits += zip(drafts[:accepted], ahead, strict=False)
-        text += drafts[:accepted]
-        places = places[accepted:] if plain.ids.eos_id not in drafts[:accepted] else []
     plain.margin = min(plain.margin, check.margin)
-    return plain.result(commits, len(plain.phases))
+    return plain.result()
 
 
 SYSTEM = System(

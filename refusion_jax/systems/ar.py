@@ -87,15 +87,12 @@ class LeftToRight(Continuer):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, commits = ReferenceDecoder(model, request), []
-    tokens = list(plain.given.values())
+    plain = ReferenceDecoder(model, request)
     for place in plain.places:
-        p = plain.forward("next", tokens)
-        tokens.append(plain.best(p[-1], place))
-        commits.append((tokens[-1], place))
-        if tokens[-1] == plain.ids.eos_id:
+        plain.text[place] = plain.best(plain.forward("next", list(plain.text.values()))[-1], place)
+        if plain.has_ended:
             break
-    return plain.result(commits, len(plain.phases))
+    return plain.result()
 
 
 def scoring_forward(text: ScoredText) -> ScoredTokens:

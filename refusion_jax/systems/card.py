@@ -189,26 +189,24 @@ class CausalBlocks(Continuer):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
-    text, start, end = dict(plain.given), len(plain.given), request.length
+    plain, s = ReferenceDecoder(model, request), request.settings
+    start, end = len(plain.given), request.length
     while start < end:
         for left in reversed(range(s.passes)):
-            tokens = [text.get(place, plain.ids.mask_id) for place in range(start + s.draft_length)]
-            p = plain.forward("reveal", tokens)
-            masks = [place for place in range(start, min(start + s.draft_length, end)) if place not in text]
+            p = plain.forward("reveal", plain.tokens(range(start + s.draft_length)))
+            masks = [place for place in range(start, min(start + s.draft_length, end)) if place not in plain.text]
             best = {place: plain.best(p[place - 1], place) for place in masks}
             sure = [place for place in masks if plain.above(p[place - 1][best[place]], s.threshold)]
             for place in sure if sure and left else masks:
                 if place < end:
-                    text[place] = best[place]
-                    commits.append((best[place], place))
+                    plain.text[place] = best[place]
                     end = place + 1 if best[place] == plain.ids.eos_id else end
-            if all(place in text for place in range(start, min(start + s.draft_length, end))):
+            if all(place in plain.text for place in range(start, min(start + s.draft_length, end))):
                 break
         start += s.draft_length
         if start < end:
             plain.phases.append("commit")
-    return plain.result(commits, len(plain.phases))
+    return plain.result()
 
 
 SYSTEM = System(

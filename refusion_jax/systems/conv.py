@@ -83,20 +83,17 @@ def known_nearby(
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, s, commits = ReferenceDecoder(model, request, keeps_cache=False), request.settings, []
-    shift, n = model.config.shifted, len(plain.places)
-    text, steps = dict(plain.given), min(s.steps or n, n)
-    for step in range(steps):
-        p = plain.denoise("denoise", text)
-        best = {place: plain.best(p[place - shift], place) for place in plain.places if place not in text}
-        near = {place: sum(abs(place - at) <= s.conv_window // 2 for at in text) for place in best}
-        scores = {at: float(p[at - shift][best[at]]) * math.tanh(near[at]) for at in best}
-        for place in plain.first(scores, n // steps + (step < n % steps)):
-            text[place] = best[place]
-            commits.append((best[place], place))
-        if plain.is_complete(text):
-            break
-    return plain.result(commits, len(plain.phases))
+    plain, s = ReferenceDecoder(model, request, keeps_cache=False), request.settings
+    n = len(plain.places)
+    steps = min(s.steps or n, n)
+
+    def confidence(p, place):
+        near = sum(abs(place - at) <= s.conv_window // 2 for at in plain.text)
+        return float(p[plain.best(p, place)]) * math.tanh(near)
+
+    counts = [n // steps + (step < n % steps) for step in range(steps)]
+    masked.fill(plain, counts, confidence, plain.places, shift=model.config.shifted)
+    return plain.result()
 
 
 SYSTEM = System(

@@ -260,25 +260,24 @@ class Pipeline(Decoder):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
-    text, K, first = dict(plain.given), s.block_length, plain.places[0]
+    plain, s = ReferenceDecoder(model, request), request.settings
+    K, first = s.block_length, plain.places[0]
     blocks = [plain.places[i : i + K] for i in range(0, len(plain.places), K)]
     opened = cached = 0
 
     def share(block):
-        return 1.0 if block < 0 else sum(place in text for place in blocks[block]) / K
+        return 1.0 if block < 0 else sum(place in plain.text for place in blocks[block]) / K
 
-    while not plain.is_complete(text):
+    while not plain.is_complete():
         room = opened < len(blocks) and opened - cached < _IN_FLIGHT
-        if room and share(opened - 1) >= _OPEN_AT and plain.ids.eos_id not in dict(commits):
+        if room and share(opened - 1) >= _OPEN_AT and not plain.has_ended:
             opened += 1
         places = [*range(first + opened * K)]
         rank = np.array([max(0, 1 + (place - first) // K) for place in places])
-        tokens = [text.get(place, plain.ids.mask_id) for place in places]
-        p = plain.forward("blocks", tokens, places, rank[:, None] >= rank)
+        p = plain.forward("blocks", plain.tokens(places), places, rank[:, None] >= rank)
         new, shares = {}, [share(block) for block in range(-1, opened)]
         for block in range(cached, opened):
-            masks = [place for place in blocks[block] if place not in text]
+            masks = [place for place in blocks[block] if place not in plain.text]
             best = {place: plain.best(p[place], place) for place in masks}
             scores = {place: float(p[place][best[place]]) for place in masks}
             chosen = [place for place in masks if plain.above(scores[place], s.threshold)]
@@ -287,9 +286,8 @@ def reference(model: Transformer, request: Request) -> dict:
             new |= {place: best[place] for place in chosen}
         while cached < opened and shares[cached + 1] == 1:
             cached += 1
-        text |= new
-        commits += [(token, place) for place, token in new.items()]
-    return plain.result(commits, len(plain.phases))
+        plain.text |= new
+    return plain.result()
 
 
 SYSTEM = System(

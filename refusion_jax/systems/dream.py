@@ -174,8 +174,7 @@ def _counts(request: Request) -> tuple[int, ...]:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, commits = ReferenceDecoder(model, request, keeps_cache=False), []
-    text = dict(plain.given)
+    plain = ReferenceDecoder(model, request, keeps_cache=False)
 
     def surety(p, place):
         if request.settings.confidence == "entropy":
@@ -183,15 +182,8 @@ def reference(model: Transformer, request: Request) -> dict:
         second, best = np.sort(plain.choosable(p, place))[-2:]
         return best - second if request.settings.confidence == "margin" else best
 
-    for count in _counts(request):
-        p = plain.denoise("denoise", text)
-        masks = [place for place in plain.places if place not in text]
-        for place in plain.first({place: surety(p[place - 1], place) for place in masks}, count):
-            text[place] = plain.best(p[place - 1], place)
-            commits.append((text[place], place))
-        if plain.is_complete(text):
-            break
-    return plain.result(commits, len(plain.phases))
+    masked.fill(plain, _counts(request), surety, plain.places, shift=1)
+    return plain.result()
 
 
 SYSTEM = System(

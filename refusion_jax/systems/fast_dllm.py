@@ -203,37 +203,32 @@ class BlockCache(masked.MaskedDecoder):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy. Kept keys and values are recomputed from the older text."""
-    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
+    plain, s = ReferenceDecoder(model, request), request.settings
     shift, n = model.config.shifted, len(plain.places)
-    text, whole = dict(plain.given), [*range(request.length)]
-
-    def tokens(places):
-        return [text.get(place, plain.ids.mask_id) for place in places]
+    whole = [*range(request.length)]
 
     def commit(p, block, fed, always=()):
-        masks = [place for place in block if place not in text]
+        masks = [place for place in block if place not in plain.text]
         best = {place: plain.best(p[fed.index(place) - shift], place) for place in masks}
         scores = {place: float(p[fed.index(place) - shift][best[place]]) for place in masks}
         order = sorted(scores, key=lambda place: -scores[place])
         needed = [s.threshold if s.rule == "threshold" else 1 - s.factor / (rank + 2) for rank in range(n)]
         sure = [place for place, least in zip(order, needed) if plain.above(scores[place], least)]  # noqa: B905
-        for place in sorted({*(sure or plain.first(scores, 1)), *always}):
-            text[place] = best[place]
-            commits.append((best[place], place))
+        plain.text |= {place: best[place] for place in sorted({*(sure or plain.first(scores, 1)), *always})}
 
     length = s.block_length or n
     for block in (plain.places[i : i + length] for i in range(0, n, length)):
-        while not plain.is_complete(text) and not all(place in text for place in block):
-            then = tokens(whole)
-            commit(plain.denoise("whole", text), block, whole, block[:1] if shift and s.reuse != "none" else ())
+        while not plain.is_complete() and not all(place in plain.text for place in block):
+            then = plain.tokens(whole)
+            commit(plain.denoise("whole"), block, whole, block[:1] if shift and s.reuse != "none" else ())
             fed = block if s.reuse == "dual" else [*range(block[0], request.length)]
-            while s.reuse != "none" and not plain.is_complete(text) and not all(place in text for place in block):
+            while s.reuse != "none" and not plain.is_complete() and not all(place in plain.text for place in block):
                 sees = np.ones((len(whole) + len(fed),) * 2, bool)
                 sees[: len(whole), len(whole) :] = False
                 sees[len(whole) :, fed] = False  # the block attends to its new keys instead
-                p = plain.forward("block", then + tokens(fed), whole + fed, sees)
+                p = plain.forward("block", then + plain.tokens(fed), whole + fed, sees)
                 commit(p[len(whole) :], block, fed)
-    return plain.result(commits, len(plain.phases))
+    return plain.result()
 
 
 SYSTEM = System(

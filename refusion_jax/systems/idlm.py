@@ -202,22 +202,14 @@ class DraftAndCheck(Continuer):
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, commits, drafts = ReferenceDecoder(model, request), [], []
-    text, (start, end) = list(plain.given.values()), (len(plain.given), request.length)
+    plain, drafts = ReferenceDecoder(model, request), []
     masks = [plain.ids.mask_id] * (request.settings.stride - 1)
-    while len(text) < end and plain.ids.eos_id not in text[start:]:
-        fed = text + drafts + masks
-        p = plain.forward("draft", fed)
-        best = [plain.best(row, at + 1) for at, row in enumerate(p)][len(text) - 1 :]
-        accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
-        is_whole = accepted == len(drafts)
-        new = drafts[:accepted] + [best[accepted]]
-        drafts = best[len(drafts) + 1 :] if is_whole else []
-        for token in new:
-            if len(text) < end and plain.ids.eos_id not in text[start:]:
-                commits.append((token, len(text)))
-                text.append(token)
-    return plain.result(commits, len(plain.phases))
+    while not plain.is_complete():
+        p = plain.forward("draft", [*plain.text.values(), *drafts, *masks])
+        best = [plain.best(row, at + 1) for at, row in enumerate(p)][len(plain.text) - 1 :]
+        accepted = plain.commit_verified(drafts, best)
+        drafts = best[len(drafts) + 1 :] if accepted == len(drafts) else []
+    return plain.result()
 
 
 _IGNORED = ("attn_implementation", "fuse_cross_entropy")

@@ -145,8 +145,8 @@ def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bo
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, greedy."""
-    plain, s, commits = ReferenceDecoder(model, request, keeps_cache=False), request.settings, []
-    text, n = dict(plain.given), len(plain.places)
+    plain, s = ReferenceDecoder(model, request, keeps_cache=False), request.settings
+    n = len(plain.places)
     length = s.block_length or n
     for start in range(0, n, length):
         block, after = plain.places[start : start + length], plain.places[start + length :]
@@ -154,18 +154,11 @@ def reference(model: Transformer, request: Request) -> dict:
         left_out = set(after) - {group[(len(group) - 1) // 2] for group in groups}
         fed = [place for place in range(request.length) if place not in left_out]
         steps = min(s.steps // -(-n // length) or len(block), len(block))
-        for step in range(steps):
-            p = plain.denoise("denoise", text, fed)
-            best = {place: plain.best(p[place], place) for place in block if place not in text}
-            count = len(block) // steps + (step < len(block) % steps)
-            new = {place: best[place] for place in plain.first({at: p[at][best[at]] for at in best}, count)}
-            text |= new
-            commits += [(token, place) for place, token in new.items()]
-            if plain.is_complete(text):
-                return plain.result(commits, len(plain.phases))
-        if plain.ids.eos_id in dict(commits):
+        counts = [len(block) // steps + (step < len(block) % steps) for step in range(steps)]
+        masked.fill(plain, counts, lambda p, place: p[plain.best(p, place)], block, fed=fed)
+        if plain.has_ended:
             break
-    return plain.result(commits, len(plain.phases))
+    return plain.result()
 
 
 def scoring_forward(text: ScoredText) -> ScoredTokens:

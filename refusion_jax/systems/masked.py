@@ -11,17 +11,19 @@ Axes: B rows, C text length, N places to decode, K places of a window, D hidden 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
 from refusion_jax.decoding.settings import TokenIds
@@ -291,6 +293,33 @@ def is_complete(text: Int32[Array, "B C"], layout: Layout, ids: TokenIds) -> Boo
         return jnp.min(jnp.where(found, index, index.shape[1]), axis=1)
 
     return (first(ids.mask_id) == index.shape[1]) | (first(ids.eos_id) < first(ids.mask_id))
+
+
+def fill(
+    plain: ReferenceDecoder,
+    counts: Iterable[int],
+    score: Callable[[Float32[np.ndarray, "V"], int], float],
+    places: list[int],
+    shift: int = 0,
+    fed: list[int] | None = None,
+) -> None:
+    """The decoding of some places in plain Python: each forward commits the masks with the highest scores.
+
+    Args:
+      plain: the text; it ends once it is complete.
+      counts: of the masks that each forward commits.
+      score: of a mask, by the probabilities of its token and its place.
+      places: to be filled.
+      shift: the token at a place is read so many places before it.
+      fed: the places that are fed; all by default.
+    """
+    for count in counts:
+        p = plain.denoise("denoise", fed)
+        rows = {place: p[place - shift] for place in places if place not in plain.text}
+        chosen = plain.first({place: score(row, place) for place, row in rows.items()}, count)
+        plain.text |= {place: plain.best(rows[place], place) for place in chosen}
+        if plain.is_complete():
+            return
 
 
 def check_first(requests: Sequence[Request]) -> None:

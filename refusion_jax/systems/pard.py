@@ -124,20 +124,15 @@ class DraftAndVerify(Continuer):
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
     plain, drafter = ReferenceDecoder(model, request), ReferenceDecoder(model.drafter, request)
-    commits, M = [], request.settings.draft_length
-    text, (start, end) = list(plain.given.values()), (len(plain.given), request.length)
-    while len(text) < end and plain.ids.eos_id not in text[start:]:
-        q = drafter.forward("draft", text + [model.drafter.config.mask_token_id] * (M - 1))
+    masks = [model.drafter.config.mask_token_id] * (request.settings.draft_length - 1)
+    while not plain.is_complete():
+        text = list(plain.text.values())
+        q = drafter.forward("draft", text + masks)
         drafts = [drafter.best(row, len(text) + i) for i, row in enumerate(q[len(text) - 1 :])]
         p = plain.forward("verify", text + drafts)
-        best = [plain.best(row, len(text) + i) for i, row in enumerate(p[len(text) - 1 :])]
-        accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), M)
-        for token in best[: accepted + 1]:
-            if len(text) < end and plain.ids.eos_id not in text[start:]:
-                commits.append((token, len(text)))
-                text.append(token)
+        plain.commit_verified(drafts, [plain.best(row, len(text) + i) for i, row in enumerate(p[len(text) - 1 :])])
     plain.margin = min(plain.margin, drafter.margin)
-    return plain.result(commits, len(plain.phases))
+    return plain.result()
 
 
 SYSTEM = System(

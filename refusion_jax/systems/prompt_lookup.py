@@ -126,23 +126,16 @@ def look_up(
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, commits, s = ReferenceDecoder(model, request), [], request.settings
-    text, (start, end) = list(plain.given.values()), (len(plain.given), request.length)
-    while len(text) < end and plain.ids.eos_id not in text[start:]:
-        drafts = []
+    plain, s = ReferenceDecoder(model, request), request.settings
+    while not plain.is_complete():
+        text, drafts = list(plain.text.values()), []
         for n in range(1, s.ngram + 1):
             before = [at for at in range(n, len(text)) if text[at - n : at] == text[-n:]]
             if before:
                 drafts = [text[before[-1] + i % (len(text) - before[-1])] for i in range(s.draft_length)]
-        fed = text + drafts
-        p = plain.forward("next", fed)
-        best = [plain.best(p[at], at + 1) for at in range(len(text) - 1, len(fed))]
-        accepted = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
-        for token in best[: accepted + 1]:
-            if len(text) < end and plain.ids.eos_id not in text[start:]:
-                commits.append((token, len(text)))
-                text.append(token)
-    return plain.result(commits, len(plain.phases))
+        p = plain.forward("next", text + drafts)
+        plain.commit_verified(drafts, [plain.best(p[at], at + 1) for at in range(len(text) - 1, len(p))])
+    return plain.result()
 
 
 SYSTEM = System(

@@ -178,16 +178,12 @@ def entropy(logits: Float32[Array, "B T V"]) -> Float32[Array, "B T"]:
 
 def reference(model: Transformer, request: Request) -> dict:
     """The decoder in plain Python: one request, no cache, greedy."""
-    plain, s, commits = ReferenceDecoder(model, request), request.settings, []
-    text, end = dict(plain.given), request.length
-    while any(place not in text for place in range(end)):
-        first = next(place for place in range(end) if place not in text)
-        masks = [
-            place for place in range(first, min(first + min(s.window, len(plain.places)), end)) if place not in text
-        ]
-        order = [*sorted(place for place in text if place < end), *masks]
-        tokens = [text.get(place, plain.ids.mask_id) for place in order]
-        p = plain.forward("fill", tokens, order)[-len(masks) :]
+    plain, s, end = ReferenceDecoder(model, request), request.settings, request.length
+    while masks := [place for place in range(end) if place not in plain.text]:
+        first = masks[0]
+        masks = [place for place in masks if place < first + min(s.window, len(plain.places))]
+        order = [*sorted(place for place in plain.text if place < end), *masks]
+        p = plain.forward("fill", plain.tokens(order), order)[-len(masks) :]
         score = [
             -float(np.sum(row[row > 0] * np.log(row[row > 0]))) + s.distance_penalty * (place - first)
             for row, place in zip(p, masks, strict=True)
@@ -198,11 +194,9 @@ def reference(model: Transformer, request: Request) -> dict:
             filled = [int(np.argmin(score))]
         for i in filled:
             if masks[i] < end:
-                text[masks[i]] = plain.best(p[i], masks[i])
-                commits.append((text[masks[i]], masks[i]))
-                if text[masks[i]] == plain.ids.eos_id:
-                    end = masks[i] + 1
-    return plain.result(commits, len(plain.phases))
+                plain.text[masks[i]] = plain.best(p[i], masks[i])
+                end = masks[i] + 1 if plain.text[masks[i]] == plain.ids.eos_id else end
+    return plain.result()
 
 
 _MASK = {"mask_token_id": 151665}  # of their engine, where a config.json names none

@@ -1,7 +1,5 @@
 """Dense slot diffusion decoded in plain Python: one request, lists, no cache, greedy. Read this file first."""
 
-import numpy as np
-
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.transformer import Transformer
@@ -13,15 +11,11 @@ def one_by_one(model: Transformer, request: Request) -> dict:
     A token is predicted by the one before it in the text if that was committed last, otherwise by a mask. Both see all
     that was committed.
     """
-    plain, commits = ReferenceDecoder(model, request), []
-    tokens, places = list(plain.given.values()), list(plain.given)
+    plain = ReferenceDecoder(model, request)
     for place in plain.places:
-        mask = [] if places[-1] == place - 1 else [(plain.ids.mask_id, place)]
-        fed, at = [*tokens, *(token for token, _ in mask)], [*places, *(at for _, at in mask)]
-        p = plain.forward("next", fed, at, np.tri(len(fed), dtype=bool))
-        tokens.append(plain.best(p[-1], place))
-        places.append(place)
-        commits.append((tokens[-1], place))
-        if tokens[-1] == plain.ids.eos_id:
+        mask = [] if next(reversed(plain.text)) == place - 1 else [place]
+        fed = [*plain.text, *mask]
+        plain.text[place] = plain.best(plain.forward("next", plain.tokens(fed), fed)[-1], place)
+        if plain.has_ended:
             break
-    return plain.result(commits, len(commits))
+    return plain.result()
