@@ -8,11 +8,7 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data.examples import Example
-from refusion_jax.data.fast_tokenizer import (
-    find_tokenizer_file,
-    load_tokenizer_file,
-    tokenizer_hash,
-)
+from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.interface import RowSource, Tokenizer
 from refusion_jax.data.loader import block_counts
 from refusion_jax.data.manifest import is_prepared

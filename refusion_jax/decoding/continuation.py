@@ -18,14 +18,7 @@ from jaxtyping import Array, Bool, Int32, Key
 from refusion_jax.batch.rows import row_index
 from refusion_jax.decoding.cache import Cache
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.requests import (
-    Layout,
-    Places,
-    Request,
-    most_new_tokens,
-    prefill_chunk,
-    text_capacity,
-)
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, put
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.model.transformer import ModelConfig, Transformer

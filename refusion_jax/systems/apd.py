@@ -43,13 +43,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import (
-    Layout,
-    Request,
-    most_new_tokens,
-    prefill_chunk,
-    text_capacity,
-)
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
