@@ -153,7 +153,6 @@ class InOrder:
         self._write, self._waiting, self._next = write, {}, 0
 
     def add(self, index: int, record: dict) -> None:
-        """Takes the record of a prompt."""
         self._waiting[index] = record
         while self._next in self._waiting:
             self._write(self._waiting.pop(self._next))

@@ -96,7 +96,6 @@ class _Bar:
             print(f"{self._what}  {task.percentage:5.1f}%  {self._tokens:,} tokens  {rate:,.0f} tokens/s", flush=True)
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
         self._bar.stop()
 
 

@@ -111,8 +111,6 @@ def load(server: "_Server", problems: Sequence[Problem], clients: int, is_stream
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What a client has seen of an answer."""
-
     text: str
     tokens: int
     first: float  # seconds to the first text

@@ -82,7 +82,6 @@ def prepared_paths(path: str, key: str) -> list[str]:
 def _open_prepared(
     config: ml_collections.ConfigDict, paths: list[str], workdir: epath.Path
 ) -> tuple[Tokenizer, RowSource]:
-    """Opens prepared directories and their tokenizer."""
     data = config.data
     file = data.tokenizer or find_tokenizer_file(workdir) or find_tokenizer_file(epath.Path(paths[0]))
     if not file:
@@ -127,7 +126,6 @@ def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer
 
 
 def _prepared_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer, whose: str) -> PreparedRows:
-    """A prepared directory whose rows fit the run."""
     rows = PreparedRows(path)
     if rows.row_length != config.row_length:
         raise UserError(

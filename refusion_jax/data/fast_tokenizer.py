@@ -21,8 +21,6 @@ _KINDS = ("bos", "eos", "pad")
 
 
 class _Token(pydantic.BaseModel):
-    """A special token that is described by an object."""
-
     content: str
 
 

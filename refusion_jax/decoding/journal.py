@@ -91,7 +91,6 @@ class Journal:
             ) from error
 
     def close(self) -> None:
-        """Closes the file without deleting it."""
         if self._log is not None:
             self._log.close()
             self._log = None

@@ -48,7 +48,6 @@ class Player:
         }
 
     def page(self) -> str:
-        """The page, as HTML."""
         data = json.dumps([self._scenes[index] for index in sorted(self._scenes)]).replace("<", "\\u003c")
         page = resources.files("refusion_jax.decoding").joinpath("player.html").read_text("utf-8")
         return page.replace("DECODINGS", data)

@@ -94,7 +94,6 @@ class ReferenceDecoder:
         return p
 
     def above(self, p: float, threshold: float) -> bool:
-        """Whether p > threshold."""
         self.margin = min(self.margin, abs(p - threshold))
         return p > threshold
 

@@ -239,7 +239,6 @@ def draw(
 
 
 def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """Uniform draws in [0, 1)."""
     return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
 
 
@@ -250,5 +249,4 @@ def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -
 
 
 def _of(p: Float32[Array, "B T V"], tokens: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """The probabilities of these tokens."""
     return jnp.take_along_axis(p, tokens[:, :, None], axis=2)[:, :, 0]

@@ -88,7 +88,6 @@ class Settings:
         """Refuses values that do not fit together; for subclasses to override."""
 
     def refuse(self, name: str, why: str) -> None:
-        """Raises a SettingError about one setting."""
         raise SettingError("decode", name, getattr(self, name), why)
 
     @classmethod
@@ -156,13 +155,11 @@ class TracedSettings:
         return type(self)(**vars(self) | changed)
 
     def tree_flatten_with_keys(self):
-        """As jax asks for it."""
         names = sorted(vars(self))
         return [(jax.tree_util.GetAttrKey(name), vars(self)[name]) for name in names], tuple(names)
 
     @classmethod
     def tree_unflatten(cls, names, values):
-        """As jax asks for it."""
         return cls(**dict(zip(names, values, strict=True)))
 
 

@@ -31,7 +31,6 @@ class Stops:
         return begin is not None and begin - 1 + max(map(len, self.texts)) <= len(text)
 
     def without_beginning(self, text: str) -> str:
-        """The text without an end that may be the beginning of a stop string."""
         return text[: min((_begins_at_end(text, stop) for stop in self.texts), default=len(text))]
 
     def _begin(self, text: str) -> int | None:

@@ -50,7 +50,6 @@ class Watchdog:
             self._heard = time.monotonic()
 
     def close(self) -> None:
-        """Ends the watch."""
         self._closed.set()
 
     def _watch(self) -> None:

@@ -106,7 +106,6 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-text token."""
         return self.model.config.eos_token_id
 
     @property
@@ -117,7 +116,6 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Maximal number of tokens of a text."""
         return self._room
 
     @property
@@ -134,7 +132,6 @@ class EvaluatedModel(TemplateLM):
         return ids if add_special_tokens is False or begin < 0 else [begin, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """What the log says of the chat template."""
         return "the tokenizer's own" if self.chat else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -142,7 +139,6 @@ class EvaluatedModel(TemplateLM):
         return self._tokenizer.render_chat(chat_history, self.thinking, answer_begun=not add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """How the results describe the model."""
         return {"checkpoint": self.name, "fingerprint": self._identity[1], "scoring": self._scoring}
 
     # Generation.

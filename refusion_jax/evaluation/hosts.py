@@ -53,7 +53,6 @@ class Hosts:
 
 
 def _gather(content: bytes) -> list[bytes]:
-    """The content of every host."""
     lengths = multihost_utils.process_allgather(np.array(len(content), np.int32)).ravel()
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)

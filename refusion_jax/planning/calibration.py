@@ -39,7 +39,6 @@ class Run:
 
     @property
     def generation(self) -> str:
-        """TPU generation, such as v5p."""
         return self.topology.split(":")[0]
 
     @property

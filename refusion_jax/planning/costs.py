@@ -67,7 +67,6 @@ class Costs:
     open_loops: int = 0  # loops whose number of iterations depends on the data; counted as one iteration
 
     def times(self, n: float) -> "Costs":
-        """The costs of n repetitions."""
         return Costs(
             self.flops * n,
             self.bytes * n,
@@ -113,7 +112,6 @@ class _Counter:
         self._module, self._chips_per_slice, self._known = module, chips_per_slice, {}
 
     def of(self, name: str) -> Costs:
-        """Costs of running a computation once."""
         if name not in self._known:
             computation = self._module.computations[name]
             self._known[name] = add([self._instruction(computation, i) for i in computation.instructions.values()])

@@ -20,7 +20,6 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -54,7 +53,6 @@ class Instruction:
 
     @property
     def branches(self) -> list[str]:
-        """The branches of a conditional."""
         sides = [self.attribute(key) for key in ("true_computation", "false_computation")]
         return _names(self.attributes, "branch_computations") + [side for side in sides if side]
 
@@ -85,7 +83,6 @@ class Computation:
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """The parameters by number."""
         return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
 
     def users(self, name: str) -> list[Instruction]:

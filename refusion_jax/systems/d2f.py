@@ -153,7 +153,6 @@ class PipelineSettings(shared.Settings):
         return self.block_length or _BLOCK
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With the block length of training as the default."""
         return dataclasses.replace(self, block_length=self.block_length or model.block_size or _BLOCK)
 
 

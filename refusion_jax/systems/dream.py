@@ -140,7 +140,6 @@ class Scheduled:
         return masked.ranks(self._confidence(proposal), w) < jnp.take_along_axis(counts, at, axis=1)
 
     def _confidence(self, proposal: masked.Proposal) -> Float32[Array, "B N"]:
-        """The confidence of each choice, by the rule of the settings."""
         if self.confidence == "maskgit":
             return proposal.probability
         real = proposal.real

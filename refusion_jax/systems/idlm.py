@@ -129,7 +129,6 @@ class StrideSettings(shared.Settings):
             self.refuse("stride", "must be at least 2, or 0")
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With the stride of training as the default."""
         return dataclasses.replace(self, stride=self.stride or 1 + (model.block_size or _BLOCK))
 
 

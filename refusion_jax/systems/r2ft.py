@@ -84,7 +84,6 @@ class RejectRepetition(Objective):
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Weights of the two terms."""
         return {"preference": 1.0, "mdm": self.anchor}
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:

@@ -265,5 +265,4 @@ def _continued(start: Trained, adapted: Trained) -> Trained:
 
 
 def _final_loss(trial: Trained) -> float:
-    """The held-out loss at the end."""
     return trial["losses"][-1].get("eval_loss", math.inf)  # it is missing where it was not finite

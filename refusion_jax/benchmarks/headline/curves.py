@@ -29,17 +29,14 @@ class Figure:
 
     @property
     def mean(self) -> float:
-        """Mean of the values."""
         return statistics.mean(self.values)
 
     @property
     def least(self) -> float:
-        """Minimum of the values."""
         return min(self.values)
 
     @property
     def most(self) -> float:
-        """Maximum of the values."""
         return max(self.values)
 
 
@@ -53,7 +50,6 @@ class Measured:
     timed: Mapping[str, Figure]  # of the first seed, by batch size or PROXY, over interleaved repeats
 
     def figure(self, name: str) -> Figure:
-        """A field of the scores."""
         return Figure(tuple(score[name] for score in self.scores))
 
     @property
@@ -62,7 +58,6 @@ class Measured:
         return self.figure("accuracy")
 
     def of_family(self, name: str) -> Figure:
-        """Accuracy on one family of problems."""
         return Figure(tuple(score["families"][name] for score in self.scores))
 
 
@@ -78,7 +73,6 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
         return name_of(self.system, self.decoder, self.start)
 
     @property

@@ -73,7 +73,6 @@ class Run:
     start: str = ""  # the system that trained the weights it starts from; random ones if empty
 
     def flags(self, directory: Path) -> list[str]:
-        """The flags of `train`."""
         changes = {"objective": self.system, "seed": self.seed} | dict(self.changes)
         return [
             f"--config={self.config}",
@@ -82,7 +81,6 @@ class Run:
         ]
 
     def command(self, directory: Path) -> str:
-        """The command line."""
         return shlex.join(["python", "-m", "refusion_jax.train", *self.flags(directory)])
 
 
@@ -104,7 +102,6 @@ class Point:
         return f"{self.decoder} {self.label}"
 
     def settings(self, new_tokens: int, batch_size: int) -> Settings:
-        """The settings of the decoder."""
         return DecodeSettings(self.decoder, max_new_tokens=new_tokens, batch_size=batch_size, **self.changes)
 
 
@@ -171,7 +168,6 @@ class Experiment:
         return Run(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, self.file)
 
     def whole(self, system: str, seed: int, rate: float) -> Run:
-        """The run that is measured."""
         return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, self.file)
 
     def adaptation(self, system: str, start: Run, rate: float, directory: Path) -> Run:

@@ -290,7 +290,6 @@ def _bits(runs: Sequence[Trained]) -> list[str]:
 
 
 def _sweep(trials: Sequence[Trained]) -> list[str]:
-    """The learning rates that were tried."""
     if not trials:
         return []
     rows = [

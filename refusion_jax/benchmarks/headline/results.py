@@ -115,7 +115,6 @@ class Results:
         return sorted({r["where"] for kind in (self.points, self.timings, self.proxy_timings) for r in kind})
 
     def as_json(self) -> str:
-        """The content of results.json."""
         content = dataclasses.asdict(self)
         found = content.pop("about") | {"commits": self.commits, "where": self.machines} | content
         return json.dumps(found, indent=1) + "\n"
@@ -194,11 +193,9 @@ class ResultStore:
         self.records = {line.key: line.record for line in found}
 
     def add(self, key: str, record: dict[str, Any]) -> None:
-        """Writes a record to disk."""
         self._log.append({"key": key, "record": record})
         self._log.sync()
         self.records[key] = record
 
     def close(self) -> None:
-        """Releases the lock."""
         self._log.close()

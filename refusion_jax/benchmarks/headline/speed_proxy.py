@@ -33,7 +33,6 @@ class BothKeyValues(KeyValues):
 
     @property
     def trained(self) -> KeyValues:
-        """Those of the trained model alone."""
         return KeyValues(self.keys, self.values)
 
 
@@ -52,20 +51,16 @@ class SpeedProxy(Transformer):
 
     @property
     def parameters(self) -> int:
-        """Of the proxy."""
         return sum(x.size for x in jax.tree.leaves(nnx.state(self.proxy)))
 
     @property
     def operand_dtype(self) -> jnp.dtype:
-        """Of the proxy."""
         return self.proxy.operand_dtype
 
     def with_head_rows(self, rows: int) -> "SpeedProxy":
-        """Both with an approximate output head."""
         return SpeedProxy(self.trained.with_head_rows(rows), self.proxy.with_head_rows(rows))
 
     def empty_cache(self, rows: int, capacity: int) -> BothKeyValues:
-        """A cache for both."""
         own, proxy = (model.empty_cache(rows, capacity) for model in (self.trained, self.proxy))
         return BothKeyValues(own.keys, own.values, proxy)
 
@@ -86,7 +81,6 @@ class SpeedProxy(Transformer):
     def hidden(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> Float[Array, "B T D"]:
-        """Hidden states of both, concatenated."""
         return jnp.concatenate([m.hidden(tokens, positions, visibility) for m in (self.trained, self.proxy)], axis=-1)
 
     def logits(self, x: Float[Array, "_ _ D"]) -> Float32[Array, "_ _ V"]:

@@ -99,7 +99,6 @@ class Drafting(Continuer):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests."""
         s = requests[0].settings
         own = cls(
             ids=TokenIds.of(s, model),

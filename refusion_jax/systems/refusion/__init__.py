@@ -27,7 +27,6 @@ class PlanAndInfill(SlotDecoder):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> SlotDecoder:
-        """The smallest decoder that serves all of these requests."""
         infill = {EXACT: ExactInfill, THRESHOLD: ThresholdInfill}[requests[0].settings.resolved.infill]
         return infill.for_requests(requests, model)
 

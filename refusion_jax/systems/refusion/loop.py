@@ -64,7 +64,6 @@ class State:
 
     @property
     def active(self) -> Bool[Array, "B"]:
-        """Rows that are not finished."""
         return self.work.phase != DONE
 
 

@@ -42,7 +42,6 @@ class SlotDiffusion(Objective):
         return {"ar": 1.0, "mdm": self.mdm_weight}
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Draws noise from the keys and corrupts the rows."""
         return hybrid_batch(slots.corrupt(rows, slots.draw_noise(keys, rows, self.sizes, self.eps), self.mask_id))
 
 

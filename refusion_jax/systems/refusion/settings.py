@@ -118,7 +118,6 @@ class SlotSettings(_Slots):
         return self.resolved
 
     def traced(self) -> dict[str, float | int | bool]:
-        """With `budget`."""
         return super().traced() | {"budget": self.budget}
 
     @property
