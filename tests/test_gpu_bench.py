@@ -44,7 +44,7 @@ def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeyp
     assert json.loads(capsys.readouterr().out.splitlines()[1]) == records[1]
     section = (tmp_path / "out" / "section.md").read_text()
     assert "| first | RuntimeError: RESOURCE_EXHAUSTED: out / of memory |" in section
-    assert "| logits | largest error | 0.5 |" in section
+    assert "| part | largest error |\n| --- | --- |\n| logits | 0.5 |" in section
 
 
 def test_the_section_tells_answers_compared_with_the_cpu_and_the_command():
@@ -52,7 +52,7 @@ def test_the_section_tells_answers_compared_with_the_cpu_and_the_command():
     records = [{"part": "answers", "decoder": "one", "answers": 4, "same": 0.75}]
     section = gpu.section(head, records, "python -m refusion_jax.bench gpu --minutes=9")
     assert section.endswith("```bash\npython -m refusion_jax.bench gpu --minutes=9\n```\n")
-    assert "| answers one | same | 0.75 |" in section
+    assert "| part | decoder | answers | same |\n| --- | --- | --- | --- |\n| answers | one | 4 | 0.75 |" in section
 
 
 @pytest.mark.slow

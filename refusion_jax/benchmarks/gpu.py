@@ -13,6 +13,7 @@ skipped; a part that fails is reported, and the others go on.
 and its results say so.
 """
 
+import collections
 import dataclasses
 import json
 import time
@@ -215,7 +216,7 @@ def causal(segments: jax.Array) -> Visibility:
 
 
 def section(head: dict, records: list[dict], command: str = "") -> str:
-    """A section for a page of results: tables of the checks, of training, of decoding, and of what was not measured.
+    """A section for a page of results: a table for each kind of record.
 
     Args:
       head: the device, JAX's version, and whether it is a rehearsal.
@@ -226,40 +227,15 @@ def section(head: dict, records: list[dict], command: str = "") -> str:
     if head["rehearsal"]:
         parts.append("A rehearsal with tiny shapes: these figures mean nothing.")
 
-    def add(title: str, chosen: list[dict], columns: dict[str, Callable[[dict], str]]) -> None:
-        if chosen:
-            rows = ([cell(record) for cell in columns.values()] for record in chosen)
-            parts.append(table([title, *list(columns)[1:]], rows))
-
-    missing = [record for record in records if {"failed", "skipped"} & set(record)]
-    measured = [record for record in records if record not in missing]
-    checks = [
-        {"of": " ".join((r["part"], r.get("decoder", ""))).strip(), "what": key.replace("_", " "), "value": r[key]}
-        for r in measured
-        for key in r
-        if key.endswith("error") or key == "same"
-    ]
-    columns = {"of": lambda r: r["of"], "": lambda r: r["what"], "value": lambda r: f"{r['value']:.3g}"}
-    add("against the CPU", checks, columns)
-    size = {"size": lambda r: r["size"]}
-    speed = {"tokens/s": lambda r: f"{r['tokens_per_second']:,.0f}"}
-    columns = size | {
-        "rows": lambda r: str(r["batch_size"]),
-        "tokens per row": lambda r: f"{r['row_length']:,}",
-        "ms per step": lambda r: f"{r['ms']:.1f}",
-        **speed,
-        "MFU": lambda r: f"{r['mfu']:.1%}" if r["mfu"] else "",
-    }
-    add("training", [r for r in measured if "mfu" in r], columns)
-    columns = size | {
-        "setup": lambda r: f"`{r['setup']}`",
-        "batch": lambda r: str(r["batch_size"]),
-        **speed,
-        "tokens/forward": lambda r: f"{r['tokens_per_forward']:.2f}",
-        "ms/forward": lambda r: f"{r['ms_per_forward']:.2f}",
-        "of bandwidth": lambda r: f"{r['of_bandwidth']:.0%}",
-    }
-    add("decoding", [r for r in measured if "of_bandwidth" in r], columns)
-    why = {"why": lambda r: " ".join(r.get("failed", r.get("skipped")).replace("|", "/").split())}
-    add("not measured", missing, {"part": lambda r: r["part"]} | why)
+    by_kind = collections.defaultdict(list)  # records of the same fields stand in one table
+    for record in records:
+        by_kind[tuple(name for name in record if name not in ("benchmark", "part"))].append(record)
+    for names, own in by_kind.items():
+        rows = [[record["part"], *(_cell(record[name]) for name in names)] for record in own]
+        parts.append(table(["part", *(name.replace("_", " ") for name in names)], rows))
     return "\n\n".join([*parts, f"```bash\n{command}\n```"]) + "\n"
+
+
+def _cell(value: object) -> str:
+    text = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return " ".join(text.replace("|", "/").split())

@@ -10,6 +10,7 @@ on its cores they do. `bench decode --prompts=FILE` measures decoding without a 
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -73,20 +74,20 @@ def main(own: flags.FlagValues) -> None:
 def measure(checkpoint: str, setup: str, rows: int, clients: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
     """Yields a record of each load."""
     problems = list(tasks.problems("test", requests, seed=0))
-    with _Server(checkpoint, setup, rows) as server:
-        load(server, problems, max(clients), is_stream=False)  # not counted
+    with _serving(checkpoint, setup, rows) as address:
+        load(address, problems, max(clients), is_stream=False)  # not counted
         for count in clients:
             for is_stream in (False, True):
-                yield load(server, problems, count, is_stream)
+                yield load(address, problems, count, is_stream)
 
 
-def load(server: "_Server", problems: Sequence[Problem], clients: int, is_stream: bool) -> dict[str, Any]:
+def load(address: tuple[str, int], problems: Sequence[Problem], clients: int, is_stream: bool) -> dict[str, Any]:
     """Has clients ask for the answers to all problems, and measures what they see."""
     here = threading.local()
 
     def ask(problem: Problem) -> _Seen:
         if not hasattr(here, "connection"):
-            here.connection = http.client.HTTPConnection(server.host, server.port, timeout=600)
+            here.connection = http.client.HTTPConnection(*address, timeout=600)
         return _ask(here.connection, problem, is_stream)
 
     began = time.perf_counter()
@@ -137,26 +138,19 @@ def _ask(connection: http.client.HTTPConnection, problem: Problem, is_stream: bo
     return _Seen(text, tokens, (first or ended) - began, ended - began)
 
 
-class _Server:
-    """A server of its own process, while the context lasts."""
-
-    def __init__(self, checkpoint: str, setup: str, rows: int):
-        method, *settings = setup.split()
-        settings += [f"method={method}", f"batch_size={rows}", f"max_new_tokens={MAX_NEW_TOKENS}"]
-        self._flags = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
-
-    def __enter__(self) -> "_Server":
-        command = [sys.executable, "-m", "refusion_jax.serve", *self._flags]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        line = self._process.stdout.readline()
+@contextlib.contextmanager
+def _serving(checkpoint: str, setup: str, rows: int) -> Iterator[tuple[str, int]]:
+    """(host, port) of a server of its own process, while the context lasts."""
+    method, *settings = setup.split()
+    settings += [f"method={method}", f"batch_size={rows}", f"max_new_tokens={MAX_NEW_TOKENS}"]
+    flags = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
+    command = [sys.executable, "-m", "refusion_jax.serve", *flags]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
         if not line:
-            self._process.wait()
-            raise Failure(f"the server did not start: exit code {self._process.returncode}")
-        address = line.rpartition("http://")[2].partition("/")[0]
-        self.host, _, port = address.rpartition(":")
-        self.port = int(port)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait()
+            raise Failure(f"the server did not start: exit code {process.wait()}")
+        host, _, port = line.rpartition("http://")[2].partition("/")[0].rpartition(":")
+        try:
+            yield host, int(port)
+        finally:
+            process.send_signal(signal.SIGTERM)

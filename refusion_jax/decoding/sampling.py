@@ -211,7 +211,7 @@ def verify(
     M = drafts.shape[1]
     offset = jnp.arange(M + 1)[None]
     chance = _of(p[:, :M], drafts) / jnp.maximum(_of(q, drafts), jnp.finfo(jnp.float32).tiny)
-    accepts = _uniform(keys, places[:, :M]) < chance
+    accepts = jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places[:, :M], _CHECK)) < chance
     accepted = jnp.sum(jnp.cumprod(accepts & (offset[:, :M] < drafted[:, None]), axis=1), axis=1)
     is_refused = (offset < drafted[:, None])[:, :, None]
     left = jnp.where(is_refused, jnp.maximum(p - jnp.pad(q, ((0, 0), (0, 1), (0, 0))), 0), p)
@@ -236,10 +236,6 @@ def draw(
         return jnp.log(p) + noise
 
     return best(jax.lax.cond(jnp.any(is_warm), noisy, lambda: p))
-
-
-def _uniform(keys: Key[Array, "B"], places: Int32[Array, "B T"]) -> Float32[Array, "B T"]:
-    return jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places, _CHECK))
 
 
 def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:

@@ -169,7 +169,8 @@ def choose(
     pays = jnp.any(pays, axis=2) & ((asked <= affordable) | within)
 
     tile, tiles = jnp.array([s.tile for s in shapes])[None], jnp.array([s.tiles for s in shapes])[None]  # [1, J]
-    holds = tiles_of(needed + jnp.where(pays, asked, 0), tile) <= tiles  # [S, J]
+    fed = needed + jnp.where(pays, asked, 0)
+    holds = jnp.sum(-(-fed[:, :, None] // tile[None]), axis=1) <= tiles  # [S, J]: the tiles of all rows
     index = jnp.argmax(jnp.all(holds, axis=0).at[-1].set(True))
 
     tile, tiles = tile[0, index], tiles[0, index]
@@ -188,8 +189,3 @@ def before(amounts: Int32[Array, "S R"], keys: Int32[Array, "S R"]) -> Int32[Arr
         (keys[:, None] == keys[:, :, None]) & (order[None] < order[:, None])[None]
     )
     return jnp.sum(jnp.where(is_before, amounts[:, None], 0), axis=2)
-
-
-def tiles_of(tokens: Int32[Array, "S _"], tile: Int32[Array, "1 J"]) -> Int32[Array, "S J"]:
-    """The number of tiles that the tokens of each shard's rows take, in each shape."""
-    return jnp.sum(-(-tokens[:, :, None] // tile[None]), axis=1)
