@@ -10,9 +10,6 @@ from refusion_jax.cli.errors import UserError
 def needs(extra: str) -> Iterator[None]:
     """A context for imports of modules that need an optional extra.
 
-    Args:
-      extra: its name in pyproject.toml.
-
     Raises:
       UserError: where a package of it is not installed, with the command that installs it.
     """

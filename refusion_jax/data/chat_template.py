@@ -22,10 +22,6 @@ class ChatTemplate:
     def __init__(self, source: str, origin: str):
         """Compiles it.
 
-        Args:
-          source: of the template.
-          origin: the file it comes from, for messages.
-
         Raises:
           UserError: where it is no template.
         """
@@ -42,9 +38,6 @@ class ChatTemplate:
 
     def render(self, **variables: Any) -> str:
         """The text of a conversation.
-
-        Args:
-          **variables: what the template may use.
 
         Raises:
           UserError: where the template fails.

@@ -49,13 +49,7 @@ class Pool:
     """Runs tasks on chunks in order; with one process, in this one."""
 
     def __init__(self, settings: Settings, output: epath.Path, processes: int):
-        """Starts nothing yet.
-
-        Args:
-          settings: what shapes the rows.
-          output: the directory.
-          processes: how many.
-        """
+        """Starts nothing yet."""
         self._executor = None
         if processes > 1:
             context = multiprocessing.get_context("spawn")  # fork copies threads' locks

@@ -77,16 +77,7 @@ class FilledText(Continuation):
         ids: TokenIds,
         **own: Any,
     ) -> "FilledText":
-        """The state after a forward of active rows that fills new tokens, up to the first EOS among them.
-
-        Args:
-          cache: after the forward.
-          is_new: which tokens to fill in.
-          tokens: for the places.
-          places: in the text.
-          ids: of the special tokens.
-          **own: further fields of a subclass.
-        """
+        """The state after a forward of active rows that fills new tokens, up to the first EOS among them."""
         is_new &= self.active[:, None]
         end = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.end[:, None]), axis=1)
         is_new &= places < end[:, None]
@@ -134,15 +125,7 @@ class Continuer(Decoder):
         return super().scored(model, rows) * min(self.width, self.new_tokens) // self.width
 
     def start(self, state: type[_State], layout: Layout, keys: Key[Array, "B"], cache: Cache, **own: Any) -> _State:
-        """The initial state of some rows.
-
-        Args:
-          state: class of the state.
-          layout: given tokens and places to decode.
-          keys: one per row.
-          cache: filled with what is given.
-          **own: further fields of the class.
-        """
+        """The initial state of some rows."""
         zeros = jnp.zeros_like(layout.given.length)
         return state(
             cache=cache,

@@ -129,12 +129,7 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """A tree of arrays, or their shapes, as `jax.ShapeDtypeStruct`s that say where each is to live.
-
-    Args:
-      shapes: the tree.
-      shardings: one for all, or a tree of the same structure.
-    """
+    """A tree of arrays, or their shapes, as `jax.ShapeDtypeStruct`s that say where each is to live."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, shapes)
     return jax.tree.map(lambda x, own: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own), shapes, shardings)

@@ -43,13 +43,7 @@ class Comparison:
     """One comparison: what is asked for, and what is stored of it."""
 
     def __init__(self, directory: Path, experiment: Experiment, store: ResultStore):
-        """Nothing is done before `run`.
-
-        Args:
-          directory: of the comparison.
-          experiment: what is asked for.
-          store: results of earlier sessions.
-        """
+        """Nothing is done before `run`."""
         self._directory, self._asked, self._store = directory, experiment, store
         self._config, self._budget = experiment.config, experiment.budget
         self._mixture = mixture(self._config.data.difficulty)
@@ -250,12 +244,7 @@ def _near_best(curve: Curve, points: Sequence[Scored]) -> list[Scored]:
 
 
 def _continued(start: Trained, adapted: Trained) -> Trained:
-    """The record of an adapted run, with the steps and tokens of the first half before its own.
-
-    Args:
-      start: record of the run whose weights it started from.
-      adapted: its own record.
-    """
+    """The record of an adapted run, with the steps and tokens of the first half before its own."""
     half = adapted["losses"][-1]["step"]
     seen = next(record["tokens"] for record in start["losses"] if record["step"] == half)
     losses = [

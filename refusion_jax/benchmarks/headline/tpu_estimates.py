@@ -18,12 +18,7 @@ TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x1": 4}  # number of chips, all of which sha
 
 
 def tpu_estimates(points: list[Scored], problems: int) -> list[dict[str, Any]]:
-    """The estimates of a decoder, a record for each topology.
-
-    Args:
-      points: its measurements with one model.
-      problems: how many were decoded in each.
-    """
+    """The estimates of a decoder, a record for each topology."""
     about, found = {key: points[0][key] for key in ("system", "decoder", "start")}, []
     for topology in TOPOLOGIES:
         batches = [[_estimate(point, problems, topology, size) for point in points] for size in BATCH_SIZES]
