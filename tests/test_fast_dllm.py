@@ -2,17 +2,12 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from conftest import PROMPTS, settings, tiny_config, tiny_model
 
 from refusion_jax import decode
 from refusion_jax.decoding.requests import prepare
-from refusion_jax.decoding.settings import TracedSettings
-from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache, Surest
-from refusion_jax.systems.masked import Window
+from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache
 from refusion_jax.systems.registry import decoders_for
 
 
@@ -51,23 +46,6 @@ def test_a_threshold_nobody_reaches_commits_one_token_a_forward_and_one_that_all
     fast = decode(model_of(1), PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=0.0, new=8))
     assert slow.forwards == [len(order) for order in slow.commit_order]
     assert fast.forwards == [-(-len(order) // 4) for order in fast.commit_order]
-
-
-def test_a_rule_commits_what_is_sure_enough_and_always_the_best():
-    """Of .9 .7 .6 the factor 1 needs nothing (the best), 2/3 and 3/4: two. The .95 is no mask."""
-    p = jnp.array([[0.6, 0.9, 0.95, 0.7]])
-    masked = jnp.array([[True, True, False, True]])
-    w = Window(position=jnp.arange(4)[None], may_end=masked, is_in=masked, masked=masked)
-
-    def committed(rule, **changes):
-        own = TracedSettings.of([settings("fast_dllm", **changes)])
-        return np.flatnonzero(Surest(rule).chosen(p, w, jax.tree.map(jnp.asarray, own))[0]).tolist()
-
-    assert committed("factor", factor=1.0) == [1, 3]
-    assert committed("factor", factor=1.7) == [0, 1, 3]
-    assert committed("factor", factor=0.1) == [1]
-    assert committed("threshold", threshold=0.7) == [1, 3]
-    assert committed("threshold", threshold=0.99) == [1]
 
 
 def test_the_model_says_whether_it_is_shifted():

@@ -49,7 +49,6 @@ VARIANTS = {
     "fast_dllm": [
         {"reuse": "prefix", "block_length": 4, "threshold": 0.3},
         {"block_length": 7, "threshold": 0.3, **SHIFTED},
-        {"block_length": 8, "rule": "factor", "factor": 1.5},
         {"reuse": "none", "threshold": 0.5},
     ],
     "apd": [{"lookahead": 5, "drafter_weight": 0.3}, {"drafter_weight": 0.9, **SHIFTED}],

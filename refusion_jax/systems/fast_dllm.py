@@ -11,15 +11,14 @@ text; k: kept, 1: new):
                                          k k 1 1 1 1
                                          k k 1 1 1 1
 
-Every forward commits the most probable token of the block. By the rule `threshold` it also commits all others with
-p >= threshold; by `factor`, the n most probable ones, with the largest n for which the n-th has
-p >= 1 - factor / (n + 1).
+Every forward commits the most probable token of the block, and all others with p >= threshold.
 
 It decodes models that other systems train. Where these read the token at j from the logits at j - 1 (our
 checkpoints store that), the first forward of a block also commits the first token of the block, since the token before
 it is not fed again.
 
-From the paper and the authors' code: caches, rules, blocks of 32, that first token. Our choices: a forward of a batch
+From the paper and the authors' code: caches, threshold, blocks of 32, that first token. Left out: their other rule, by
+`factor`, under which surer tokens are committed in larger numbers. Our choices: a forward of a batch
 runs either over whole texts, for rows that begin a block, or over blocks, for the other rows; `dual` reorders the kept
 entries so that the block's own, which no later forward reads, are left out; a row ends once all places up to an EOS are
 committed; mask and padding are never chosen.
@@ -34,13 +33,12 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
-from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
@@ -61,19 +59,10 @@ class FastSettings(masked.MaskedSettings):
         "dual", "Keys and values kept between the forwards of a block: dual | prefix (only those before it) | none",
         scope="compiled", choices=("dual", "prefix", "none"),
     )  # fmt: skip
-    rule: str = setting(
-        "threshold", "Which tokens are committed: by threshold | by factor (more of them the surer they are)",
-        scope="compiled", choices=("threshold", "factor"),
-    )  # fmt: skip
-    threshold: float = setting(
-        0.9, "With rule=threshold: tokens at least this probable are committed at once", at_least=0, at_most=1
-    )
-    factor: float = setting(
-        1.0, "With rule=factor: the n-th token is committed if p >= 1 - factor / (n + 1)", above=0, at_most=1e4
-    )
+    threshold: float = setting(0.9, "Tokens at least this probable are committed at once", at_least=0, at_most=1)
 
     def selection_rule(self) -> masked.SelectionRule:
-        return Surest(self.rule)
+        return Surest()
 
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -93,19 +82,12 @@ class State(masked.MaskedText):
 class Surest:
     """The masks of a window that are sure enough, at least the most probable one."""
 
-    rule: str  # threshold | factor
-
     def __call__(
         self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Bool[Array, "B K"]:
         del mask_id
-        return self.chosen(proposal.probability, w, s.layout.settings)
-
-    def chosen(self, p: Float32[Array, "B K"], w: masked.Window, own: TracedSettings) -> Bool[Array, "B K"]:
-        """Of tokens with these probabilities."""
-        rank = masked.ranks(p, w)
-        needed = own.threshold[:, None] if self.rule == "threshold" else 1 - own.factor[:, None] / (rank + 2)
-        return w.masked & ((p >= needed) | (rank == 0))
+        p = proposal.probability
+        return w.masked & ((p >= s.layout.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +193,7 @@ def reference(model: Transformer, request: Request) -> dict:
         masks = [place for place in block if place not in plain.text]
         best = {place: plain.best(p[fed.index(place) - shift], place) for place in masks}
         scores = {place: float(p[fed.index(place) - shift][best[place]]) for place in masks}
-        order = sorted(scores, key=lambda place: -scores[place])
-        needed = [s.threshold if s.rule == "threshold" else 1 - s.factor / (rank + 2) for rank in range(n)]
-        sure = [place for place, least in zip(order, needed) if plain.above(scores[place], least)]  # noqa: B905
+        sure = [place for place in masks if plain.above(scores[place], s.threshold)]
         plain.text |= {place: best[place] for place in sorted({*(sure or plain.first(scores, 1)), *always})}
 
     length = s.block_length or n
