@@ -58,6 +58,8 @@ def test_a_checkpoint_is_loaded_with_those_that_the_settings_name(tmp_path):
     assert load_for(tmp_path / "a", settings("apd", verifier=str(tmp_path / "b"))).verifier.config.vocab_size == 512
 
 
-def test_it_is_offered_last_since_it_needs_more_than_the_model():
-    assert decoders_for("llada")[0] == "llada"
-    assert decoders_for("llada")[-1] == decoders_for("r2ft")[-1] == "apd"
+def test_models_are_offered_the_decoders_for_them_and_last_those_that_need_more_than_the_model():
+    assert decoders_for("llada") == ["llada", "conv", "fast_dllm", "apd"]
+    assert decoders_for("dream") == ["dream", "conv", "fast_dllm", "apd"]
+    assert set(decoders_for("r2ft")) == set(decoders_for("llada"))
+    assert not {"conv", "fast_dllm", "apd"} & set(decoders_for("ar"))

@@ -6,7 +6,6 @@ from conftest import PROMPTS, settings, sharp_models
 
 from refusion_jax import decode
 from refusion_jax.systems.conv import known_nearby
-from refusion_jax.systems.registry import decoders_for
 
 
 def test_the_counts_of_the_docstring():
@@ -38,7 +37,3 @@ def test_a_narrow_window_writes_next_to_what_is_known():
     """In a window of 3 only masks next to known tokens have any confidence: the text grows at its end."""
     out = decode(sharp_models()[0], PROMPTS, settings("conv", conv_window=3))
     assert all(order == sorted(order) for order in out.commit_order)
-
-
-def test_it_decodes_models_of_masked_diffusion():
-    assert {"conv"} <= set(decoders_for("llada")) & set(decoders_for("dream"))

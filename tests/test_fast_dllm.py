@@ -7,8 +7,7 @@ from conftest import PROMPTS, settings, tiny_config, tiny_model
 
 from refusion_jax import decode
 from refusion_jax.decoding.requests import prepare
-from refusion_jax.systems.fast_dllm import SYSTEM, BlockCache
-from refusion_jax.systems.registry import decoders_for
+from refusion_jax.systems.fast_dllm import BlockCache
 
 
 @functools.cache
@@ -52,10 +51,3 @@ def test_the_model_says_whether_it_is_shifted():
     requests = prepare(PROMPTS, settings("fast_dllm"), tiny_config())
     assert not BlockCache.for_requests(requests, tiny_config()).shifted
     assert BlockCache.for_requests(requests, tiny_config(shifted=True)).shifted
-
-
-def test_it_trains_nothing_and_decodes_models_of_others():
-    assert SYSTEM.objective is None
-    assert "fast_dllm" in decoders_for("llada")
-    assert "fast_dllm" in decoders_for("dream")
-    assert "fast_dllm" not in decoders_for("ar")

@@ -9,7 +9,6 @@ from test_objectives import rows_of
 from refusion_jax.batch.batch import loss_terms
 from refusion_jax.batch.rows import Rows
 from refusion_jax.config import default_config, make_objective
-from refusion_jax.systems.registry import decoders_for
 
 
 def batch_of(seed: int = 0, **keys):
@@ -74,7 +73,3 @@ def test_the_length_of_a_phrase_does_not_depend_on_how_much_is_masked():
     short, long = (ratio[any_two & (is_two == one)] for one in (False, True))
     assert min(len(short), len(long)) > 1000
     assert abs(short.mean() - long.mean()) < 0.05  # 0.4 if both came of the same number
-
-
-def test_its_models_are_decoded_as_those_of_masked_diffusion():
-    assert set(decoders_for("r2ft")) == {"apd", "conv", "fast_dllm", "llada"}

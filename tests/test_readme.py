@@ -57,7 +57,7 @@ SMALLER = [flag for flag in TINY_RUN if not flag.startswith("--config=")]
 SMALLER += ["--config.steps=6", "--config.checkpoint.every=3", "--config.row_length=128", "--config.decay_steps=1"]
 SMALLER_BENCH = ["max_new_tokens=16", "serial_blocks=2", "slot_size=4"]
 SHARED_PROGRAMS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")  # most compile the same
-CHEAP_TESTS = "'one_shot and (never_seen or own_key or plain_reference or committed_once)'"  # the others compile more
+CHEAP_TESTS = "'one_shot and (never_seen or own_key or plain_reference)'"  # the others compile more
 
 
 @pytest.fixture(scope="module")

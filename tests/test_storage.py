@@ -58,29 +58,6 @@ def test_a_run_lives_in_an_object_store_and_resumes_from_what_is_whole_there(sto
     assert json.loads(out)["tokens"]
 
 
-def test_a_pod_takes_rows_tokenizer_and_weights_from_the_store(store, tmp_path):
-    """As launch/README.md says: prepared and converted here, copied there."""
-    tiny_qwen3(tmp_path / "Qwen3")
-    lines = "".join(f'{{"query": "What is {i}?", "response": "It is the number {i}."}}\n' for i in range(300))
-    (tmp_path / "text.jsonl").write_text(lines)
-    piece, tokenizer = "--mask_piece=<|mask|>", f"--tokenizer={tmp_path / 'Qwen3' / 'tokenizer.json'}"
-    rows = [f"--output={tmp_path / 'rows'}", tokenizer, piece, "--row_length=128", "--on_error=skip"]
-    run("prepare", f"--input={tmp_path / 'text.jsonl'}", *rows)
-    run("convert", "--format=orbax", f"--from={tmp_path / 'Qwen3'}", f"--to={tmp_path / 'converted'}")
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            store.objects[str(path.relative_to(tmp_path))] = (next(store.generations), path.read_bytes())
-
-    flags = ["--config=configs/refusion_8b.py:0.6b", *TINY_RUN[1:], "--config.steps=2", "--config.warmup_steps=1"]
-    flags += ["--config.row_length=128", "--config.model.vocab_size=512", "--config.dtype=float32"]
-    flags += ["--config.data.path=gs://bucket/rows", "--config.data.tokenizer="]
-    out, _ = run("train", *flags, "--workdir=gs://bucket/run", "--config.init_from=gs://bucket/converted")
-    assert "trained to step 2; the run is in gs://bucket/run" in out
-    run("train", *flags, "--workdir=gs://bucket/new", "--config.init_from=gs://bucket/Qwen3")
-    losses = [store.objects[f"{name}/metrics.jsonl"][1].decode().splitlines() for name in ("run", "new")]
-    assert [json.loads(line)["loss"] for line in losses[0]] == [json.loads(line)["loss"] for line in losses[1]]
-
-
 def test_models_are_converted_from_and_to_the_store(store, tmp_path):
     tiny_qwen3(tmp_path / "Qwen3")
     orbax, huggingface = (["convert", f"--format={name}"] for name in ("orbax", "huggingface"))

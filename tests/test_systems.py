@@ -20,6 +20,7 @@ from refusion_jax.batch.masking import PADDING
 from refusion_jax.batch.rows import Rows
 from refusion_jax.cli.settings import setting
 from refusion_jax.config import make_objective
+from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed import sharding
@@ -246,8 +247,21 @@ def ways_of(name: str) -> list:
     return [pytest.param(name, case, marks=[pytest.mark.slow] if i > 1 else []) for i, case in enumerate(cases)]
 
 
+def check_commits(request: Request, answer: Answer) -> None:
+    """Every position is committed once, and the answer is what was committed."""
+    places = {at for start, length, _ in request.gaps for at in range(start, start + length)}
+    order, tokens = answer.commit_order, answer.commit_tokens
+    assert len(set(order)) == len(order) == len(tokens)
+    assert set(order) <= places
+    text = dict(zip(order, tokens, strict=True)) | dict(zip(*request.given[::-1], strict=True))
+    whole = [text[at] for at in sorted(text) if at >= len(request.prompt)]
+    assert answer.tokens == whole[: len(answer.tokens)]
+    if answer.finish_reason == "length":
+        assert set(order) == places
+
+
 @pytest.mark.parametrize(("name", "changes"), [case for name in DECODERS for case in ways_of(name)])
-def test_a_decoder_is_its_plain_reference(name, changes):
+def test_a_decoder_is_its_plain_reference_and_commits_every_position_once(name, changes):
     system = next(s for s in registry.systems().values() if name in s.decoders)
     compared = 0
     own = {key: value for key, value in changes.items() if key not in SHIFTED}
@@ -256,33 +270,17 @@ def test_a_decoder_is_its_plain_reference(name, changes):
             model = nnx.merge(*nnx.split(model))
             model.config = dataclasses.replace(model.config, shifted=True)
         requests = requests_for(name, model, **own)
-        out = decode(model, requests, settings(name))
+        answers = dict(stream(model, requests))
         for i, request in enumerate(requests):
+            check_commits(request, answers[i])
             expected = system.references[name](model, request)
             if expected["margin"] < 1e-5:
                 continue  # float32 noise may decide it
             compared += 1
             for field in ("tokens", "commit_order", "rounds"):
-                assert getattr(out, field)[i] == expected[field], (request.name, field)
-            assert out.forwards[i] <= expected["forwards"]
+                assert getattr(answers[i], field) == expected[field], (request.name, field)
+            assert answers[i].forwards <= expected["forwards"]
     assert compared > 10
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_every_position_is_committed_once_and_the_answer_is_what_was_committed(name):
-    for model in (equipped(model, name) for model in sharp_models()[:2]):
-        requests = requests_for(name, model)
-        out = decode(model, requests, settings(name))
-        for i, request in enumerate(requests):
-            places = {at for start, length, _ in request.gaps for at in range(start, start + length)}
-            order, tokens = out.commit_order[i], out.commit_tokens[i]
-            assert len(set(order)) == len(order) == len(tokens)
-            assert set(order) <= places
-            text = dict(zip(order, tokens, strict=True)) | dict(zip(*request.given[::-1], strict=True))
-            answer = [text[at] for at in sorted(text) if at >= len(request.prompt)]
-            assert out.tokens[i] == answer[: len(out.tokens[i])]
-            if out.finish_reason[i] == "length":
-                assert set(order) == places
 
 
 @pytest.mark.parametrize("name", DECODERS)
