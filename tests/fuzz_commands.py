@@ -13,39 +13,10 @@ from refusion_jax.systems.api import all_settings
 
 NASTY = [
     *("", " ", "-1", "0", "1", "2", "-0", "1.5", "1e-400", "1e999", "nan", "inf", "-inf", "9" * 20, "9" * 5000, "0x10"),
-    *(
-        "None",
-        "True",
-        "x",
-        "x" * 300,
-        "a/" * 3000,
-        "[",
-        "(1,",
-        "(1,2)",
-        "{}",
-        "\n",
-        "\t\x1b[31m",
-        "\udcff",
-        "ü\u2028",
-        "%s",
-    ),
-    *(
-        "/dev/null",
-        "/",
-        ".",
-        "..",
-        "/proc/self/mem",
-        "/nowhere/at/all",
-        "gs:",
-        "://",
-        "-",
-        "--",
-        "=",
-        "*",
-        "[!",
-        "~root",
-    ),
-    *("v5p:0x0x0", "v5p:", "v5e:9999x9999", "v5p:2x2x2x2", "v9:2x2", "1e9", "4294967296", "18446744073709551616"),
+    *(*"None True x".split(), "x" * 300, "a/" * 3000, *"[ (1, (1,2) {}".split()),
+    *("\n", "\t\x1b[31m", "\udcff", "ü\u2028", "%s"),
+    *"/dev/null / . .. /proc/self/mem /nowhere/at/all gs: :// - -- = * [! ~root".split(),
+    *"v5p:0x0x0 v5p: v5e:9999x9999 v5p:2x2x2x2 v9:2x2 1e9 4294967296 18446744073709551616".split(),
 ]
 DECODE = " ".join(f"decode.{name}" for name in all_settings())
 CONFIG = " ".join(f"config.{name}" for name in names())
@@ -78,35 +49,9 @@ CONFIGS = [
 ]
 PROMPT = json.dumps({"prompt": "Sort 7 3 9.", "id": "x", "decode": {"seed": 1, "temperature": 0.5}}).encode()
 VALUES = [
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1.5,
-        10**400,
-        float("nan"),
-        "",
-        "x",
-        "\0",
-        "\ud800",
-        "\u2028",
-        "a" * 9999,
-        "../x",
-        [],
-        [0],
-        {},
-    ),
-    *(
-        [[]],
-        {"x": 1},
-        {"max_new_tokens": -1},
-        {"temperature": 10**400},
-        [1, -5, 10**20],
-        ["Sort", 4],
-        [4],
-        ["a", 2**40],
-    ),
+    *(None, True, -1, 0, 1.5, 10**400, float("nan"), "", "x", "\0", "\ud800", "\u2028", "a" * 9999, "../x"),
+    *([], [0], {}, [[]], {"x": 1}, {"max_new_tokens": -1}, {"temperature": 10**400}),
+    *([1, -5, 10**20], ["Sort", 4], [4], ["a", 2**40]),
 ]
 LITERAL = [
     *(b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xff", b"\x00", b"NaN", b"Infinity", b'"\\ud800"', b"{", b"[]", b""),
