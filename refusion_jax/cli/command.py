@@ -253,9 +253,9 @@ def define_settings(
     }
 
 
-def as_written(command: str, own: flags.FlagValues, leave_out: Collection[str] = ()) -> str:
+def as_written(command: str, own: flags.FlagValues) -> str:
     """The command line `python -m refusion_jax.COMMAND` with the flags that were given, for what is made by it."""
-    flags_given = [own[name].serialize() for name in own if own[name].present and name not in leave_out]
+    flags_given = [own[name].serialize() for name in own if own[name].present]
     return shlex.join(["python", "-m", *f"refusion_jax.{command}".split(), *flags_given])
 
 

@@ -25,7 +25,7 @@ class Failure(RuntimeError):  # noqa: N818  it is no error of ours or the user's
     """What went wrong through nobody's input (a full disk). The message is one line; commands exit with code 1."""
 
 
-def first_line(error: BaseException, most: int = 300) -> str:
+def first_line(error: BaseException) -> str:
     """What an exception says, in one line; its kind where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:most]
+    return (lines[0] if lines else type(error).__name__)[:300]

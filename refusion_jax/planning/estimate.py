@@ -29,7 +29,6 @@ class Estimate:
     compute: float  # all FLOPs at the peak
     hbm: float  # all memory traffic at the peak
     operations: float  # one operation after the other, each at its roofline
-    memory_bound: float  # of these, operations whose memory traffic takes longer than their arithmetic
     ici: float  # all collectives within a slice
     dcn: float | None  # all collectives between slices; None where the bandwidth of that network is not documented
     waiting: float  # collectives that are not overlapped
@@ -65,7 +64,6 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
         compute=costs.flops / chip.peak_flops,
         hbm=costs.bytes / chip.hbm_bandwidth,
         operations=operations,
-        memory_bound=sum(hbm for arithmetic, hbm in seconds if hbm > arithmetic),
         ici=ici,
         dcn=dcn if chip.dcn_bandwidth or not any(c.over == "dcn" for c in costs.collectives) else None,
         waiting=waiting,
