@@ -1,7 +1,7 @@
 """A file of finished answers, written as they come, from which a call that was killed resumes.
 
-The first line describes the call. Each further line is one answer: {"key": 3, "record": {...}}. Lines are written to
-the file at once and synchronized to disk about once a second.
+The first line describes the call, unless somebody else does. Each further line is one answer: {"key": 3, "record":
+{...}}. Lines are written to the file at once and synchronized to disk about once a second.
 """
 
 import contextlib
@@ -23,37 +23,30 @@ class Journal:
     No file is made before the first `add`. While it is open, other processes cannot write to it.
     """
 
-    def __init__(self, path: Path, call: dict[str, str], keys: Container[int] | None = None):
+    def __init__(self, path: Path, call: dict[str, str] | None, keys: Container[int] | None = None):
         """Reads the answers of an earlier call that was interrupted.
 
         Args:
           path: of the journal.
-          call: all that the answers depend on, as short texts by name.
+          call: all that the answers depend on, as short texts by name; None: the caller sees to that.
           keys: the valid ones; None for keys that are texts, each with all that its answer depends on.
 
         Raises:
           UserError: where the file is the journal of another call, is being written by another process, or is no
             journal.
         """
-        self.path, self._call, self._keys = path, call, keys
+        self.path, self._call = path, call
         self._log: AppendLog | None = None
         self._synced, self._is_empty = time.monotonic(), True
         self.records: dict[int | str, dict[str, Any]] = {}
         if os.path.lexists(path):
             self._log = AppendLog(path, create=False)
-            self._read(*self._log.read())
-
-    def _read(self, lines: bytes, cut_off: bytes) -> None:
-        first, _, rest = lines.partition(b"\n")
-        self._is_empty = not lines
-        if lines:
-            self._check_call(first)
-        elif not b'{"call": '.startswith(cut_off[:9]):
-            raise UserError(f"{self.path} is in the way and no journal of answers: move it away")
-        self.records = {key: record for key, record in _records(rest).items() if self._is_key(key)}
-
-    def _is_key(self, key: object) -> bool:
-        return isinstance(key, str) if self._keys is None else type(key) is int and key in self._keys
+            lines, cut_off = self._log.read()
+            self._is_empty = not lines
+            if call is not None and not (not lines and b'{"call": '.startswith(cut_off[:9])):
+                self._check_call(lines.partition(b"\n")[0])
+            found = _records(lines).items()
+            self.records = {k: x for k, x in found if (isinstance(k, str) if keys is None else k in keys)}
 
     def _check_call(self, line: bytes) -> None:
         call = next(parse_log(line), {}).get("call")
@@ -76,9 +69,9 @@ class Journal:
             if self._log is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._log = AppendLog(self.path)
-            if self._is_empty:
+            if self._is_empty and self._call is not None:
                 self._log.append({"call": self._call})
-                self._is_empty = False
+            self._is_empty = False
             self._log.append({"key": key, "record": record})
             self.records[key] = record
             if time.monotonic() - self._synced > _SYNC_SECONDS:

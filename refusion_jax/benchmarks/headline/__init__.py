@@ -34,7 +34,7 @@ from ml_collections import config_flags
 from refusion_jax.benchmarks.headline import plots, report
 from refusion_jax.benchmarks.headline.comparison import Comparison
 from refusion_jax.benchmarks.headline.experiment import BUDGETS, Experiment
-from refusion_jax.benchmarks.headline.results import ResultStore
+from refusion_jax.benchmarks.headline.results import open_store
 from refusion_jax.benchmarks.headline.speed_proxy import read_shape
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import UserError
@@ -68,7 +68,7 @@ def main(own: flags.FlagValues) -> None:
     asked, directory = _experiment(own), Path(own.output)
     call = {"budget": asked.budget.of_each_run() | {"name": asked.name}, "config": asked.file}
     call |= {"keys": asked.config.to_dict(), "format": _FORMAT}
-    with contextlib.closing(ResultStore(directory, json.loads(json.dumps(call)))) as store:
+    with contextlib.closing(open_store(directory, json.loads(json.dumps(call)))) as store:
         results = Comparison(directory, asked, store).run()
     drawn = plots.draw(results, directory / "plots")
     text = report.report(results, [f"{path.relative_to(directory)}" for path in drawn])

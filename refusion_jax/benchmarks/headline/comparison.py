@@ -27,7 +27,7 @@ from refusion_jax.benchmarks.headline.measure import (
     measure,
     score,
 )
-from refusion_jax.benchmarks.headline.results import Results, ResultStore, Scored, Timed, Trained, curve_of
+from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained, curve_of
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.headline.speed_proxy import read_shape, with_proxies
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
@@ -35,6 +35,7 @@ from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import command
 from refusion_jax.cli.progress import track
 from refusion_jax.data.families import mixture
+from refusion_jax.decoding.journal import Journal
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.storage import write_file
 
@@ -42,7 +43,7 @@ from refusion_jax.distributed.storage import write_file
 class Comparison:
     """One comparison: what is asked for, and what is stored of it."""
 
-    def __init__(self, directory: Path, experiment: Experiment, store: ResultStore):
+    def __init__(self, directory: Path, experiment: Experiment, store: Journal):
         """Nothing is done before `run`."""
         self._directory, self._asked, self._store = directory, experiment, store
         self._config, self._budget = experiment.config, experiment.budget

@@ -17,9 +17,9 @@ import jax
 from refusion_jax.benchmarks.headline.experiment import Experiment
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import flatten
-from refusion_jax.distributed.append_log import AppendLog
+from refusion_jax.decoding.journal import Journal
 from refusion_jax.distributed.cores import available_cores
-from refusion_jax.distributed.json_files import parse_json, read_json
+from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -155,47 +155,26 @@ def where() -> str:
     return f"{m['cores']} cores of {m['processor']}, {m['devices']} x {m['device']}, jax {jax.__version__}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    key: str
-    record: dict[str, Any]
+def open_store(directory: Path, call: dict[str, Any]) -> Journal:
+    """The finished records by key, in a directory that is made where there is none.
 
+    Args:
+      directory: of the comparison.
+      call: all that the records depend on.
 
-class ResultStore:
-    """The finished `records` by key. While it is open, no other process can add any."""
-
-    def __init__(self, directory: Path, call: dict[str, Any]):
-        """Reads the records of earlier sessions, and makes the directory.
-
-        Args:
-          directory: of the comparison.
-          call: all that the records depend on.
-
-        Raises:
-          UserError: where the directory holds another comparison, or another process is using it.
-        """
-        about, path = directory / "comparison.json", directory / "measurements.jsonl"
-        if about.exists():
-            there, here = flatten(read_json(about)), flatten(call)  # a key that is new or gone since changes nothing
-            other = sorted({key.split(".")[0] for key in there.keys() & here.keys() if there[key] != here[key]})
-            if other:
-                raise UserError(
-                    f"--output={directory} holds another comparison (differs in {', '.join(other)}): name another "
-                    f"directory"
-                )
-        else:
-            if directory.exists() and any(directory.iterdir()):
-                raise UserError(f"--output={directory} is not empty, and holds no comparison; name another directory")
-            write_file(about, json.dumps(call, indent=2) + "\n")
-        self._log = AppendLog(path)
-        lines = enumerate(self._log.read()[0].splitlines(), 1)
-        found = [parse_json(line, _Line, f"{path}:{number}") for number, line in lines]
-        self.records = {line.key: line.record for line in found}
-
-    def add(self, key: str, record: dict[str, Any]) -> None:
-        self._log.append({"key": key, "record": record})
-        self._log.sync()
-        self.records[key] = record
-
-    def close(self) -> None:
-        self._log.close()
+    Raises:
+      UserError: where the directory holds another comparison, or another process is using it.
+    """
+    about = directory / "comparison.json"
+    if about.exists():
+        there, here = flatten(read_json(about)), flatten(call)  # a key that is new or gone since changes nothing
+        other = sorted({key.split(".")[0] for key in there.keys() & here.keys() if there[key] != here[key]})
+        if other:
+            raise UserError(
+                f"--output={directory} holds another comparison (differs in {', '.join(other)}): name another directory"
+            )
+    else:
+        if directory.exists() and any(directory.iterdir()):
+            raise UserError(f"--output={directory} is not empty, and holds no comparison; name another directory")
+        write_file(about, json.dumps(call, indent=2) + "\n")
+    return Journal(directory / "measurements.jsonl", None)
