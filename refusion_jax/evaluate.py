@@ -36,8 +36,7 @@ from etils import epath
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import choose_method, is_foreign, load_for, load_model, load_tokenizer, weights_stamp
 from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.extras import needs
+from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.progress import waiting
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.fast_tokenizer import tokenizer_hash

@@ -29,8 +29,7 @@ from etils import epath
 import refusion_jax
 from refusion_jax.checkpoints.load import choose_method, load_for, load_tokenizer, read_model_config
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import Failure, UserError, first_line
-from refusion_jax.cli.extras import needs
+from refusion_jax.cli.errors import Failure, UserError, first_line, needs
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings

@@ -30,8 +30,7 @@ from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params, read_model_config
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.extras import needs
+from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.config import CHANGEABLE, check, check_mesh, explained, names
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run

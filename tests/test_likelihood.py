@@ -15,8 +15,8 @@ from flax import nnx
 from refusion_jax import UserError, load_model, log_likelihood
 from refusion_jax.evaluation.likelihood import likelihoods
 from refusion_jax.model.key_values import KeyValues
+from refusion_jax.systems.interface import ScoredText
 from refusion_jax.systems.refusion.scoring import slot_scoring
-from refusion_jax.systems.scoring import ScoredText
 
 LENGTH = 64
 

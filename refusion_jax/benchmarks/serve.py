@@ -29,8 +29,7 @@ from rich.table import Table
 
 from refusion_jax.benchmarks.decode import read_setup
 from refusion_jax.cli import flag_values
-from refusion_jax.cli.errors import Failure, UserError
-from refusion_jax.cli.extras import needs
+from refusion_jax.cli.errors import Failure, UserError, needs
 from refusion_jax.data import tasks
 from refusion_jax.data.problems import Problem
 from refusion_jax.systems.registry import default_system

@@ -1,5 +1,7 @@
 """The exceptions that mean: the user's input is at fault, and here is what would be right."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -29,3 +31,16 @@ def first_line(error: BaseException) -> str:
     """What an exception says, in one line; its kind where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """A context for imports of modules that need an optional extra.
+
+    Raises:
+      UserError: where a package of it is not installed, with the command that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install -e '.[{extra}]' in the project's root") from error

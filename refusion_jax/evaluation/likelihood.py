@@ -1,6 +1,6 @@
 """Likelihood of texts, many texts per forward.
 
-The system defines the forward by which a text is scored (`systems.scoring.ScoredTokens`). These are packed into rows
+The system defines the forward by which a text is scored (`systems.interface.ScoredTokens`). These are packed into rows
 here, run, and summed for each text. The likelihood of a text does not depend on the other texts.
 
 Axes: B rows of a forward, T tokens of a row, V vocabulary.
@@ -26,9 +26,8 @@ from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import System
+from refusion_jax.systems.interface import ScoredText, ScoredTokens, System
 from refusion_jax.systems.registry import default_system, system_of
-from refusion_jax.systems.scoring import ScoredText, ScoredTokens
 
 _SHORTEST = 256  # tokens per row, at least; short texts are packed
 _TOKENS = 2**14  # tokens per forward and device, at most

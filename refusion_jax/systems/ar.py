@@ -25,8 +25,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.interface import PLAIN, Objective, System
-from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
+from refusion_jax.systems.interface import PLAIN, Objective, ScoredText, ScoredTokens, Scoring, System
 
 
 @dataclasses.dataclass(frozen=True)

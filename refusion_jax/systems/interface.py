@@ -3,16 +3,17 @@
 Code that trains, plans, inspects or decodes uses this interface and never tests for the name of a system. See
 systems/README.md for how to add one.
 
-Axes: B rows, T row length.
+Axes: B rows, T row length; N tokens of a forward that scores a text, P of its prompt, R of its continuation.
 """
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Key
+import numpy as np
+from jaxtyping import Array, Float32, Int, Int32, Key
 
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
@@ -23,9 +24,6 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.model.families import Release
 from refusion_jax.model.flops import train_flops_per_token
 from refusion_jax.model.transformer import ModelConfig, Transformer
-from refusion_jax.systems.scoring import Scoring
-
-__all__ = ["PLAIN", "Claim", "ConfigSection", "Decoder", "Objective", "Scoring", "System"]
 
 SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `System.custom_generate` imports
 PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted
@@ -51,6 +49,44 @@ class Objective(abc.ABC):
     def input_length(self, row_length: int) -> int:
         """Tokens that the model is fed for a row of T tokens: T, unless a subclass says otherwise."""
         return row_length
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredTokens:
+    """The tokens of one forward that scores a text: log p is the sum of weight * log p(label)."""
+
+    tokens: Int32[np.ndarray, "N"]
+    positions: Int32[np.ndarray, "N"]  # in the text
+    rank: Int32[np.ndarray, "N"]  # as in batch/visibility.py; every text is its own segment
+    group: Int32[np.ndarray, "N"]
+    labels: Int32[np.ndarray, "N"]
+    weights: Float32[np.ndarray, "N"]  # 0 without a label
+    places: Int32[np.ndarray, "N"]  # of the labels in the continuation; only those with a weight count
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredText:
+    """A text to score."""
+
+    prompt: Int[np.ndarray, "P"]  # may be empty
+    continuation: Int[np.ndarray, "R"]  # at least one token
+    slot_size: int  # for systems with slots, as is `order`
+    order: str | Sequence[int]  # "left_to_right" | "random" | slots by their number in the text
+    mask_id: int
+    draw: tuple[int, ...]  # random draws are a function of this
+    name: str  # in error messages
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """The likelihood of texts under a system's models."""
+
+    forward: Callable[[ScoredText], ScoredTokens]
+    needs_prompt: bool = False  # whether the first token can only be predicted from one before it
+    is_bound: bool = False  # whether the forward is random, and its mean a lower bound of log p
 
 
 @dataclasses.dataclass(frozen=True)

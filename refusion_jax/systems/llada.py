@@ -44,8 +44,7 @@ from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
-from refusion_jax.systems.interface import ConfigSection, Objective, System
-from refusion_jax.systems.scoring import ScoredText, ScoredTokens, Scoring
+from refusion_jax.systems.interface import ConfigSection, Objective, ScoredText, ScoredTokens, Scoring, System
 
 CONFIG_KEYS = {"padding": PADDING, "shuffle": SHUFFLE}
 

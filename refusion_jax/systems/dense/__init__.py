@@ -1,18 +1,38 @@
 """Dense slot diffusion: slots in any order, each token trained on as the next token and as a mask."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
+from refusion_jax.systems import ar
 from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
-from refusion_jax.systems.dense.scoring import scoring_forward
-from refusion_jax.systems.interface import Claim, ConfigSection, Scoring, System
+from refusion_jax.systems.interface import Claim, ConfigSection, ScoredText, ScoredTokens, Scoring, System
 from refusion_jax.systems.refusion.reference import plan_and_infill
+from refusion_jax.systems.refusion.scoring import slot_scoring
 
 # No paper claims them: these are ReFusion's, for its own system, as goals.
 GOALS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, speed=2.33))
+
+
+def scoring_forward(text: ScoredText) -> ScoredTokens:
+    """The forward that scores a text.
+
+    In the order "left_to_right" each token is predicted by the one before it, as lossless drafting writes it, and the
+    first one of a text without prompt by a mask. In another order of slots the first token of each is predicted by a
+    mask that sees what comes before the slot, as in plan and infill.
+
+    Raises:
+      UserError: where the order does not name every slot once.
+    """
+    if text.order != "left_to_right":
+        return slot_scoring(text)
+    if len(text.prompt):
+        return ar.scoring_forward(text)
+    return slot_scoring(dataclasses.replace(text, slot_size=len(text.continuation)))
+
 
 SYSTEM = System(
     name="dense",

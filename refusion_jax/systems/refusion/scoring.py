@@ -17,7 +17,7 @@ Axes: P tokens of the prompt, R of the continuation, N slots.
 import numpy as np
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.systems.scoring import ScoredText, ScoredTokens
+from refusion_jax.systems.interface import ScoredText, ScoredTokens
 
 
 def slot_scoring(text: ScoredText) -> ScoredTokens:
