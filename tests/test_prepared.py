@@ -1,11 +1,8 @@
-import collections
 import itertools
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +11,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conftest import ROOT, TINY_RUN, config_with, run, start, unprivileged
+from conftest import TINY_RUN, config_with, run, start, unprivileged
 from test_prepare import make, tokenizer_file, write_pairs
 
 from refusion_jax import UserError
@@ -82,41 +79,6 @@ def test_every_row_comes_once_an_epoch_whatever_the_hosts(rows, batch_size, swit
     for epoch in range(whole):
         assert sorted(seen[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
     assert len(set(seen[whole * rows :])) == rest
-
-
-HOST = """
-import json, sys
-from refusion_jax.data.loader import host_batches
-from refusion_jax.data.prepared import PreparedRows
-path, index, count, first, last = sys.argv[1], *map(int, sys.argv[2:])
-rows = PreparedRows(path)
-steps = dict(batch_size=8, seed=5, first_step=first, last_step=last)
-local = range(8 * index // count, 8 * (index + 1) // count)
-print(json.dumps([b["tokens"].tolist() for b in host_batches(rows, local, **steps)]))
-"""
-
-
-def host(path, *arguments):
-    line = [sys.executable, "-c", HOST, str(path), *map(str, arguments)]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-
-
-def test_real_processes_read_the_same_order_and_each_row_once(prepared):
-    rows = PreparedRows(str(prepared / "a"))
-    steps = -(-len(rows) // 8)
-    plan = [(0, 2, 1), (2, steps, 2)]  # steps from, to, by so many hosts
-    started = [[host(prepared / "a", i, hosts, first, last) for i in range(hosts)] for first, last, hosts in plan]
-    seen = []
-    for processes in started:
-        parts = [json.loads(process.communicate()[0]) for process in processes]
-        assert all(process.returncode == 0 for process in processes)
-        seen += [tuple(row) for step in zip(*parts, strict=True) for part in step for row in part]
-    order = row_order(rows, seed=5)
-    assert seen == [tuple(rows[order[place]]["tokens"].tolist()) for place in range(steps * 8)]
-    assert collections.Counter(seen[: len(rows)]) == collections.Counter(
-        tuple(rows[index]["tokens"].tolist()) for index in range(len(rows))
-    )
 
 
 def test_every_seed_and_every_epoch_has_an_order_of_its_own():

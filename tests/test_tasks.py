@@ -1,5 +1,4 @@
 import hashlib
-import itertools
 import re
 import subprocess
 import sys
@@ -21,53 +20,10 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("family", tasks.FAMILIES)
-def test_each_family_solves_a_problem_worked_out_by_hand(family):
-    query, response = ANSWERS[family]
-    assert tasks.FAMILIES[family].solve(query) == response
-
-
-def test_a_row_of_a_table_is_asked_for_alike():
-    assert tasks.FAMILIES["table"].solve("Table ann fig red, bob kiwi blue, cat pear gold. Row 2.") == "bob kiwi blue"
-
-
-def test_sums_are_right():
-    for problem in (p for p in tasks.problems("train", 2000, seed=1) if p.family == "add"):
-        a, b = map(int, problem.query[len("Add ") : -1].split(" and "))
-        assert problem.response.endswith(f"; {a + b}")
-
-
 def test_the_quickstarts_problems_are_the_same_for_ever():
     drawn = repr([(p.family, p.query, p.response) for p in tasks.problems("train", 2000, seed=0)])
     digest = hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
     assert digest == "021a0ccaf4bb778c", "the figures in benchmarks/results/ are of other problems"
-
-
-def test_train_and_test_are_disjoint_and_every_family_is_in_both():
-    train = list(tasks.problems("train", 20_000, seed=0))
-    test = list(tasks.problems("test", 2000, seed=0))
-    assert not {p.query for p in train} & {p.query for p in test}
-    for problems in (train, test):
-        assert {p.family for p in problems} == set(tasks.FAMILIES)
-
-
-def test_the_same_seed_gives_the_same_problems_and_another_seed_others():
-    def first(seed):
-        return list(itertools.islice(tasks.problems("train", 50, seed), 50))
-
-    assert first(3) == first(3)
-    assert first(3) != first(4)
-
-
-def test_the_checker_accepts_the_right_answer_and_nothing_else():
-    for problem in tasks.problems("test", 200, seed=0):
-        right = problem.response
-        assert tasks.is_correct(problem, right)
-        for at in range(len(right)):
-            assert not tasks.is_correct(problem, right[:at] + right[at + 1 :])
-            assert not tasks.is_correct(problem, right[:at] + "~" + right[at + 1 :])
-        assert not tasks.is_correct(problem, right + " ")
-        assert not tasks.is_correct(problem, "")
 
 
 WORKED_OUT = {
@@ -85,25 +41,27 @@ WORKED_OUT = {
     "latin": ("latin 4_2_ _234 _413 3142 =", "4321 1234 2413 3142"),
 }
 DIFFICULTIES = range(1, families.MOST + 1)
+MIXTURES = [tasks.MIXTURE, *map(families.mixture, DIFFICULTIES)]
 
 
-@pytest.mark.parametrize("family", families.mixture(1).families)
-def test_each_family_of_the_dial_solves_a_problem_worked_out_by_hand(family):
-    query, response = WORKED_OUT[family]
-    assert families.mixture(1).families[family].solve(query) == response
+@pytest.mark.parametrize(("mixture", "worked_out"), [(tasks.MIXTURE, ANSWERS), (families.mixture(1), WORKED_OUT)])
+def test_each_family_solves_a_problem_worked_out_by_hand(mixture, worked_out):
+    assert {name: family.solve(worked_out[name][0]) for name, family in mixture.families.items()} == {
+        name: response for name, (_, response) in worked_out.items()
+    }
 
 
-@pytest.mark.parametrize("difficulty", DIFFICULTIES)
-def test_train_and_test_are_disjoint_and_whole_at_every_difficulty(difficulty):
-    mixture = families.mixture(difficulty)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_train_and_test_are_disjoint_and_only_the_right_answer_is(mixture):
     train, test = (list(mixture.problems(split, count, seed=0)) for split, count in (("train", 6000), ("test", 1200)))
     assert not {p.query for p in train} & {p.query for p in test}
     for problems in (train, test):
         assert {p.family for p in problems} == set(mixture.families)
     for problem in test:
-        assert mixture.is_correct(problem, problem.response)
-        assert not mixture.is_correct(problem, problem.response[:-1])
-        assert not mixture.is_correct(problem, problem.response + " ")
+        right = problem.response
+        assert mixture.is_correct(problem, right)
+        assert not any(mixture.is_correct(problem, right[:at] + right[at + 1 :]) for at in range(len(right)))
+        assert not mixture.is_correct(problem, right + " ")
 
 
 @pytest.mark.parametrize("difficulty", [1, 3])

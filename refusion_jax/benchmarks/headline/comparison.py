@@ -224,10 +224,7 @@ class Comparison:
             now = time.monotonic()
             outcome = f": {record['accuracy']:.1%}" if "accuracy" in record else ""
             command.say(f"{(now - self._began) / 60:.1f} min, the last {(now - began) / 60:.1f}: {key}{outcome}")
-        record = self._store.records[key]
-        if "forwards" in record:  # older records lack what follows from the others
-            record["tokens_per_forward_with_prefill"] = record["tokens"] / (record["forwards"] + self._budget.problems)
-        return record
+        return self._store.records[key]
 
 
 def _about(run: Run, point: Point) -> dict[str, Any]:

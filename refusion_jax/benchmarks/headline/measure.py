@@ -94,6 +94,7 @@ def score(
         "forwards": forwards,
         "tokens_per_forward": tokens / forwards,
         "tokens_per_forward_without_eos": (tokens - ends) / forwards,
+        "tokens_per_forward_with_prefill": tokens / (forwards + len(problems)),
         "prompt_tokens": statistics.mean(len(request.prompt) for request in queue.requests),
         "width": queue.decoder.width,
         "has_cache": queue.decoder.cache_length > 0,
