@@ -58,32 +58,11 @@ def test_a_stop_string_is_refused_where_there_is_no_text_to_look_in(trained_run,
     assert re.fullmatch("error: --stop=x: .* has no tokenizer, .*\n", err)
 
 
-def test_answers_of_another_verifier_are_not_continued(trained_run, tmp_path):
-    """As of another model: its weights may have changed since."""
-    verifier = shutil.copytree(trained_run, tmp_path / "verifier")
-    (tmp_path / "in.jsonl").write_text('{"prompt": "Sort 3 1."}\n' * 200)
-    flags = [f"--checkpoint={diffusion_run(trained_run, tmp_path)}", f"--input={tmp_path}/in.jsonl"]
-    flags += ["--decode.method=apd", f"--decode.verifier={verifier}", f"--output={tmp_path}/out.jsonl"]
-    flags += ["--decode.batch_size=1", "--decode.max_new_tokens=8"]
-    kill_when_answered(start("generate", *flags), tmp_path / "out.jsonl.partial")
-    shutil.rmtree(max((verifier / "checkpoints").iterdir(), key=lambda path: int(path.name)))  # the one before is left
-    _, err = run("generate", *flags, code=2)
-    assert "with another model" in err
-
-
 def kill_when_answered(process, journal):
     """Kills a call once its journal holds two answers."""
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 2, process)
     process.kill()
     process.communicate()
-
-
-def diffusion_run(trained_run, directory):
-    """The run with the objective of a masked diffusion model in its config."""
-    copy = shutil.copytree(trained_run, directory / "llada")
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"objective": "llada"}))
-    return copy
 
 
 @pytest.fixture

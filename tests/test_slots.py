@@ -120,16 +120,6 @@ def test_the_example_of_the_docstring():
     assert np.where(has_label, got.labels, -1)[0].tolist() == [-1, f, -1, b, -1, c, d]
 
 
-def test_a_row_draws_from_its_own_key_alone():
-    rows = packed([(2, 9), (0, 5), (3, 4)], ROW)
-    batch = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), rows)
-    keys = jax.random.split(jax.random.key(5), 3)
-    together = slots.draw_noise(keys, batch, SIZES, 1e-3)
-    alone = slots.draw_noise(keys[1:2], rows, SIZES, 1e-3)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[0]), together, alone)
-    assert (together.rank[0] != together.rank[1]).any()
-
-
 def test_draws_have_the_distributions_of_the_method():
     rows = jax.tree.map(lambda x: jnp.repeat(x, 4000, axis=0), packed([(1, 11), (0, 12)], ROW))
     noise, c = corrupt(rows, 0)
@@ -150,9 +140,3 @@ def test_draws_have_the_distributions_of_the_method():
     assert len(leads) > 300
     for slot in range(3):
         assert np.mean(leads == slot) == pytest.approx(1 / 3, abs=0.14)
-
-
-def test_text_positions_restart_at_each_document():
-    segments = jnp.array([[1, 1, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    expected = [[0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]]
-    assert slots.text_positions(segments).tolist() == expected
