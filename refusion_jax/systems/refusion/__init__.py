@@ -10,9 +10,8 @@ from refusion_jax.systems.interface import Claim, ConfigSection, Scoring, System
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.loop import SlotDecoder
-from refusion_jax.systems.refusion.objective import CONFIG_KEYS, SlotDiffusion
+from refusion_jax.systems.refusion.objective import CONFIG_KEYS, SlotDiffusion, slot_scoring
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
-from refusion_jax.systems.refusion.scoring import slot_scoring
 from refusion_jax.systems.refusion.sequential import Sequential
 from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
 
