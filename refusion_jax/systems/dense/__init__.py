@@ -10,8 +10,8 @@ from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
 from refusion_jax.systems.interface import Claim, ConfigSection, ScoredText, ScoredTokens, Scoring, System
-from refusion_jax.systems.refusion.reference import plan_and_infill
 from refusion_jax.systems.refusion.objective import slot_scoring
+from refusion_jax.systems.refusion.reference import plan_and_infill
 
 # No paper claims them: these are ReFusion's, for its own system, as goals.
 GOALS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, speed=2.33))
