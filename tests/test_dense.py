@@ -148,19 +148,6 @@ def test_the_matrix_of_the_decoder_is_what_its_forward_shows():
     assert two_slots.tolist() == expected
 
 
-@pytest.mark.parametrize(("fed", "each"), [(1, 1), (8, 4), (24, 8)])
-def test_a_model_that_ignores_its_place_accepts_every_draft(fed, each):
-    """Attention and mlp silenced, every token followed by one token: each forward yields as many as it may."""
-    model = tiny_model()
-    model.layers.o_proj[...] *= 0
-    model.layers.down_proj[...] *= 0
-    embedding, head = jnp.ones_like(model.embed_tokens[...]), jnp.zeros_like(model.lm_head[...])
-    model.embed_tokens[...], model.lm_head[...] = embedding, head.at[9].set(1.0)
-    out = decode(model, PROMPTS, settings("dense", new=17, fed_tokens=fed))
-    assert out.tokens == [[9] * 17] * len(PROMPTS)
-    assert out.forwards == [16 // each] * len(PROMPTS)
-
-
 def test_how_much_is_fed_is_chosen_by_the_rows_and_the_device():
     model = tiny_model()
     requests = prepare(PROMPTS, settings("dense", fed_tokens=0, size=8), model.config)

@@ -54,13 +54,6 @@ def test_a_masked_token_is_the_label_of_the_token_before_it_and_the_weights_are_
     assert seen == {*range(2, 8), *range(9, 14)}  # neither prompts nor the first token of a document
 
 
-def test_the_mask_is_a_matrix_of_ones_per_document():
-    rows = Rows(jnp.full((1, 5), 7), jnp.array([[1, 1, 2, 2, 2]]), jnp.ones((1, 5), bool))
-    mask = OBJECTIVE.corrupt(rows, jax.random.split(jax.random.key(0), 1)).visibility.mask()[0]
-    same = np.array([[1, 1, 0, 0, 0]] * 2 + [[0, 0, 1, 1, 1]] * 3, bool)
-    np.testing.assert_array_equal(mask, same)
-
-
 @pytest.mark.parametrize(("masks", "steps"), [(16, 16), (16, 4), (7, 3), (5, 9), (32, 512)])
 def test_a_schedule_commits_everything_in_no_more_steps_than_asked_for(masks, steps):
     counts = dream.schedule(masks, steps)

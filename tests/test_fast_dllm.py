@@ -1,13 +1,11 @@
-"""Fast-dLLM: what its caches change, what its rules commit, and whose models it decodes."""
+"""Fast-dLLM: what its caches change, and what its threshold commits."""
 
 import functools
 
 import pytest
-from conftest import PROMPTS, settings, tiny_config, tiny_model
+from conftest import PROMPTS, settings, tiny_model
 
 from refusion_jax import decode
-from refusion_jax.decoding.requests import prepare
-from refusion_jax.systems.fast_dllm import BlockCache
 
 
 @functools.cache
@@ -45,9 +43,3 @@ def test_a_threshold_nobody_reaches_commits_one_token_a_forward_and_one_that_all
     fast = decode(model_of(1), PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=0.0, new=8))
     assert slow.forwards == [len(order) for order in slow.commit_order]
     assert fast.forwards == [-(-len(order) // 4) for order in fast.commit_order]
-
-
-def test_the_model_says_whether_it_is_shifted():
-    requests = prepare(PROMPTS, settings("fast_dllm"), tiny_config())
-    assert not BlockCache.for_requests(requests, tiny_config()).shifted
-    assert BlockCache.for_requests(requests, tiny_config(shifted=True)).shifted

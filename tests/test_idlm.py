@@ -1,12 +1,11 @@
-"""I-DLM: its mask and labels; how many forwards it takes."""
+"""I-DLM: its mask and labels."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import MASK, PROMPTS, settings, tiny_model
+from conftest import MASK
 from helpers import drawn_matrix
 
-from refusion_jax import decode
 from refusion_jax.batch.rows import Rows
 from refusion_jax.systems import idlm
 
@@ -24,16 +23,3 @@ def test_labels_and_weights_of_a_row_computed_by_hand():
     np.testing.assert_allclose(batch.weights["mdm"][0], [third, third, 0, third, 0, 0] + [0] * 6)
     np.testing.assert_allclose(batch.weights["ar"][0], [0] * 6 + [third, third, 0, third, 0, 0])
     assert batch.labels[0, [0, 1, 3]].tolist() == batch.labels[0, [6, 7, 9]].tolist() == [8, 9, 11]
-
-
-def test_a_model_that_ignores_its_place_accepts_every_draft():
-    """Attention and mlp silenced, every token followed by one token: a forward then yields as many as its stride."""
-    model = tiny_model()
-    model.layers.o_proj[...] *= 0
-    model.layers.down_proj[...] *= 0
-    head = jnp.zeros_like(model.lm_head[...])
-    embedding = jnp.ones_like(model.embed_tokens[...])
-    model.embed_tokens[...], model.lm_head[...] = embedding, head.at[9].set(1.0)
-    out = decode(model, PROMPTS, settings("idlm", new=17, stride=4))
-    assert out.tokens == [[9] * 17] * len(PROMPTS)
-    assert out.forwards == [1 + 4] * len(PROMPTS)  # one token, then four a forward

@@ -96,21 +96,3 @@ def test_next_token_labels_are_the_responses_of_the_same_document():
     assert float(batch.weights["ar"].sum()) == pytest.approx(1)
     np.testing.assert_array_equal(batch.labels[labelled], jnp.roll(rows.tokens, -1, axis=1)[labelled])
     np.testing.assert_array_equal(batch.inputs, rows.tokens)
-
-
-def test_the_ar_objective_ignores_the_noise():
-    rows = rows_of([(2, 7), (0, 5)])
-    a, b = prepare(rows, 0, "ar"), prepare(rows, 1, "ar")
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def test_weights_are_counted_over_the_whole_batch_not_over_rows():
-    """A second row makes twice the documents and more clean labels: the first row's weights shrink accordingly."""
-    both = prepare(rows_of([(0, 20)], [(0, 16)]), seed=2)
-    alone = prepare(rows_of([(0, 20)]), seed=2)
-    np.testing.assert_array_equal(both.inputs[0], alone.inputs[0])
-    np.testing.assert_allclose(both.weights["mdm"][0], alone.weights["mdm"][0] / 2, rtol=1e-6)
-    clean = both.weights["ar"] > 0
-    assert clean[0].any()
-    assert clean[1].any()
-    np.testing.assert_allclose(both.weights["ar"][clean], 1 / clean.sum(), rtol=1e-6)

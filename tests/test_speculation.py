@@ -76,6 +76,27 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
     assert statistic < 54.1  # the 99.9 % quantile with 26 degrees of freedom
 
 
+@pytest.mark.parametrize(
+    ("method", "changes", "forwards"),
+    [
+        ("idlm", {"stride": 4}, 1 + 4),  # one token, then four a forward
+        ("dense", {"fed_tokens": 1}, 16),
+        ("dense", {"fed_tokens": 8}, 4),
+        ("dense", {"fed_tokens": 24}, 2),
+    ],
+)
+def test_a_model_that_ignores_its_place_accepts_every_draft(method, changes, forwards):
+    """Attention and mlp silenced, every token followed by one token: each forward yields as many as it may."""
+    model = tiny_model()
+    model.layers.o_proj[...] *= 0
+    model.layers.down_proj[...] *= 0
+    embedding, head = jnp.ones_like(model.embed_tokens[...]), jnp.zeros_like(model.lm_head[...])
+    model.embed_tokens[...], model.lm_head[...] = embedding, head.at[9].set(1.0)
+    out = decode(model, PROMPTS, settings(method, new=17, **changes))
+    assert out.tokens == [[9] * 17] * len(PROMPTS)
+    assert out.forwards == [forwards] * len(PROMPTS)
+
+
 def test_a_drafter_that_is_the_model_itself_has_its_first_draft_accepted():
     for model in sharp_models()[:3]:
         s = settings("pard", draft_length=3)
