@@ -113,15 +113,11 @@ class BlockCache(masked.MaskedDecoder):
         """One forward: over the whole text for rows that begin a block, or over blocks for the others."""
         if self.reuse == "none":
             return super().step(model, s)
-        return jax.lax.cond(self._is_whole(s), lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
-
-    def _is_whole(self, s: State) -> Bool[Array, ""]:
-        """Whether half of the rows begin a block.
-
-        With 16 rows that is 1.43 times as fast as not letting any of them wait in blocks of 8 tokens, and 1.06 times in
-        blocks of 32; where all rows begin together, 1.59 and 0.81 times (configs/headline.py:tiny, on two CPU cores).
-        """
-        return 2 * jnp.sum(self._that_begin(s)) >= jnp.sum(s.active)
+        # Whole where half of the rows begin a block: with 16 rows that is 1.43 times as fast as not letting any of them
+        # wait in blocks of 8 tokens, and 1.06 times in blocks of 32; where all rows begin together, 1.59 and 0.81 times
+        # (configs/headline.py:tiny, on two CPU cores).
+        is_whole = 2 * jnp.sum(self._that_begin(s)) >= jnp.sum(s.active)
+        return jax.lax.cond(is_whole, lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
 
     def _that_begin(self, s: State) -> Bool[Array, "B"]:
         """The rows that take part in a forward over whole texts."""
@@ -159,7 +155,8 @@ class BlockCache(masked.MaskedDecoder):
 
     def _block(self, model: Transformer, s: State) -> State:
         """A forward over the block, on top of the kept keys and values."""
-        (w, _), (start, fed), F = self.window(s), self._fed(s), self.fed_width
+        (w, _), (start, fed) = self.window(s), self._fed(s)
+        F = self.block_length if self.reuse == "dual" else self.new_tokens  # with `dual` the block, else all from it on
         offset = jnp.arange(F)[None]
         index = start[:, None] + offset
         tokens = jnp.take_along_axis(s.text, jnp.minimum(index, self.width - 1), axis=1)
@@ -169,11 +166,6 @@ class BlockCache(masked.MaskedDecoder):
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
         proposal = masked.propose(model.logits(x[:, at]), s, w, self.ids)
         return self.commit(s, w, proposal, s.active & (s.block_step > 0))
-
-    @property
-    def fed_width(self) -> int:
-        """F: with `dual` the block, else all from the block on."""
-        return self.block_length if self.reuse == "dual" else self.new_tokens
 
     def _fed(self, s: State) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
         """The start and length of what is fed on top of the cache: the block, or all from it on."""
