@@ -176,7 +176,7 @@ def test_what_the_page_shows_is_timed_in_interleaved_repeats_once():
     assert len(fastest_points(curves(results_of(some)), ("1",))) == 2
 
 
-def test_the_page_has_the_rates_that_were_tried_the_bits_by_tokens_and_what_follows():
+def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
     run_of = {"tokens": 10, "seconds": 1.0, "learning_rate": 0.1, "start": "", "commit": "abc"}
     exact = [{"step": i, "tokens": 1_000_000 * i, "eval_bits_per_byte": 0.5 / i} for i in (1, 2)]
     bound = [
@@ -189,6 +189,8 @@ def test_the_page_has_the_rates_that_were_tried_the_bits_by_tokens_and_what_foll
     measured = {"system": "card", "decoder": "ar", "start": "", "settings": "s=1", "tokens": 32, "forwards": 8}
     measured |= {"prompt_tokens": 16.0, "width": 16, "has_cache": True}
     estimates = tpu_estimates([measured], problems=4)
+    ablation = {"ablation": "infilling", "system": "refusion", "decoder": "refusion", "settings": "infill=exact"}
+    ablation |= {"accuracy": 0.25, "tokens_per_forward": 3.0, "commit": "abc"}
     about = {
         "budget": "small",
         "command": "the command",
@@ -209,6 +211,11 @@ def test_the_page_has_the_rates_that_were_tried_the_bits_by_tokens_and_what_foll
             comparison._continued(begun[0], continued),
         ],
         sweep=[run_of | {"system": "ar", "learning_rate": 0.1, "losses": [{"eval_loss": 0.5}]}],
+        ablations=[
+            ablation | {"step": 4},
+            ablation | {"step": 8, "accuracy": 0.75},
+            ablation | {"step": 8, "accuracy": 0.745, "tokens_per_forward": 4.0, "settings": "infill=threshold"},
+        ],
         tpu_estimates=estimates,
     )
     assert "### Plots" not in report.report(whole)
@@ -228,7 +235,12 @@ def test_the_page_has_the_rates_that_were_tried_the_bits_by_tokens_and_what_foll
     assert "| llada |  | ≤ 0.600 |" in page
     assert "| refusion from ar |  | 0.300 |" in page
     assert "“from ar” is a model that starts from the weights of ar" in page
+    assert "| system | setting | step 4 | step 8 |" in page
+    assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
+    assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
     conclusion = " ".join(page.split())
+    assert "no setting is more accurate than infill=exact: 75.0%, 3.00 tokens per forward." in conclusion
+    assert "the most tokens per forward are those of infill=threshold: 74.5%, 4.00 tokens per forward." in conclusion
     assert "| refusion | ar | their own | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
     assert "| refusion from ar | ar | their own | 0.98x | 1.10x | 2.33x | 1.50x | no |" in page
     assert (

@@ -160,7 +160,7 @@ def claimed(found: Sequence[Curve]) -> list[tuple[Claim, Curve, Curve]]:
     pairs = [
         (claim, of[key], of.get((claim.rival, key[1])) or of.get((claim.rival, "")))
         for name, system in systems().items()
-        for claim in system.claims
+        for claim in system.experiments.claims
         for key in sorted(of)
         if key[0] == name
     ]

@@ -9,7 +9,7 @@ from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
-from refusion_jax.systems.interface import Claim, ConfigSection, ScoredText, ScoredTokens, Scoring, System
+from refusion_jax.systems.interface import Claim, ConfigSection, Experiments, ScoredText, ScoredTokens, Scoring, System
 from refusion_jax.systems.refusion.objective import slot_scoring
 from refusion_jax.systems.refusion.reference import plan_and_infill
 
@@ -41,6 +41,6 @@ SYSTEM = System(
     references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     section=ConfigSection("dense", CONFIG_KEYS),
     scoring=Scoring(scoring_forward),
-    claims=GOALS,
+    experiments=Experiments(GOALS),
     custom_generate=Path(__file__).parent / "custom_generate",
 )
