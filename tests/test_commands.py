@@ -223,17 +223,18 @@ def test_a_key_like_no_other_is_told_where_the_keys_are_listed():
 
 def test_help_of_the_benchmarks_names_them():
     out, _ = run("bench", "--help")
-    assert " calibration, decode, gpu, " in out
+    assert " authors, calibration, decode, " in out
     assert run("bench", "-h") == (out, "")
     assert run("bench", "decode", "-h") == run("bench", "decode", "--help")
     _, err = run("bench", code=2)
-    assert err.startswith("error: bench: name a benchmark, one of calibration, decode, gpu, ")
+    assert err.startswith("error: bench: name a benchmark, one of authors, calibration, decode, ")
     assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("flag", ["decode.batch_size", "decode.method"])
-def test_a_setting_that_every_way_has_of_its_own_is_no_flag_of_a_benchmark(flag):
-    _, err = run("bench", "decode", f"--{flag}=7", code=2)
+@pytest.mark.parametrize("name", ["authors", "decode"])
+def test_a_setting_that_every_way_has_of_its_own_is_no_flag_of_a_benchmark(name, flag):
+    _, err = run("bench", name, f"--{flag}=7", code=2)
     assert err.startswith(f"error: Unknown command line flag '{flag}'")
     assert len(err.splitlines()) == 1
 

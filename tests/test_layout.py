@@ -74,6 +74,7 @@ STARTS_PROCESSES = (
     "evaluation.sandbox",
     "training.faults",
     "benchmarks.headline.runs",
+    "benchmarks.authors",
     "benchmarks.serve",
 )
 

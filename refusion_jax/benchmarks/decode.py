@@ -65,10 +65,21 @@ def define_flags(own: flags.FlagValues) -> None:
     text("prompts", None, "JSONL as for generate --input, all of which is decoded; random prompts by default")
     number("prompts_per_row", 2, "Random prompts for every row of the batch")
     number("prompt_length", 32, "Tokens of a random prompt")
-    shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
-    command.define_settings(shared, "decode", own, _DEFAULTS)
+    define_shared(own)
     flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own, such as 'ar top_k=5'", flag_values=own)
     number("repeats", 3, "Interleaved repeats of each setup; the median counts")
+
+
+def define_shared(own: flags.FlagValues) -> None:
+    """The flags --decode.NAME of what all setups share; --setup names the method, and --batch_sizes the sizes."""
+    shared = {name: setting for name, setting in all_settings().items() if name not in ("method", "batch_size")}
+    command.define_settings(shared, "decode", own, _DEFAULTS)
+
+
+def read_shared(own: flags.FlagValues) -> dict[str, Any]:
+    """What the flags of `define_shared` say."""
+    values = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
+    return _DEFAULTS | {name: value for name, value in values.items() if value is not None}
 
 
 def main(own: flags.FlagValues) -> None:
@@ -93,20 +104,14 @@ def main(own: flags.FlagValues) -> None:
 
 def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
     """Measures all setups in interleaved repeats, at one batch size."""
-    values = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
-    shared = _DEFAULTS | {name: value for name, value in values.items() if value is not None}
-    shared["batch_size"] = batch_size
+    shared = read_shared(own) | {"batch_size": batch_size}
     setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in own.setup or default_system().decoders}
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
     c = model.config
     if own.prompts:
-        tokenizer = find_tokenizer(epath.Path(own.checkpoint)) if own.checkpoint else None
-        read = read_prompts(Path(own.prompts), tokenizer, next(iter(setups.values())))
-        prompts = [Request(request.prompt, name=request.name) for _, request in read]  # without settings of their own
+        prompts = prompts_in(own.prompts, own.checkpoint, next(iter(setups.values())))
     else:
-        shape = own.prompts_per_row * batch_size, own.prompt_length
-        drawn = np.random.default_rng(0).integers(5, min(c.num_tokens, 500), shape)  # always the same
-        prompts = [*map(Request, drawn.tolist())]
+        prompts = random_prompts(own.prompts_per_row * batch_size, own.prompt_length, c)
 
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
     answers, compiling = {}, {}
@@ -148,6 +153,18 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
             }
         )
     return records
+
+
+def prompts_in(file: str, checkpoint: str | None, settings: Settings) -> list[Request]:
+    """The prompts of a JSONL file, without settings that its lines may have; the checkpoint's tokenizer reads text."""
+    tokenizer = find_tokenizer(epath.Path(checkpoint)) if checkpoint else None
+    return [Request(request.prompt, name=request.name) for _, request in read_prompts(Path(file), tokenizer, settings)]
+
+
+def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]:
+    """Prompts of random tokens, always the same."""
+    drawn = np.random.default_rng(0).integers(5, min(model.num_tokens, 500), (count, length))
+    return [*map(Request, drawn.tolist())]
 
 
 def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None) -> Settings:

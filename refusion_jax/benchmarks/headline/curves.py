@@ -16,6 +16,11 @@ PROXY = "proxy"  # in place of a batch size: one prompt at a time, at the cost o
 MARGIN = f"{100 * WITHIN:.0f} percentage point"  # the same in words
 
 
+def is_near(accuracy: float, best: float) -> bool:
+    """Whether an accuracy is within WITHIN of the best one, where rounding does not decide."""
+    return accuracy >= best - WITHIN - 1e-9
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """The values of one figure, one for each seed or repeat."""
@@ -79,7 +84,7 @@ class Curve:
     def near_best(self) -> list[Measured]:
         """The points within WITHIN of the best accuracy."""
         best = max(point.accuracy.mean for point in self.points)
-        return [point for point in self.points if point.accuracy.mean >= best - WITHIN - 1e-9]  # not by rounding
+        return [point for point in self.points if is_near(point.accuracy.mean, best)]
 
     def is_timed(self, batch_size: str) -> bool:
         """Whether points were timed in interleaved repeats."""

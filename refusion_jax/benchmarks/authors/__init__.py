@@ -1,0 +1,215 @@
+"""Compares our decoder with the authors' PyTorch code, on the same weights, prompts and settings.
+
+  python -m refusion_jax.bench authors --checkout=ReFusion --checkpoint=tests/golden/model --prompts=prompts.jsonl
+  python -m refusion_jax.bench authors --checkout=ReFusion --size=medium --decode.token_threshold=0
+
+--checkout is a clone of https://github.com/ML-GSAI/ReFusion, whose code is run by --python, an interpreter that has
+torch and the version of transformers that their code asks for (4.52). They decode one prompt at a time with a KV cache,
+on one thread or on one for every core, whichever is faster. We decode as many at a time as --batch_sizes say, by their
+algorithm of infilling and by exact infilling, or by what each --setup says. Repeats are interleaved; `ratio` is the
+median over the repeats of our tokens per second over theirs, between the least and the most. `same` is the share of
+answers that are equal, which all should be by their algorithm in float32, except where their code has a defect. Only
+decoded tokens count, and no compilation.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import jax
+import numpy as np
+from absl import flags
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.benchmarks.decode import (
+    SIZES,
+    define_shared,
+    prompts_in,
+    random_model,
+    random_prompts,
+    read_setup,
+    read_shared,
+)
+from refusion_jax.checkpoints.load import load_model
+from refusion_jax.cli import flag_values
+from refusion_jax.cli.errors import UserError
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.distributed.cores import available_cores
+from refusion_jax.model import huggingface
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.systems.api import stream
+from refusion_jax.systems.registry import default_system
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    flags.DEFINE_string("checkout", None, "Clone of the authors' repository; its code is run", flag_values=own)
+    flags.DEFINE_string("python", sys.executable, "Interpreter that has torch and transformers", flag_values=own)
+    flags.DEFINE_string("checkpoint", None, "Trained weights; random ones by default", flag_values=own)
+    flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights", flag_values=own)
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and computation", flag_values=own)
+    flags.DEFINE_string("prompts", None, "JSONL as for generate --input; random prompts by default", flag_values=own)
+    flags.DEFINE_integer("count", 40, "How many prompts, the first ones", 1, 100_000, flag_values=own)
+    flags.DEFINE_list("batch_sizes", ["1", "32"], "Prompts that we decode at once, each measured", flag_values=own)
+    flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own", flag_values=own)
+    flags.DEFINE_integer("repeats", 3, "Turns", lower_bound=1, flag_values=own)
+    define_shared(own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Prints one JSON object a setup and batch size, then a table.
+
+    Raises:
+      UserError: where a flag is at fault, or their code does not run.
+    """
+    if not own.checkout or not (pathlib.Path(own.checkout) / "generate.py").is_file():
+        raise UserError(f"--checkout={own.checkout or ''}: must be a clone of https://github.com/ML-GSAI/ReFusion")
+    batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
+    model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
+    table = Table("setup", "batch", "tokens/s", "theirs", "ratio", "least, most", "same answers")
+    for record in measure(model, own, batch_sizes):
+        print(json.dumps(record), flush=True)
+        least, middle, most = record["ratio"]
+        speeds = (f"{record[name]:,.0f}" for name in ("tokens_per_second", "their_tokens_per_second"))
+        ratios = f"{middle:.2f}", f"{least:.2f} {most:.2f}", f"{record['same']:.1%}"
+        table.add_row(record["setup"], str(record["batch_size"]), *speeds, *ratios)
+    Console().print(table)
+
+
+def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -> list[dict]:
+    """Decodes with theirs and with each of our setups and batch sizes, interleaved: one record for each of ours."""
+    method, c = next(iter(default_system().decoders)), model.config
+    shared = read_shared(own)
+    setups = own.setup or [f"{method} infill=threshold", f"{method} infill=exact"]
+    plain = read_setup(f"{method} infill=threshold", shared).resolved
+    subjects = {
+        (setup, size): read_setup(setup, shared | {"batch_size": size}) for setup in setups for size in batch_sizes
+    }
+    requests = (
+        prompts_in(own.prompts, own.checkpoint, plain)[: own.count] if own.prompts else random_prompts(own.count, 32, c)
+    )
+    prompts = [list(request.prompt) for request in requests]
+    queues = {key: prepare(requests, settings, c) for key, settings in subjects.items()}
+    asked = {"prompts": prompts, "settings": their_settings(plain, c.eos_token_id, c.mask_token_id)}
+
+    speeds: dict[Any, list[float]] = {key: [] for key in ["theirs", *subjects]}
+    answers: dict[Any, list[list[int]]] = {}
+    with Theirs.of(model, own) as theirs:
+        threads = theirs.fastest(asked)
+        for turn in range(own.repeats + 1):  # the first one compiles
+            answers["theirs"], seconds = theirs.decode(asked, threads)
+            taken = {"theirs": (sum(map(len, answers["theirs"])), seconds)}
+            for key, queue in queues.items():
+                answers[key], *taken[key] = ours(model, queue)
+            if turn:
+                for key, (tokens, seconds) in taken.items():
+                    speeds[key].append(tokens / seconds)
+        device = theirs.device
+    cut = [through_first(answer, c.eos_token_id) for answer in answers["theirs"]]
+    return [
+        {
+            "benchmark": "authors",
+            "setup": setup,
+            "batch_size": size,
+            "prompts": len(prompts),
+            "tokens_per_second": float(np.median(speeds[setup, size])),
+            "their_tokens_per_second": float(np.median(speeds["theirs"])),
+            "ratio": np.percentile(np.divide(speeds[setup, size], speeds["theirs"]), [0, 50, 100]).tolist(),
+            "same": sum(map(list.__eq__, answers[setup, size], cut)) / len(prompts),
+            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
+            "dtype": own.dtype,
+            "their_device": device,
+            "their_threads": threads,
+        }
+        for setup, size in subjects
+    ]
+
+
+def their_settings(settings: Settings, eos_id: int, mask_id: int) -> dict[str, Any]:
+    """The same settings as the authors' code calls them."""
+    return {
+        "gen_length": settings.new_tokens,
+        "slot_size": settings.slot_size,
+        "serial_num_blocks": settings.serial_blocks,
+        "slot_threshold": settings.slot_threshold,
+        "token_threshold": settings.token_threshold,
+        "eos_id": eos_id,
+        "mask_id": mask_id,
+    }
+
+
+def ours(model: Transformer, requests: list[Request]) -> tuple[list[list[int]], int, float]:
+    """Our answers, how many tokens were decoded for them, and the seconds that took."""
+    began = time.perf_counter()
+    found = dict(stream(model, requests))
+    seconds = time.perf_counter() - began
+    answers = [found[i] for i in range(len(requests))]
+    return [answer.tokens for answer in answers], sum(len(answer.commit_order) for answer in answers), seconds
+
+
+def through_first(tokens: list[int], eos_id: int) -> list[int]:
+    """An answer through its first EOS."""
+    return tokens[: tokens.index(eos_id) + 1] if eos_id in tokens else tokens
+
+
+class Theirs:
+    """A process that runs the authors' code, with the model loaded."""
+
+    def __init__(self, process: subprocess.Popen, errors: Any, python: str):
+        self._process, self._errors, self._python = process, errors, python
+        self.device = self._reply()["device"]
+
+    @classmethod
+    @contextmanager
+    def of(cls, model: Transformer, own: flags.FlagValues) -> Iterator[Self]:
+        """Started with the model's weights, and ended."""
+        script = pathlib.Path(__file__).with_name("theirs.py")
+        with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as errors:
+            huggingface.save(model, pathlib.Path(directory))
+            line = [own.python, str(script), str(pathlib.Path(own.checkout).absolute()), directory, own.dtype]
+            pipe = subprocess.PIPE
+            try:
+                process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+            except OSError as error:
+                raise UserError(f"--python={own.python}: cannot be run: {error.strerror}") from error
+            try:
+                yield cls(process, errors, own.python)
+            finally:
+                process.kill()
+                process.communicate()
+
+    def fastest(self, asked: dict[str, Any]) -> int:
+        """The number of threads that decodes faster; a small model is slower on several."""
+        seconds = {}
+        for threads in sorted({1, available_cores()}):
+            self.decode(asked, threads)  # starts them
+            _, seconds[threads] = self.decode(asked, threads)
+        return min(seconds, key=seconds.get)
+
+    def decode(self, asked: dict[str, Any], threads: int) -> tuple[list[list[int]], float]:
+        """The tokens decoded after each prompt, and the seconds that took.
+
+        Raises:
+          UserError: where their code fails.
+        """
+        self._process.stdin.write(json.dumps({"threads": threads} | asked) + "\n")
+        self._process.stdin.flush()
+        reply = self._reply()
+        return reply["answers"], reply["seconds"]
+
+    def _reply(self) -> dict[str, Any]:
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        raise UserError(f"--python={self._python}: the authors' code ended with: {last[0][:500]}")
