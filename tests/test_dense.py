@@ -12,6 +12,7 @@ from conftest import BOS, MASK, PROMPTS, settings, sharp_models, tiny_model
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.rows import Rows
+from refusion_jax.decoding.cache import visible_to_masks
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.dense import drafting, objective
@@ -140,8 +141,8 @@ def test_slots_that_do_not_fit_are_left_out_evenly():
 def test_the_matrix_of_the_decoder_is_what_its_forward_shows():
     drawn = re.findall(r"^    [xdM]        ([1.] .*?)(?:  +[A-Za-z].*)?$", drafting.__doc__, re.MULTILINE)
     expected = [[cell == "1" for cell in re.sub(r"[^1.]", "", line)] for line in drawn]
-    assert drafting._visible(4, jnp.array([[1, 3]]), 4, 4)[0].tolist() == expected
-    two_slots = np.array(drafting._visible(4, jnp.array([[1, 3]]), 4, 2)[0])
+    assert visible_to_masks(4, jnp.array([[1, 3]]), 4, 4)[0].tolist() == expected
+    two_slots = np.array(visible_to_masks(4, jnp.array([[1, 3]]), 4, 2)[0])
     assert not two_slots[6:8, 4:6].any()
     assert not two_slots[10:, 8:10].any()
     two_slots[6:8, 4:6] = two_slots[10:, 8:10] = True

@@ -162,14 +162,21 @@ def server(user):
         yield address
 
 
+def skip_without_grammars(code):
+    if re.search("guided_|response_format", code):
+        pytest.importorskip("llguidance", reason="pip install llguidance for answers under a grammar")
+
+
 @pytest.mark.parametrize("command", CLIENTS)
 def test_a_client_is_answered(command, server, user):
+    skip_without_grammars(command)
     answer = shell(command.replace("http://127.0.0.1:8000", server), user)
     assert json.loads(answer.removeprefix("data: ").splitlines()[0])["choices"]
 
 
 @pytest.mark.parametrize("code", SCRIPTS)
 def test_a_python_example_works(code, user, request):
+    skip_without_grammars(code)
     if "127.0.0.1:8000" in code:
         code = code.replace("http://127.0.0.1:8000", request.getfixturevalue("server"))
     (user / "example.py").write_text(code)

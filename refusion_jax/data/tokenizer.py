@@ -134,6 +134,17 @@ class SentencePieceTokenizer(Tokenizer):
     def name_of(self, token: int) -> str:
         return self._pieces.id_to_piece(token)
 
+    def spellings(self) -> list[bytes]:
+        """What each token adds to a text; nothing for special ones."""
+
+        def spelling(id: int) -> bytes:
+            if self._pieces.is_byte(id):  # <0x0A>
+                return bytes([int(self.name_of(id)[1:-1], 16)])
+            is_special = self._pieces.is_control(id) or self._pieces.is_unknown(id) or self._pieces.is_unused(id)
+            return b"" if is_special else self.name_of(id).replace("\u2581", " ").encode()
+
+        return [spelling(id) for id in range(self.size)]
+
 
 def plain_prompt(prompt: str | Messages | None) -> str:
     """The ids of a prompt without chat template."""

@@ -3,13 +3,15 @@
 A forward writes the keys and values of its tokens right after the committed ones. To commit some of them is to advance
 a counter; to drop the others takes nothing, as the next forward overwrites them.
 
-Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary.
+Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary; G prefixes, N masks
+after each of them, W tokens and masks.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -114,6 +116,25 @@ def extend(
     visible = jnp.broadcast_to(visible, (B, T, T))
     logits, new = model.extend(tokens, positions, cache.entries, cache.length, visible)
     return logits, write(cache, new)
+
+
+def visible_to_masks(tokens: int, seen: Int32[Array, "B G"], N: int, slot_size: int) -> Bool[Array, "B W W"]:
+    """Who sees whom of some tokens, causal, and N masks for each of G prefixes, in slots that do not see each other.
+
+    Args:
+      tokens: their number.
+      seen: index of the last token that the masks see.
+      N: masks after a prefix.
+      slot_size: masks of a slot.
+    """
+    B, G = seen.shape
+    index = np.arange(G * N)
+    slot = index // N * N + index % N // slot_size  # numbers of their own
+    own = (slot[:, None] == slot[None]) & (index[None] <= index[:, None])
+    corner = np.zeros((tokens + G * N, tokens + G * N), bool)
+    corner[:tokens, :tokens], corner[tokens:, tokens:] = np.tri(tokens, dtype=bool), own
+    before = jnp.arange(tokens)[None, None] <= jnp.repeat(seen, N, axis=1)[:, :, None]
+    return jnp.broadcast_to(jnp.array(corner), (B, *corner.shape)).at[:, tokens:, :tokens].set(before)
 
 
 def write(cache: Cache, new: KeyValues) -> Cache:

@@ -16,6 +16,8 @@ from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
+LAST_TOKEN, SLOT_MASK = "last token", "slot mask"
+
 
 class State(Protocol):
     """The state of the decoding loop: a dataclass of arrays, registered as a pytree.
@@ -43,6 +45,9 @@ class Decoder(abc.ABC):
     # is then computed once, and copied from one row to the others.
     copies_prefix: ClassVar[bool] = False
     fills_gaps: ClassVar[bool] = True  # whether it takes templates; otherwise it only writes after what is given
+    # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same but for the first token of each slot,
+    # which a mask at its place predicts. Empty: the models do not write left to right, and grammars are refused.
+    next_token: ClassVar[str] = ""
 
     ids: TokenIds
     width: int  # tokens of a row that one forward feeds, at most

@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import ArrayLike, Bool, Int32, UInt32
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory
@@ -53,6 +54,7 @@ def stream(
     batch_size: int,
     is_over: Callable[[int, list[int]], bool] | None = None,
     watch: Callable[[int, Answer], object] | None = None,
+    batch_type: type["RunningBatch"] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
 
@@ -69,8 +71,13 @@ def stream(
         few forwards.
       watch: told (index, answer so far) after the admission of a request and after each forward, perhaps twice; the
         device then waits for the host after each.
+      batch_type: a subclass of RunningBatch, where the decoder needs one.
+
+    Raises:
+      UserError: where an answer cannot go on.
     """
-    batch = RunningBatch(model, decoder, requests[0], batch_rows(len(requests), batch_size, mesh_of(model)))
+    rows = batch_rows(len(requests), batch_size, mesh_of(model))
+    batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows)
     refill, eos_id = -(-batch.rows // REFILL), decoder.ids.eos_id
     row_of, finished = {}, []
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
@@ -90,6 +97,8 @@ def stream(
         batch.run(wanted, most)
         yield from answers()  # the caller's work, too, takes place while the device decodes
         progress = batch.look()
+        if batch.failed:
+            raise next(iter(batch.failed.values()))
         for row, index in row_of.items() if watch else ():
             watch(index, read_answer(requests[index], *progress.of(row), eos_id, is_ended=bool(progress.active[row])))
         done, ended = [row for row in row_of if not progress.active[row]], []
@@ -194,6 +203,7 @@ class RunningBatch:
         self._decoder = decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
+        self.failed: dict[int, UserError] = {}  # why the answer in a row cannot go on
         self._given: dict[int, np.ndarray] = {}  # by row: given tokens and positions whose keys and values are in it
         check_memory(model, self._mesh, rows, decoder)
         with jax.set_mesh(self._mesh):

@@ -5,6 +5,7 @@ Everything here runs on the host, once per request. Axes: R requests, N places o
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,6 +36,7 @@ class Request:
     noise: int | None = None  # below 2^32; sampling noise is a function of (settings.seed, this number, position). By
     # default 0 for a request with settings of its own, else its number in the call
     name: str = ""  # in error messages
+    grammar: Any = None  # that the answer follows, a `constrained.Matcher` that has consumed nothing
 
     @property
     def pieces(self) -> list[Sequence[int] | int]:

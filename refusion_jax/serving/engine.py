@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.queue import Answer, RunningBatch, batch_rows, mesh_of, read_answer
+from refusion_jax.decoding.constrained import Matcher, batch_type
+from refusion_jax.decoding.queue import Answer, batch_rows, mesh_of, read_answer
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -62,7 +63,7 @@ class Job:
 class Engine:
     """A model with its batch of rows, decoded by a thread of its own."""
 
-    def __init__(self, model: Transformer, settings: Settings, rows: int):
+    def __init__(self, model: Transformer, settings: Settings, rows: int, grammar: Matcher | None = None):
         """Allocates the cache of all rows; the forwards are compiled by `start`.
 
         Args:
@@ -70,6 +71,7 @@ class Engine:
           settings: those of all requests that do not say otherwise. `max_new_tokens` is the most that a request may ask
             for, and `cache_length` the most that prompt and answer may have; both are set.
           rows: decoded at once.
+          grammar: any, for an engine of requests with grammars.
 
         Raises:
           UserError: where these do not fit together or into memory.
@@ -86,12 +88,18 @@ class Engine:
         prompt = [0] * (settings.cache_length - 1)
         # The largest texts that are served, with no beginning in common: they decide the compiled sizes.
         self._largest = prepare(
-            [Request(prompt, settings=shortest), Request([1], settings=self.settings)], self._compiled, model.config
+            [
+                Request(prompt, settings=shortest, grammar=grammar),
+                Request([1], settings=self.settings, grammar=grammar),
+            ],
+            self._compiled,
+            model.config,
         )
         decoder = decoder_for(self._largest, model.config)
+        self._model, self._second, self._making = model, None, threading.Lock()
         model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
         self._decoder = decoder
-        self._batch = RunningBatch(model, decoder, self._largest[0], batch_rows(rows, rows, mesh_of(model)))
+        self._batch = batch_type(decoder)(model, decoder, self._largest[0], batch_rows(rows, rows, mesh_of(model)))
         self._waiting: collections.deque[collections.deque[Job]] = collections.deque()  # those of each caller
         self._rows: dict[int, Job] = {}
         self._changed = threading.Condition()
@@ -105,7 +113,8 @@ class Engine:
         """How many rows there are, how many of them are decoding, and how many jobs wait for one."""
         with self._changed:
             waiting = sum(not job.is_over for jobs in self._waiting for job in jobs)
-        return {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": waiting}
+        own = {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": waiting}
+        return {name: count + self._second.load[name] for name, count in own.items()} if self._second else own
 
     @property
     def fills_gaps(self) -> bool:
@@ -144,6 +153,25 @@ class Engine:
         check_tokens(name, tokens, self._config.num_tokens)
         if len(tokens) + more > (most := self.settings.cache_length):
             raise UserError(f"{name}: has {len(tokens)} tokens, of at most {most - more} before {more} more")
+
+    def constrained(self, grammar: Matcher) -> "Engine":
+        """The engine of requests with grammars, made and compiled for the first of them.
+
+        It has a quarter of the rows and a cache of its own, so that other answers neither change nor wait for grammars.
+
+        Args:
+          grammar: of the request.
+
+        Raises:
+          UserError: where the decoder cannot follow grammars, or this does not fit into memory.
+        """
+        with self._making:
+            if self._second is None or self._second.failure:
+                rows = batch_rows(-(-self._batch.rows // 4), self._batch.rows, mesh_of(self._model))
+                second = Engine(self._model, self.settings, rows, grammar)
+                second.start(failed=lambda: None)
+                self._second = second
+        return self._second
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues the jobs of one caller, all or none.
@@ -188,6 +216,8 @@ class Engine:
             self._is_closed = True
             self._changed.notify()
         self._thread.join()
+        if self._second:
+            self._second.close()
         self._fail_all(RuntimeError("the server has ended"))
 
     def _guard(self) -> None:
@@ -224,6 +254,10 @@ class Engine:
             read = []
             if rows:
                 progress = batch.look()
+                for row, error in batch.failed.items():
+                    if row in rows and not rows[row].is_over:
+                        rows[row].fail(error)
+                        rows[row].is_over = True
                 done = [row for row in rows if not progress.active[row]]
                 dropped = [row for row, job in rows.items() if progress.active[row] and job.is_over]
                 batch.stop(dropped)

@@ -21,14 +21,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
+_ANY_OBJECT = {"type": "object"}
 # What tools send along: labels, bookkeeping of other servers, and `ignore_eos` of load generators.
 _IGNORED = frozenset(
-    "cache_salt ignore_eos metadata name priority prompt_cache_key request_id safety_identifier service_tier "
-    "skip_special_tokens spaces_between_special_tokens store tool_call_id user".split()
+    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend ignore_eos metadata name priority "
+    "prompt_cache_key request_id safety_identifier service_tier skip_special_tokens spaces_between_special_tokens "
+    "store tool_call_id user".split()
 )
 
 
@@ -42,12 +43,13 @@ class _Strict(BaseModel):
     def _only_known_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise ValueError("must be an object")
+        known = {own.alias or name for name, own in cls.model_fields.items()}
         for name, value in body.items():
-            if name in _IGNORED:
+            if name in _IGNORED and name not in known:
                 _log_once(name)
-            elif name not in cls.model_fields and value is not None and not _asks_for_nothing(name, value):
+            elif name not in known and value is not None and not _asks_for_nothing(name, value):
                 raise ValueError(f"{name[:200]}: is not supported here")
-        return {name: value for name, value in body.items() if value is not None and name in cls.model_fields}
+        return {name: value for name, value in body.items() if value is not None and name in known}
 
 
 class StreamOptions(_Strict):
@@ -55,6 +57,31 @@ class StreamOptions(_Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="Every event tells the usage so far")
+
+
+class JsonSchema(_Strict):
+    """A JSON Schema as OpenAI wraps it; it is always held to, `strict` or not."""
+
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+
+
+class ResponseFormat(_Strict):
+    """What an answer has to be, by OpenAI's name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(_Strict):
+    """What an answer has to be, by vLLM's name."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=_MOST_PARTS)
+    json_object: bool = False
 
 
 class _Body(_Strict):
@@ -97,6 +124,37 @@ class _Body(_Strict):
             return [text for text in stop if text != ""]  # every answer would end before an empty one
         return stop
 
+    response_format: ResponseFormat | None = Field(None, description="text, JSON, or JSON of a schema")
+    structured_outputs: StructuredOutputs | None = Field(None, description="json, regex, choice or json_object")
+    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON Schema that the answer follows")
+    guided_regex: str | None = Field(None, description="A regular expression that the answer matches as a whole")
+    guided_choice: list[str] | None = Field(
+        None, min_length=1, max_length=_MOST_PARTS, description="The answer is one of these"
+    )
+
+    @property
+    def constraints(self) -> list[tuple[str, str, Any]]:
+        """(field, "json" | "regex" | "choice", value) of all that say what an answer has to be."""
+        given = [("guided_json", "json", self.guided_json), ("guided_regex", "regex", self.guided_regex)]
+        given.append(("guided_choice", "choice", self.guided_choice))
+        if own := self.structured_outputs:
+            of_kind = {"json": own.json_, "regex": own.regex, "choice": own.choice}
+            given += [(f"structured_outputs.{kind}", kind, value) for kind, value in of_kind.items()]
+            given.append(("structured_outputs.json_object", "json", _ANY_OBJECT if own.json_object else None))
+        if (own := self.response_format) and own.type != "text":
+            schema = own.json_schema and own.json_schema.schema_
+            given.append(("response_format", "json", _ANY_OBJECT if own.type == "json_object" else schema))
+        return [one for one in given if one[2] is not None]
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> Self:
+        fields = [field for field, *_ in self.constraints]
+        if len(fields) > 1:
+            raise ValueError(f"{fields[1]}: {fields[0]} says already what the answer has to be; give one of them")
+        if self.response_format and self.response_format.type == "json_schema" and not fields:
+            raise ValueError("response_format: json_schema.schema is missing")
+        return self
+
     @model_validator(mode="after")
     def _streams_are_watched(self) -> Self:
         if self.watch and not self.stream:
@@ -134,6 +192,8 @@ class Completion(_Body):
     def _fields_fit_together(self) -> "Completion":
         if self.stream and self.logprobs is not None:
             raise ValueError("logprobs: answers are scored when they are finished, which is not for a stream")
+        if self.suffix is not None and self.constraints:
+            raise ValueError("suffix: an answer that has to follow a grammar has no text after it")
         if self.suffix is not None and not self.max_tokens:
             raise ValueError("suffix: needs max_tokens, the length of the gap before it")
         if len(self.prompt) * self.n > _MOST_CHOICES:

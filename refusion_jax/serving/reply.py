@@ -54,7 +54,7 @@ class Reply:
                 self._deltas.put_nowait((number, Delta("", [], "length", [], []), None))
             else:
                 self._jobs.append(self._job(number, one, put, is_watched or bool(one.stops.texts)))
-        self._service.engine.submit(self._jobs)
+        self._choices[0].engine.submit(self._jobs)
         self._service.metrics.asked(self._usage()["prompt_tokens"])
 
     async def _arriving(self) -> AsyncIterator[tuple[int, Delta, Answer | None]]:

@@ -12,11 +12,12 @@ from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import check_characters
 from refusion_jax.decoding.requests import Request
-from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.evaluation.likelihood import TokenScore, token_scores
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.serving.engine import Engine
+from refusion_jax.serving.grammar import Grammars
 from refusion_jax.serving.metrics import Metrics
 from refusion_jax.serving.protocol import Chat, Completion
 from refusion_jax.serving.writer import Writer
@@ -35,6 +36,7 @@ class Choice:
     request: Request | None  # checked; None where no token is to be decoded
     limit: int  # tokens of the answer, at most
     stops: Stops
+    engine: Engine  # that decodes it
 
 
 class Service:
@@ -57,6 +59,7 @@ class Service:
         begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)
         self._ends = {"eos_token": tokenizer.eos_id, "bos_token": begins}
         self._rendering = threading.Lock()
+        self._grammars = Grammars(tokenizer, TokenIds.of(engine.settings, model.config).eos_id)
         settings, own = declared(type(engine.settings)), scope(type(engine.settings), "row") - set(_OWN_FIELDS)
         # JSON Schemas of what a request may set by `decode`.
         self.changeable = {name: settings[name].schema(getattr(engine.settings, name)) for name in sorted(own)}
@@ -134,12 +137,14 @@ class Service:
         settings, limit = self._own_settings(body, len(ids))
         stops = Stops(tuple(body.stop or ()))
         self.engine.check_prompt(ids, name, limit + sum(map(len, suffix)))
-        request = None
+        request, engine = None, self.engine
         if limit:
+            grammar = next((self._grammars.compile(*given) for given in body.constraints), None)
+            engine = self.engine if grammar is None else self.engine.constrained(grammar)
             template = (limit, *suffix) if suffix else ()
-            request = self.engine.check(Request(ids, template, settings, name=name))
+            request = engine.check(Request(ids, template, settings, name=name, grammar=grammar))
         requests = [request and dataclasses.replace(request, noise=noise) for noise in noises]
-        return [Choice(ids, added, text, one, limit, stops) for one in requests]
+        return [Choice(ids, added, text, one, limit, stops, engine) for one in requests]
 
     @property
     def defaults(self) -> dict[str, Any]:

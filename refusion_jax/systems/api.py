@@ -10,6 +10,7 @@ from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.auxiliary import check_auxiliaries
+from refusion_jax.decoding.constrained import Constrained, batch_type
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, check_no_templates, check_same_program, prepare
@@ -150,11 +151,13 @@ def stream(
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
     model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
-    return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch)
+    return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, batch_type(decoder))
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
     """The decoder that the settings of the requests name, with the smallest sizes that serve them.
+
+    For requests with grammars it is one that follows them, on the models of the named one.
 
     Raises:
       UserError: where it cannot serve them together.
@@ -163,4 +166,5 @@ def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:
     decoder = find_decoder(requests[0].settings.method)
     if not decoder.fills_gaps:
         check_no_templates(requests)
-    return decoder.for_requests(requests, model)
+    own = decoder.for_requests(requests, model)
+    return own if all(request.grammar is None for request in requests) else Constrained.of(own, requests, model)

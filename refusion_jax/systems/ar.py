@@ -21,6 +21,7 @@ from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.decoder import LAST_TOKEN
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
@@ -60,6 +61,8 @@ class State(Continuation):
 @dataclasses.dataclass(frozen=True)
 class LeftToRight(Continuer):
     """The decoder with its compiled sizes."""
+
+    next_token: ClassVar[str] = LAST_TOKEN
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

@@ -33,6 +33,7 @@ from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.decoder import LAST_TOKEN
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
@@ -69,6 +70,7 @@ class DraftAndVerify(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DraftedSettings]] = DraftedSettings
+    next_token: ClassVar[str] = LAST_TOKEN
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

@@ -30,6 +30,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.decoder import LAST_TOKEN
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, put
@@ -62,6 +63,7 @@ class LookUp(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[LookupSettings]] = LookupSettings
+    next_token: ClassVar[str] = LAST_TOKEN
 
     ngram: int = 0
 

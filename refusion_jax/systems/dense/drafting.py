@@ -30,7 +30,6 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
@@ -38,6 +37,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.decoder import LAST_TOKEN
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
@@ -93,6 +93,7 @@ class Drafting(Continuer):
 
     settings: ClassVar[type[DraftSettings]] = DraftSettings
     fills_gaps: ClassVar[bool] = True
+    next_token: ClassVar[str] = LAST_TOKEN
 
     slot_size: int
     fed_tokens: int  # of a row, at most; 0: what pays
@@ -157,7 +158,7 @@ class Drafting(Continuer):
         prefixes = jnp.zeros((B, 1), jnp.int32)
         ahead = _masks(self._next_place(s), prefixes, N)
         fed = jnp.concatenate([tokens, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
-        visible = _visible(P, prefixes + last[:, None], N, self.slot_size)
+        visible = kv.visible_to_masks(P, prefixes + last[:, None], N, self.slot_size)
         x, new = model.extend_hidden(
             fed, jnp.concatenate([places, ahead], axis=1), cache.entries, cache.length, visible
         )
@@ -180,7 +181,7 @@ class Drafting(Continuer):
         ahead = _masks(first, prefixes, N)
         fed = jnp.concatenate([s.pending[:, None], drafts, jnp.full(ahead.shape, self.ids.mask_id)], axis=1)
         places = jnp.concatenate([s.place[:, None], first[:, None] + jnp.arange(N - 1)[None], ahead], axis=1)
-        visible = _visible(N, prefixes, N, self.slot_size)
+        visible = kv.visible_to_masks(N, prefixes, N, self.slot_size)
         logits, cache = kv.extend(model, s.cache, fed, places, visible)
         after, kept = self._advance(dataclasses.replace(s, drafted=drafted), logits, prefixes, N)
         return dataclasses.replace(after, cache=kv.commit(cache, kept), forwards=s.forwards + s.active)
@@ -269,25 +270,6 @@ def _masks(first: Int32[Array, "B"], prefixes: Int32[Array, "B G"], N: int) -> I
     """The places of the masks after each prefix, G * N of them; `first` is that of the first draft."""
     places = (first[:, None] + prefixes)[:, :, None] + jnp.arange(N)[None, None]
     return places.reshape(len(first), -1)
-
-
-def _visible(tokens: int, seen: Int32[Array, "B G"], N: int, slot_size: int) -> Bool[Array, "B W W"]:
-    """Who sees whom of some tokens, causal, and N masks for each of G prefixes, in slots that do not see each other.
-
-    Args:
-      tokens: their number.
-      seen: index of the last token that the masks see.
-      N: masks after a prefix.
-      slot_size: masks of a slot.
-    """
-    B, G = seen.shape
-    index = np.arange(G * N)
-    slot = index // N * N + index % N // slot_size  # numbers of their own
-    own = (slot[:, None] == slot[None]) & (index[None] <= index[:, None])
-    corner = np.zeros((tokens + G * N, tokens + G * N), bool)
-    corner[:tokens, :tokens], corner[tokens:, tokens:] = np.tri(tokens, dtype=bool), own
-    before = jnp.arange(tokens)[None, None] <= jnp.repeat(seen, N, axis=1)[:, :, None]
-    return jnp.broadcast_to(jnp.array(corner), (B, *corner.shape)).at[:, tokens:, :tokens].set(before)
 
 
 def _at(x: Int32[Array, "B T"], index: Int32[Array, "B"]) -> Int32[Array, "B"]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import cache as kv
-from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.decoder import SLOT_MASK, Decoder
 from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
@@ -84,6 +84,7 @@ class SlotDecoder(Decoder):
 
     settings: ClassVar[type[SlotSettings]] = SlotSettings
     copies_prefix: ClassVar[bool] = True
+    next_token: ClassVar[str] = SLOT_MASK
     draws_drafts: ClassVar[bool]  # whether a temperature draws the tokens that are read at drafts
 
     slot_size: int  # K

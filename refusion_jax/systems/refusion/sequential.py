@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.continuation import Continuation, Continuer
+from refusion_jax.decoding.decoder import SLOT_MASK
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, sample
 from refusion_jax.model.transformer import Transformer
@@ -40,6 +41,7 @@ class Sequential(Continuer):
 
     settings: ClassVar[type[SequentialSettings]] = SequentialSettings
     fills_gaps: ClassVar[bool] = True
+    next_token: ClassVar[str] = SLOT_MASK
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

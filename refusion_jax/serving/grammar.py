@@ -1,0 +1,85 @@
+"""Grammars of answers, by llguidance: JSON Schemas, regular expressions and choices, over a model's own tokens."""
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from refusion_jax.cli.errors import UserError, needs
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
+from refusion_jax.decoding.constrained import Matcher, reason
+
+_LARGEST = 1 << 18  # characters of a grammar
+# JSON as Python's json.dumps writes it. Free white space would let an answer go on for ever, and nothing be forced.
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+# Less than the library's own: milliseconds for what a place allows, some ten MB for a grammar.
+_LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 20_000, "verbose_errors": False}
+
+
+class Grammars:
+    """Makes grammars over the tokens of a model; its tokenizer is read with the first of them."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_id: int):
+        self._tokenizer, self._eos_id = tokenizer, eos_id
+        self._tokens: Any = None  # an LLTokenizer
+        self._reading = threading.Lock()
+
+    def compile(self, field: str, kind: str, given: Any) -> Matcher:
+        """A grammar that has consumed nothing; takes no longer than a few seconds.
+
+        Args:
+          field: of the request, for error messages.
+          kind: "json" | "regex" | "choice".
+          given: a JSON Schema, as an object or its text; a regular expression; some texts.
+
+        Raises:
+          UserError: where it is none, is too large, or asks for what is not known here; without llguidance.
+        """
+        with needs("serve"):
+            import llguidance
+        try:
+            text = given if isinstance(given, str) else json.dumps(given)
+            if len(text) > _LARGEST:
+                raise ValueError(f"has {len(text)} characters, of at most {_LARGEST}")
+            if kind == "json":
+                source = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+            else:
+                source = llguidance.grammar_from(kind, text)
+            with self._reading:
+                if self._tokens is None:
+                    tokens = _read(self._tokenizer, self._eos_id)
+                    self._tokens = llguidance.LLTokenizer(tokens, eos_token=self._eos_id)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{field}: {reason(error)}") from error
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=limits)
+        matcher.compute_bitmask()  # which finds what no text can match
+        if error := matcher.get_error():
+            raise UserError(f"{field}: cannot be followed: {reason(error)}")
+        return matcher
+
+
+def _read(tokenizer: Tokenizer, eos_id: int) -> Any:
+    """A tokenizer as llguidance takes one: the text of a tokenizer.json, or an object."""
+    if isinstance(tokenizer, FastTokenizer):
+        return tokenizer.files["tokenizer.json"].decode()
+    return _Pieces(tokenizer, eos_id)
+
+
+class _Pieces:
+    """A sentencepiece tokenizer as llguidance's TokenizerWrapper."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: SentencePieceTokenizer, eos_id: int):
+        self._tokenizer, self.eos_token_id, self.bos_token_id = tokenizer, eos_id, None
+        texts = tokenizer.spellings()
+        self.tokens: Sequence[bytes] = [text or tokenizer.name_of(id).encode() for id, text in enumerate(texts)]
+        self.special_token_ids = [id for id, text in enumerate(texts) if not text]
+
+    def __call__(self, text: str) -> list[int]:
+        """As the library asks for the tokens of a text that is forced."""
+        (ids,) = self._tokenizer.encode([text])
+        return ids
