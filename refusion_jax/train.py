@@ -173,9 +173,9 @@ def session(run: Run, start_over: bool) -> str:
 
             s.watchdog.alive(now.step, is_slow=True)
             with s.pause("evaluate", step=now.step), contextlib.suppress(PreemptionRequested):
-                scores, texts = run.tasks(now.state.weights, alive)
+                scores, samples = run.tasks(now.state.weights, alive)
                 now.evaluated |= scores
-                s.metrics.show(now.step, texts)
+                s.metrics.show(now.step, samples)
 
         def log(now: Now) -> None:
             if now.step % config.log_every == 0 or now.is_end or now.evaluated:

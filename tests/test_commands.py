@@ -256,7 +256,7 @@ def test_help_tells_the_default_that_the_command_uses(command, flag, default):
 @pytest.mark.parametrize(
     "command",
     "train generate chat evaluate serve plan convert drill train_tokenizer quickstart goodput prepare".split()
-    + ["inspect_data"],
+    + ["inspect_data", "report"],
 )
 def test_help_explains_every_flag(command):
     out, _ = run(command, "--help")

@@ -155,6 +155,7 @@ def test_a_real_run_is_accounted_for_to_the_second(trained_run):
 def test_junk_between_events_costs_no_other():
     lines = [json.dumps(e) for e in STRAIGHT]
     junk = [
+        f'{{"time": 1{"0" * 400}, "event": "save"}}',
         "{}",
         "[]",
         "7",

@@ -57,6 +57,11 @@ def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, task
         assert f"eval_sums/{sample['doc_id']}".encode() in board
         assert f"**Answered**\n\n    {(sample['resps'][0][0].splitlines() or [''])[0]}".encode() in board
     assert b"eval_sums/5" not in board
+    kept = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["problem"]) for sample in kept] == [
+        (step, i) for step in (55, 60) for i in range(5)
+    ]
+    assert [sample["answered"] for sample in kept[5:]] == [sample["resps"][0][0] for sample in samples[:5]]
 
 
 def test_tasks_that_cannot_be_scored_while_training_are_refused_before_it(trained_run, tasks, tmp_path):

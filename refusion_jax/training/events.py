@@ -22,7 +22,6 @@ repeated after a kill are lost.
 import collections
 import concurrent.futures
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -39,6 +38,7 @@ FILE = "events.jsonl"
 PARTS = ("step", "init", "compile", "data", "checkpoint", "lost", "other", "down")
 _PART_OF = {"init": "init", "restore": "checkpoint", "compile": "compile", "save": "checkpoint", "end": "checkpoint"}
 _NEEDED = {"steps": ("first", "last", "seconds", "data_seconds"), "start": ("step",)}
+_MOST = 1e15  # above the steps and seconds of any run; more digits may not fit into a float
 _WRITE_SECONDS = 10.0  # at most this much is missing after a kill
 _IN_FLIGHT = 2  # steps dispatched but not finished: enough to keep devices busy, few enough to notice a preemption soon
 
@@ -157,7 +157,7 @@ def read_events(text: str) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
 
 
 def account(events: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from typing import Any
 
 import jax
 import ml_collections
@@ -16,10 +17,11 @@ from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.storage import LogDirectory, write_file
 from refusion_jax.systems.registry import loss_terms
 from refusion_jax.training.events import read_log
-from refusion_jax.training.trackers import Trackers
+from refusion_jax.training.trackers import Trackers, as_markdown
 from refusion_jax.training.train_step import wide_to_int
 
 FILE = "metrics.jsonl"
+SAMPLES = "samples.jsonl"  # answers to tasks; the last one to a problem counts
 _NOT_LOGGED = ("in_a_row", "finite")  # for internal use
 
 
@@ -63,6 +65,7 @@ class MetricsWriter:
             return
         write_file(logs.path / FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = AppendLog(logs.path / FILE, keeps_trying=True)
+        self._samples = AppendLog(logs.fetch(SAMPLES), keeps_trying=True) if config.eval.tasks else None
         self._trackers = Trackers(config, workdir, logs.path, first_step)
         self._bar = None
         if sys.stdout.isatty():
@@ -102,11 +105,12 @@ class MetricsWriter:
         if self._is_writer:
             self._write(record)
 
-    def show(self, step: int, texts: dict[str, str]) -> None:
-        """Shows texts in the trackers: title -> Markdown."""
-        if self._is_writer:
-            for title, text in texts.items():
-                self._trackers.text(step, title, text)
+    def show(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Writes answers to tasks, as of `TaskScores`."""
+        for sample in samples if self._is_writer else ():
+            self._samples.append({"step": step} | sample)
+            parts = {name.capitalize(): sample[name] for name in ("asked", "answered", "right")}
+            self._trackers.text(step, f"eval_{sample['task']}/{sample['problem']}", as_markdown(parts))
 
     def paused(self, seconds: float) -> None:
         """Excludes seconds without training from the rates."""
@@ -131,6 +135,8 @@ class MetricsWriter:
         """Flushes and closes the files, and ends the trackers."""
         if self._is_writer:
             self._file.close()
+            if self._samples:
+                self._samples.close()
             self._trackers.finish()
             if self._bar:
                 self._bar.stop()

@@ -24,7 +24,7 @@ from refusion_jax.evaluation import benchmark
 from refusion_jax.evaluation.harness import EvaluatedModel
 from refusion_jax.training.program import Program
 
-_TEXTS = 5  # answers of each task that TensorBoard shows
+_SAMPLES = 5  # answers of each task that are kept
 
 
 class TaskScores:
@@ -71,7 +71,7 @@ class TaskScores:
             asked = benchmark.check_requests(self._model(params), self._plan, self._tasks)
         check_same("what --config.eval.tasks asks", asked)
 
-    def __call__(self, params: dict, alive: Callable[[], None]) -> tuple[dict[str, float], dict[str, str]]:
+    def __call__(self, params: dict, alive: Callable[[], None]) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Decodes and scores.
 
         Args:
@@ -79,11 +79,11 @@ class TaskScores:
           alive: called after every answer; what it raises ends the evaluation.
 
         Returns:
-          (scores of lm_eval and of decoding as eval_TASK_METRIC; a few answers in Markdown, by title).
+          (scores of lm_eval and of decoding as eval_TASK_METRIC; a few answers of each task, see `samples_of`).
         """
         with _naming_the_key(self._plan.tasks):
             results = benchmark.run_tasks(self._model(params, alive), self._plan, self._tasks)
-        return scores_of(results), texts_of(results)
+        return scores_of(results), samples_of(results)
 
     def _model(self, params: dict, alive: Callable[[], None] = lambda: None) -> EvaluatedModel:
         model = nnx.merge(self._graphdef, for_decoding(params))
@@ -137,17 +137,12 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
     return scores
 
 
-def texts_of(results: dict[str, Any]) -> dict[str, str]:
-    """The first answers of each task that generates any, as Markdown."""
-    texts = {}
+def samples_of(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The first answers of each task that generates any: task, problem (number), asked, answered, right."""
+    found = []
     for task in results["decoding"]["tasks"]:
         samples = {sample["doc_id"]: sample for sample in results["samples"][task]}  # one of several filters
-        for number, sample in sorted(samples.items())[:_TEXTS]:
-            parts = {"Asked": sample["arguments"][0][0], "Answered": sample["resps"][0][0], "Right": sample["target"]}
-            texts[f"eval_{task}/{number}"] = "\n\n".join(f"**{title}**\n\n{_block(x)}" for title, x in parts.items())
-    return texts
-
-
-def _block(text: object) -> str:
-    """Text as a Markdown code block."""
-    return "\n".join(f"    {line}" for line in str(text).splitlines() or [""])
+        for problem, sample in sorted(samples.items())[:_SAMPLES]:
+            texts = {"asked": sample["arguments"][0][0], "answered": sample["resps"][0][0], "right": sample["target"]}
+            found.append({"task": task, "problem": problem} | {name: str(text) for name, text in texts.items()})
+    return found

@@ -34,6 +34,7 @@ FILE = "tracker.json"  # in the directory of a run: what wandb and trackio know 
 _PROJECT = "refusion_jax"  # where the environment names no other
 _MOST = 1000  # calls that wait for a tracker; it misses those that come while there are as many
 _FINISH_SECONDS = 30.0  # that the end of a session waits for its trackers, all together
+_LIBRARY_SECONDS = 25.0  # that a library waits for its server: it is asked again as the process exits
 _FLUSH_SECONDS = 60.0  # between flushes of TensorBoard's file
 
 
@@ -134,6 +135,12 @@ def _make_id(workdir: epath.Path) -> str:
     if not (workdir / FILE).exists():
         write_file(workdir / FILE, f'{{"id": "{secrets.token_hex(4)}"}}\n')
     return _read_id(workdir)
+
+
+def as_markdown(parts: dict[str, str]) -> str:
+    """Texts under their titles, each as a block of code."""
+    blocks = {title: "\n".join(f"    {line}" for line in x.splitlines() or [""]) for title, x in parts.items()}
+    return "\n\n".join(f"**{title}**\n\n{block}" for title, block in blocks.items())
 
 
 class _OnThread:
@@ -246,7 +253,7 @@ class WeightsAndBiases:
             config=session.config.to_dict(),
             allow_val_change=True,
             dir=session.logs,
-            settings=wandb.Settings(console="off", finish_timeout=0.8 * _FINISH_SECONDS),
+            settings=wandb.Settings(console="off", init_timeout=_LIBRARY_SECONDS, finish_timeout=_LIBRARY_SECONDS),
         )
         self._run.define_metric("*", step_metric="step")
 

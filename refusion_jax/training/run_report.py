@@ -1,0 +1,253 @@
+"""A page that shows runs: their metrics as charts, answers to tasks, where the time went, and how their configs differ.
+
+The page loads nothing, and its charts take the colours of the reader's theme. All that it shows is read from the
+directories of the runs, and escaped.
+"""
+
+import dataclasses
+import html
+import io
+import json
+import logging
+import re
+import statistics
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+from etils import epath
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.config import default_config, flatten
+from refusion_jax.config.run_config import read_config
+from refusion_jax.distributed.append_log import parse_log
+from refusion_jax.training import events
+from refusion_jax.training.metrics import SAMPLES, read_metrics
+
+BEGINNING = b"<!doctype html><!-- runs, by refusion_jax.report -->"  # of every page
+MOST = 8  # runs of a page: more cannot be told apart by colour
+_MOST_CHARTS = 60  # of a section
+_POINTS = 300  # of a line; more become means, within a band from the least to the most
+
+# By name; the page has others for its dark theme.
+_COLORS = dict(
+    zip(
+        ("ink", "pale", "line", *(f"c{i}" for i in range(MOST))),
+        "#1b1f24 #5b6470 #c9ced6 #0b62c4 #b35a00 #1a7f4b #8338b8 #b3261e #00717a #a3286b #6b5b00".split(),
+        strict=True,
+    )
+)
+_SECTIONS = (  # title, metrics, what is to be said of them
+    ("Loss", r"loss(_\w+)?", "Of training, and the parts that it is the weighted sum of."),
+    ("Held-out loss", r"eval_(loss\w*|bits_per_byte)", "With the same noise in each step and run."),
+    ("Tasks", r"(?!eval_(?:loss|bits_per_byte))eval_.+", "Scores, and how the answers were decoded."),
+    ("Optimizer", r"grad_norm|learning_rate", "The norm is that before clipping."),
+    ("Throughput", r"tokens_per_second|mfu", "Between logged steps, evaluations and saves left out."),
+)
+_GROUP = re.compile(r"(eval_loss_.+)_(\d+)")  # the held-out loss of the tokens with one value of a diagnostic
+_ABOUT_GROUPS = "Of the tokens with one value of a diagnostic; shares are in quarters, named by their upper end in %."
+_SAMPLE = {"step": int, "task": str, "problem": int, "asked": str, "answered": str, "right": str}
+_SUMMARY = ("objective", "step", "tokens", "loss", "held-out loss", "tokens/s", "MFU", "goodput", "ended")
+
+
+class Run(NamedTuple):
+    """What the directory of a run tells."""
+
+    name: str  # its number on the page, and its directory
+    color: str
+    config: dict[str, Any]  # by dotted key
+    records: list[dict[str, Any]]  # metrics, in the order of steps
+    events: list[dict[str, Any]]
+    samples: list[dict[str, Any]]  # answers to tasks, by _SAMPLE
+
+    def values(self, name: str) -> list[tuple[float, float]]:
+        """(tokens trained on, value) of a metric."""
+        found = [(record.get("tokens"), record.get(name)) for record in self.records]
+        return [(x, y) for x, y in found if _is_number(x) and _is_number(y)]
+
+
+class Line(NamedTuple):
+    """One metric of one run."""
+
+    label: str
+    color: str
+    points: list[tuple[float, float]]  # tokens trained on, value
+
+
+@dataclasses.dataclass
+class Chart:
+    """Lines over the tokens trained on; `draw` adds what they look like."""
+
+    title: str
+    lines: list[Line]
+    has_legend: bool  # of its own: colours are not those of the runs
+    svg: str = ""
+    png: bytes = b""
+
+
+def read_run(number: int, workdir: str) -> Run:
+    """Reads what is there of a run, which may still be going on.
+
+    Raises:
+      UserError: where the directory holds no run, or nothing that can be shown.
+    """
+    path = epath.Path(workdir)
+    if not (path / "config.json").exists():
+        raise UserError(f"--workdir={workdir}: holds no run (there is no config.json)")
+    if not (records := read_metrics(path)):
+        raise UserError(f"--workdir={workdir}: there is no record in its metrics.jsonl yet")
+    config = flatten(json.loads(read_config(path).to_json()))
+    samples = parse_log(events.read_log(path / SAMPLES).encode())
+    samples = [s for s in samples if all(type(s.get(name)) is kind for name, kind in _SAMPLE.items())]
+    own = events.read_events(events.read_log(path / events.FILE))
+    return Run(f"{number} {workdir}", f"c{number - 1}", config, records, own, samples)
+
+
+def sections(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Chart]]]:
+    """(title, what is to be said, charts) of each section for which there are any metrics."""
+    names = sorted({name for run in runs for record in run.records for name in record})
+    grouped = {name: match for name in names if (match := _GROUP.fullmatch(name))}
+    for title, pattern, about in _SECTIONS:
+        own = [name for name in names if re.fullmatch(pattern, name) and name not in grouped]
+        yield from _section(title, about, ((x, [(r.name, r.color, r, x) for r in runs], False) for x in own))
+        if title == "Held-out loss":
+            yield from _section(f"{title} by group", _ABOUT_GROUPS, _groups(runs, grouped))
+
+
+def _groups(runs: Sequence[Run], names: dict[str, re.Match]) -> Iterator[tuple]:
+    for prefix in dict.fromkeys(match[1] for match in names.values()):
+        values = sorted((int(match[2]), name) for name, match in names.items() if match[1] == prefix)
+        for run in runs:
+            lines = [(str(value), f"c{i % MOST}", run, name) for i, (value, name) in enumerate(values)]
+            yield f"{prefix}{f', {run.name}' if len(runs) > 1 else ''}", lines, True
+
+
+def _section(title: str, about: str, charts: Iterator[tuple]) -> Iterator[tuple[str, str, list[Chart]]]:
+    found = []
+    for name, lines, has_legend in charts:
+        name = name.encode(errors="replace").decode()  # JSON may hold half a character
+        shown = [Line(label, color, points) for label, color, run, x in lines if (points := run.values(x))]
+        found += [Chart(name, shown, has_legend)] if shown else []
+    if found:
+        left_out = f" The first {_MOST_CHARTS} of {len(found)} charts." if len(found) > _MOST_CHARTS else ""
+        yield title, about + left_out, found[:_MOST_CHARTS]
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and -1e30 < x < 1e30
+
+
+def draw(chart: Chart) -> None:
+    """Draws a chart: as SVG for the page, which names the lines itself, and as PNG with their names."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of fonts that are not there
+    pale, line = _COLORS["pale"], _COLORS["line"]
+    rc = {"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False, "font.size": 11}
+    rc |= {"text.color": _COLORS["ink"], "axes.labelcolor": pale, "xtick.color": pale, "ytick.color": pale}
+    rc |= {"axes.edgecolor": line, "grid.color": line, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(rc), warnings.catch_warnings(action="ignore"):
+        figure, drawn = Figure(figsize=(5.4, 3.2), layout="constrained"), []
+        axes = figure.subplots()
+        for own in chart.lines:
+            parts = np.array_split(np.array(own.points), min(len(own.points), _POINTS))
+            x, y, least, most = np.array([(*p.mean(0), p[:, 1].min(), p[:, 1].max()) for p in parts]).T
+            style = {"color": _COLORS[own.color], "marker": "o" if len(parts) <= 40 else None}
+            drawn += axes.plot(x, y, linewidth=1.6, markersize=3, **style)
+            axes.fill_between(x, least, most, color=_COLORS[own.color], alpha=0.15, linewidth=0)
+        axes.set_xlabel("tokens trained on")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        if max(y for own in chart.lines for _, y in own.points) >= 10_000:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+        axes.grid(alpha=0.6)
+        figure.savefig(svg := io.StringIO(), format="svg", transparent=True)
+        axes.set_title(chart.title, fontsize=11)
+        axes.legend(drawn, [own.label for own in chart.lines], fontsize=8)
+        figure.savefig(png := io.BytesIO(), format="png", dpi=150)
+    chart.svg, chart.png = _inline(svg.getvalue(), chart.title), png.getvalue()
+
+
+def _inline(svg: str, title: str) -> str:
+    """An SVG of matplotlib's as a part of a page: with the page's colours, and as wide as there is room."""
+    opening, _, rest = svg[svg.index("<svg") :].partition(">")
+    rest = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", rest, flags=re.DOTALL)
+    rest = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", rest)  # as in every other figure of the page
+    for name, color in _COLORS.items():
+        rest = rest.replace(color, f"var(--{name})")
+    view_box = re.search(r'viewBox="[^"]*"', opening)[0]
+    return f'<svg role="img" aria-label="{html.escape(title)}" {view_box}>{rest}'
+
+
+def _summary(run: Run) -> list[str]:
+    """The cells of a run in the table of all, by _SUMMARY: the last values, and the medians of rates."""
+
+    def last(name: str, form: str) -> str:
+        return format(found[-1][1], form) if (found := run.values(name)) else ""
+
+    def median(name: str, form: str) -> str:
+        return format(statistics.median(y for _, y in found), form) if (found := run.values(name)) else ""
+
+    ends = [event for event in run.events if event["event"] in ("start", "end")]
+    return [
+        str(run.config["objective"]),
+        f"{run.records[-1]['step']:,} of {run.config['steps']:,}",
+        last("tokens", ",.0f"),
+        last("loss", ".4f"),
+        last("eval_loss", ".4f"),
+        median("tokens_per_second", ",.0f"),
+        median("mfu", ".1%"),
+        f"{events.account(run.events)['goodput']:.1%}" if run.events else "",
+        str(ends[-1].get("reason", "not yet")) if ends else "",
+    ]
+
+
+def _goodput(run: Run) -> tuple[str, str, list[tuple[str, float, str]]]:
+    """(name, goodput as a line of text, (part, share, colour) of each part of the time)."""
+    spent = events.account(run.events)
+    colors = dict(zip(events.PARTS, (f"c{i}" for i in (0, 5, 2, 6, 1, 4, 7, 3)), strict=True))
+    whole = max(spent["total"], 1e-9)
+    parts = [(part, spent[part] / whole, colors[part]) for part in events.PARTS if spent[part] > 0]
+    return run.name, events.describe(spent).partition(":")[0], parts
+
+
+def _answers(runs: Sequence[Run]) -> list[tuple]:
+    """(task, problem, asked, right, (run, sample) of each run), by the last answer of each."""
+    found: dict[tuple, list[tuple[Run, dict]]] = {}
+    for run in runs:
+        last = {(s["task"], s["problem"]): s for s in run.samples}
+        for s in last.values():
+            found.setdefault((s["task"], s["problem"], s["asked"], s["right"]), []).append((run, s))
+    return [(*key, found[key]) for key in sorted(found)]
+
+
+def _differences(runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """(head, rows) of the table of config keys that differ: between runs, or of a single one from the defaults."""
+    columns = {run.name: run.config for run in runs}
+    if len(runs) == 1:
+        columns["default"] = flatten(json.loads(default_config().to_json()))
+    keys = dict.fromkeys(key for config in columns.values() for key in config)
+    rows = [(key, [json.dumps(config.get(key)) for config in columns.values()]) for key in keys]
+    return ["key", *columns], [row for row in rows if len(set(row[1])) > 1]
+
+
+def page(runs: Sequence[Run], shown: Sequence[tuple[str, str, list[Chart]]]) -> str:
+    """The page, as HTML, of runs and of sections whose charts are drawn."""
+    template = resources.files("refusion_jax.training").joinpath("run_report.html").read_text("utf-8")
+    return (
+        jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+        .from_string(template)
+        .render(
+            runs=[(run, _summary(run)) for run in runs],
+            summary=_SUMMARY,
+            sections=shown,
+            goodput=[_goodput(run) for run in runs if run.events],
+            answers=_answers(runs),
+            differences=_differences(runs),
+            colors=_COLORS,
+        )
+    )
