@@ -13,8 +13,7 @@ from absl import flags
 from etils import epath
 
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.extras import needs
+from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.flag_values import check_output
 from refusion_jax.cli.progress import track
 from refusion_jax.distributed.storage import write_file
