@@ -1,4 +1,4 @@
-"""The player and the page of the server in headless Chromium: nothing fails, nothing loads, everybody can use it.
+"""The pages of decodings, the server and runs in Chromium: nothing fails, nothing loads, everybody can read them.
 
 Needs Chromium with its driver, `pip install -e '.[browser]'`, and axe.min.js of axe-core (`npm pack axe-core`), which
 REFUSION_AXE names. Screenshots go to the directory REFUSION_SCREENSHOTS, if that is set.
@@ -103,3 +103,12 @@ def test_the_page_of_the_server_answers(browser, trained_run):
             for size in SIZES:
                 look(browser, "chat_answered", theme, size)
         browser.get("about:blank")
+
+
+def test_the_report_of_runs_is_read_by_everybody(browser, trained_run, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install -e '.[plots]'")
+    run("report", f"--workdir={trained_run},{trained_run}", f"--output={tmp_path}")
+    browser.get((tmp_path / "index.html").as_uri())
+    for theme in THEMES:
+        for size in SIZES:
+            look(browser, "report", theme, size)

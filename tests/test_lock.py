@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT, TINY_RUN, run, start
@@ -39,6 +40,16 @@ def test_a_second_holder_is_refused_until_the_first_leaves_or_is_killed(tmp_path
     lock.check_free(directory)
     with lock.locked(directory) as check:
         check()
+
+
+def test_the_holder_is_named_in_any_time_zone(monkeypatch):
+    monkeypatch.setenv("TZ", "ABC+25")  # which datetime refuses
+    time.tzset()
+    try:
+        assert b", since 20" in lock._this_process()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_in_a_store_the_last_one_holds_the_lease_and_the_one_before_stops_at_its_next_save(store, caplog):

@@ -228,9 +228,8 @@ class TensorBoard:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._files += 1
         writer = EventsWriter(str(self._directory / "events"), f".{os.getpid()}.{self._first_step}.{self._files}")
-        start = event_pb2.SessionLog(
-            status=event_pb2.SessionLog.START
-        )  # tells TensorBoard to drop older records from this step on
+        # It tells TensorBoard to drop older records from this step on.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         writer.write_event(event_pb2.Event(wall_time=time.time(), step=self._first_step, session_log=start))
         return writer
 
