@@ -5,6 +5,7 @@ set -euo pipefail
 source "$(dirname "$0")/install.sh" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-# Two files at a time: most tests wait for a compiler that uses one core. A worker that dies is not replaced: pytest-xdist
-# then hands out its finished files again, and waits for ever at the end.
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"
+# Three files at a time: most tests wait for a compiler that uses one core, and some for processes; with two at a time,
+# a sixth of two cores is idle. A worker that dies is not replaced: pytest-xdist then hands out its finished files again,
+# and waits for ever at the end.
+.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"
