@@ -15,7 +15,8 @@ from refusion_jax import UserError
 from refusion_jax.checkpoints import lock
 
 HOLD = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
 from etils import epath
 from refusion_jax.checkpoints.lock import locked
 with locked(epath.Path(sys.argv[1])):

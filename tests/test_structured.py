@@ -152,6 +152,7 @@ def test_all_answers_of_random_weights_are_valid(world, count):
     assert sum(map(len, out.tokens)) > 2 * sum(out.forwards)
 
 
+@pytest.mark.parametrize("world", ["pieces"], indirect=True)
 def test_answers_with_and_without_grammars_do_not_change_each_other(world):
     """In one engine at once: each is what the library makes of it alone."""
     model, _, grammars = world
