@@ -125,7 +125,7 @@ def check_place(checkpoint: epath.Path, flag: str, output: epath.Path | None, be
     root = checkpoint if is_foreign(checkpoint) else find_step(checkpoint)[0]
     real, root = Path(os.path.realpath(output)), Path(os.path.realpath(root))
     is_among_weights = root / "checkpoints" in real.parents
-    if is_among_weights or root in real.parents and real.is_file() and not _begins(real, beginning):
+    if is_among_weights or root in real.parents and real.is_file() and not flag_values.begins_with(real, beginning):
         raise UserError(f"--{flag}={output}: is a file of the model, or lies between its weights; name another place")
 
 
@@ -137,13 +137,8 @@ def check_watch(watch: epath.Path | None, output: epath.Path | None) -> None:
     """
     if watch and output and os.path.realpath(watch) in map(os.path.realpath, (output, f"{output}.partial")):
         raise UserError(f"--watch={watch}: is the --output, too, or its OUTPUT.partial; name another place")
-    if watch and watch.is_file() and not _begins(watch, BEGINNING):
-        raise UserError(f"--watch={watch}: is there already, and no page of --watch; name another place")
-
-
-def _begins(path: Path | epath.Path, beginning: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(beginning)) == beginning
+    if watch:
+        flag_values.check_page("watch", watch, BEGINNING)
 
 
 class InOrder:

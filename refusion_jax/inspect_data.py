@@ -1,14 +1,15 @@
 """Shows a row as it is trained on: its documents, their corruption and labels, for any system.
 
   python -m refusion_jax.inspect_data --config=configs/quickstart.py --step=3 --place=5
-  python -m refusion_jax.inspect_data --data=prepared/mine --row=7 --labels
+  python -m refusion_jax.inspect_data --data=prepared/mine --row=7 --labels --html=row.html
   python -m refusion_jax.inspect_data --data=prepared/mine --verify
 
 With --config it is the row at a place of the batch of a step, with the very noise that `train` gives it (--workdir
 names a run whose tokenizer is used). With --data it is any row of a prepared directory, corrupted as the default config
 would at that step and place. A prompt is dim; of a response the tokens that are given are green and those that are
 masked are red. What the model is given stands in the order in which it sees it, with a bar where the text jumps.
-`--verify` reads all files and compares every checksum instead.
+--html also writes a page for a browser: each token as a cell, its label, and what it attends to. `--verify` reads all
+files and compares every checksum instead.
 """
 
 from absl import flags
@@ -18,11 +19,14 @@ from rich.console import Console
 from refusion_jax.batch.rows import Rows, noise_keys
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.flag_values import check_page
 from refusion_jax.config import check, default_config, explained, names
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.tokenizer import MASK_PIECE
+from refusion_jax.distributed.storage import write_file
 from refusion_jax.training.inspection import corrupted, show_row, training_batch, verify
+from refusion_jax.training.row_page import BEGINNING, row_page
 
 _CONFIG = command.define_config("Config file of the training, such as configs/quickstart.py")
 _WORKDIR = flags.DEFINE_string(
@@ -34,6 +38,7 @@ _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote, ins
 _ROW = flags.DEFINE_integer("row", 0, "Which row of --data, from 0", lower_bound=0)
 _MASK_PIECE = flags.DEFINE_string("mask_piece", MASK_PIECE, "As --config.data.mask_piece of `train`, for --data")
 _LABELS = flags.DEFINE_bool("labels", False, "Also list each token that the model is given, and what it must predict")
+_HTML = flags.DEFINE_string("html", None, "HTML file that also shows the row, and what each token attends to")
 _VERIFY = flags.DEFINE_bool("verify", False, "Compare all checksums of --data instead of showing a row")
 
 
@@ -44,33 +49,38 @@ def main() -> None:
     for flag in (_ROW, _MASK_PIECE, _VERIFY) if _CONFIG.value else (_WORKDIR,):
         if flag.present:
             raise UserError(f"--{flag.name} goes with --{'data' if _CONFIG.value else 'config'}; --help explains")
+    if _VERIFY.value and _HTML.value:
+        raise UserError("--verify shows no row, of which --html could be a page; leave one of them out")
+    if _HTML.value:
+        check_page("html", epath.Path(_HTML.value), BEGINNING)
     if _CONFIG.value:
-        config = _CONFIG.value
+        config, place = _CONFIG.value, _PLACE.value
         check(config)
-        if _PLACE.value >= config.batch_size:
-            raise UserError(f"--place={_PLACE.value}: a batch holds rows 0 to {config.batch_size - 1}")
+        if place >= config.batch_size:
+            raise UserError(f"--place={place}: a batch holds rows 0 to {config.batch_size - 1}")
         if _WORKDIR.value and not (epath.Path(_WORKDIR.value) / "config.json").exists():
             raise UserError(f"--workdir={_WORKDIR.value}: holds no run, whose tokenizer is asked for")
         tokenizer, rows, batch = training_batch(config, epath.Path(_WORKDIR.value or "."), _STEP.value - 1)
-        title = f"row {_PLACE.value} of the batch of step {_STEP.value}, objective {config.objective}"
-        console.print(title, style="bold", highlight=False)
-        show_row(console, tokenizer, rows, batch, _PLACE.value, _LABELS.value)
-        return
-    if _VERIFY.value:
+        title = f"row {place} of the batch of step {_STEP.value}, objective {config.objective}"
+    elif _VERIFY.value:
         console.print(f"{_DATA.value}: all {verify(_DATA.value):,} rows are as they were written", highlight=False)
         return
-    data = PreparedRows(_DATA.value)
-    if _ROW.value >= len(data):
-        raise UserError(f"--row={_ROW.value}: {_DATA.value} holds rows 0 to {len(data) - 1}")
-    file = find_tokenizer_file(epath.Path(_DATA.value))
-    if not file:
-        raise UserError(f"{_DATA.value} holds no tokenizer")
-    tokenizer = load_tokenizer_file(file, _MASK_PIECE.value)
-    console.print(f"{_DATA.value}: row {_ROW.value} of {len(data):,}", style="bold", highlight=False)
-    config = default_config()
-    rows = Rows(**{name: value[None] for name, value in data[_ROW.value].items()})
-    keys = noise_keys(config.seed, _STEP.value - 1, _PLACE.value + 1)[-1:]
-    show_row(console, tokenizer, rows, corrupted(config, tokenizer, rows, keys), 0, _LABELS.value)
+    else:
+        data = PreparedRows(_DATA.value)
+        if _ROW.value >= len(data):
+            raise UserError(f"--row={_ROW.value}: {_DATA.value} holds rows 0 to {len(data) - 1}")
+        file = find_tokenizer_file(epath.Path(_DATA.value))
+        if not file:
+            raise UserError(f"{_DATA.value} holds no tokenizer")
+        tokenizer = load_tokenizer_file(file, _MASK_PIECE.value)
+        config, place = default_config(), 0
+        rows = Rows(**{name: value[None] for name, value in data[_ROW.value].items()})
+        batch = corrupted(config, tokenizer, rows, noise_keys(config.seed, _STEP.value - 1, _PLACE.value + 1)[-1:])
+        title = f"{_DATA.value}: row {_ROW.value} of {len(data):,}"
+    if _HTML.value:
+        write_file(_HTML.value, row_page(title, tokenizer, rows, batch, place))
+    console.print(title, style="bold", highlight=False)
+    show_row(console, tokenizer, rows, batch, place, _LABELS.value)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from etils import epath
 
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, needs
-from refusion_jax.cli.flag_values import check_output
+from refusion_jax.cli.flag_values import check_output, check_page
 from refusion_jax.cli.progress import track
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.training.run_report import BEGINNING, MOST, draw, page, read_run, sections
@@ -31,8 +31,7 @@ def main() -> None:
     output = epath.Path(_OUTPUT.value)
     check_output("output", output, directory=True)
     target = output / "index.html"
-    if target.exists() and not (target.is_file() and target.read_bytes().startswith(BEGINNING)):
-        raise UserError(f"--output={output}: index.html is there already, and no page of ours; name another directory")
+    check_page("output", target, BEGINNING)
     with needs("plots"):
         import matplotlib  # noqa: F401  before anything is read
     runs = [read_run(number, workdir) for number, workdir in enumerate(_WORKDIR.value, 1)]

@@ -25,7 +25,7 @@ FLAGS = {  # of each command, and one that is none
     "train": f"config workdir peer_seconds lost_seconds profiler_port compile_only start_over config.x {CONFIG}",
     "prepare": "input output tokenizer row_length text_packing dedup held_out on_error shard_mib query_field "
     "response_field text_field workers mask_piece",
-    "inspect_data": "data row seed step place workdir config mask_piece labels verify",
+    "inspect_data": "data row seed step place workdir config mask_piece labels html verify",
     "goodput": "workdir json",
     "train_tokenizer": "input output vocab_size query_field",
     "convert": "from to format dtype mask_token_id",

@@ -1,4 +1,4 @@
-"""The pages of decodings, the server and runs in Chromium: nothing fails, nothing loads, everybody can read them.
+"""Every page of ours in Chromium: nothing fails, nothing loads, everybody can read them.
 
 Needs Chromium with its driver, `pip install -e '.[browser]'`, and axe.min.js of axe-core (`npm pack axe-core`), which
 REFUSION_AXE names. Screenshots go to the directory REFUSION_SCREENSHOTS, if that is set.
@@ -9,8 +9,12 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import run, serving
+from conftest import TINY_RUN, run, serving
+
+from refusion_jax.config.run_config import read_config
+from refusion_jax.training.inspection import training_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of selenium, which leaves files open
 SIZES = [(400, 800), (1280, 900), (1600, 900)]
@@ -112,3 +116,32 @@ def test_the_report_of_runs_is_read_by_everybody(browser, trained_run, tmp_path)
     for theme in THEMES:
         for size in SIZES:
             look(browser, "report", theme, size)
+
+
+@pytest.mark.parametrize("objective", ["refusion", "block_diffusion"])
+def test_a_token_of_a_training_row_shows_what_it_attends_to(objective, browser, trained_run, tmp_path):
+    page = tmp_path / "row.html"
+    flags = [flag for flag in TINY_RUN if "steps" not in flag] + [f"--config.objective={objective}"]
+    run("inspect_data", *flags, f"--workdir={trained_run}", f"--html={page}")
+    config = read_config(trained_run)
+    config.objective = objective
+    batch = training_batch(config, trained_run, 0)[-1]
+    mask, segments = np.asarray(batch.visibility.mask())[0], np.asarray(batch.visibility.segment_ids)[0]
+    browser.get(page.as_uri())
+    length, own = len(mask), np.flatnonzero(segments)
+    for cell in (0, *own[:: len(own) // 5], int(own[-1]), length - 1):
+        move = f"cells[{cell}].dispatchEvent(new PointerEvent('pointerover', {{bubbles: true}}))"
+        browser.execute_script(move)
+        seen = browser.execute_script("return cells.map(cell => cell.classList.contains('seen'))")
+        np.testing.assert_array_equal(seen, mask[cell], err_msg=f"of cell {cell}")
+        told = browser.find_element("id", "about").text
+        assert told.startswith(f"Cell {cell} of {length}: ")
+        assert f"; sees {mask[cell].sum()} (rank" in told
+    key = "$('row').dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]})); return at"
+    moves = {"Home": 0, "ArrowRight": 1, "ArrowLeft": 0, "End": length - 1}
+    assert {name: browser.execute_script(key, name) for name in moves} == moves
+    assert browser.execute_script(key, "ArrowUp") < length - 1
+    browser.execute_script("show(arguments[0]); scrollTo(0, 0)", int(own[len(own) // 2]))
+    for theme in THEMES:
+        for size in SIZES:
+            look(browser, f"row_{objective}", theme, size)

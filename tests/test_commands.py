@@ -140,8 +140,13 @@ BAD = {
     ),
     "page over another file": (
         ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/good.jsonl"],
-        "--watch={dir}/good.jsonl: is there already, and no page of --watch",
+        "--watch={dir}/good.jsonl: is there already, and no page of ours",
     ),
+    "page of a row over another file": (
+        ["inspect_data", "--config=configs/quickstart.py", "--html={dir}/good.jsonl"],
+        "--html={dir}/good.jsonl: is there already, and no page of ours",
+    ),
+    "page of no row": (["inspect_data", "--data={dir}", "--verify", "--html={dir}/new.html"], "--verify shows no row"),
     "page over the answers": ([*GENERATE, "--prompt=x", "--watch={dir}/out.jsonl"], "out.jsonl: is the --output, too"),
     "page of too many": (
         ["generate", "--checkpoint={run}", "--input={dir}/seventeen.jsonl", "--watch={dir}/new.html"],

@@ -1,19 +1,27 @@
 """`inspect_data` shows what training sees."""
 
 import json
+import re
+from importlib import resources
 
 import jax
+import numpy as np
 import pytest
 from conftest import TINY_RUN, run
 from flax import nnx
 
 from refusion_jax.batch.batch import loss_terms
+from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.config.run_config import read_config
 from refusion_jax.distributed.sharding import make_mesh
-from refusion_jax.training.inspection import training_batch
+from refusion_jax.training.inspection import corrupted, training_batch
 from refusion_jax.training.program import train_program
+from refusion_jax.training.row_page import BEGINNING, row_page
+
+DATA = re.compile('<script type="application/json" id="data">(.*?)</script>')
+HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):
@@ -58,3 +66,57 @@ def test_shuffled_documents_are_shown_beside_their_own_text(trained_run):
         assert all(own.endswith(text) for text, own in zip(texts, given, strict=True)), lines
         moved += len(texts) > 1
     assert moved
+
+
+@pytest.mark.parametrize("objective", ["refusion", "block_diffusion"])
+def test_the_page_of_a_row_holds_what_the_model_is_fed(objective, trained_run, tmp_path):
+    (page := tmp_path / "row.html").write_bytes(BEGINNING + b" an older one")
+    flags = [flag for flag in TINY_RUN if "steps" not in flag] + [f"--config.objective={objective}"]
+    out, _ = run("inspect_data", *flags, "--step=4", "--place=6", f"--workdir={trained_run}", f"--html={page}")
+    assert page.read_bytes().startswith(BEGINNING)
+    shown = json.loads(DATA.search(page.read_text())[1])
+    assert out.startswith(shown["title"] + "\n")
+    config = read_config(trained_run)
+    config.objective = objective
+    tokenizer, rows, batch = training_batch(config, trained_run, 3)
+    batch = jax.tree.map(lambda x: np.asarray(x)[6], batch)
+    seen = batch.visibility
+    for name, values in (
+        *(("inputs", batch.inputs), ("positions", batch.positions)),
+        *(("segments", seen.segment_ids), ("ranks", seen.rank), ("groups", seen.group)),
+        ("labels", np.where(sum(batch.weights.values()) > 0, batch.labels, -1)),
+    ):
+        np.testing.assert_array_equal(shown[name], values, err_msg=name)
+    for name, own in (("weights", batch.weights), ("diagnostics", batch.diagnostics)):
+        own = {key.replace("_", " "): value for key, value in own.items()}
+        assert shown[name].keys() == own.keys()
+        for key, values in own.items():
+            np.testing.assert_allclose(shown[name][key], values, rtol=1e-4)
+    masked = [tokenizer.mask_id] * shown["kinds"].count("masked")
+    assert [x for x, kind in zip(shown["inputs"], shown["kinds"], strict=True) if kind == "masked"] == masked
+    assert len(masked) == np.sum(batch.inputs == tokenizer.mask_id) > 0
+    texts = [rows.tokens[6][rows.segment_ids[6] == document].tolist() for document in range(9)]
+    for document, at, token, kind in zip(
+        *(shown[x] for x in ("documents", "positions", "inputs", "kinds")), strict=True
+    ):
+        if kind in ("prompt", "clean"):
+            assert token == (texts[document][at:] or texts[document][-1:])[0]  # which may be padded with its last one
+
+
+def test_text_of_a_row_becomes_no_markup(trained_run):
+    config = read_config(trained_run)
+    config.objective = "ar"
+    tokenizer, _, _ = training_batch(config, trained_run, 0)
+    tokens = np.array(tokenizer.encode([HOSTILE]), np.int32)
+    rows = Rows(tokens, np.ones_like(tokens), np.ones(tokens.shape, bool))
+    batch = corrupted(config, tokenizer, rows, jax.random.split(jax.random.key(0), 1))
+    page = row_page(HOSTILE, tokenizer, rows, batch, 0)
+    data = DATA.search(page)[1]
+    assert "<" not in data
+    assert json.loads(data)["title"] == HOSTILE
+    assert "<" in json.loads(data)["texts"].values()
+    template = resources.files("refusion_jax.training").joinpath("row_page.html").read_text()
+    assert DATA.sub("", page) == DATA.sub("", template)
+    for loads in ("http:", "https:", "//", "src=", "href", "url(", "@import", "innerHTML", "outerHTML", "write("):
+        assert loads not in template, loads
+    assert "default-src 'none'" in template

@@ -139,7 +139,7 @@ def test_files_of_a_stranger_become_text_alone(others, tmp_path):
         ("--workdir={run},{dir} --output={dir}/new", "--workdir={dir}: holds no run (there is no config.json)"),
         ("--workdir={dir}/empty --output={dir}/new", "empty: there is no record in its metrics.jsonl yet"),
         ("--workdir={run},1,2,3,4,5,6,7,8 --output={dir}/new", "--workdir: a page shows 8 runs at most, not 9"),
-        ("--workdir={run} --output={dir}/taken", "taken: index.html is there already, and no page of ours"),
+        ("--workdir={run} --output={dir}/taken", "taken/index.html: is there already, and no page of ours"),
         ("--workdir={run} --output={dir}/taken/index.html", "index.html: is a file"),
     ],
 )

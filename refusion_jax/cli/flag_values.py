@@ -13,7 +13,7 @@ from refusion_jax.cli.paths import STORES, is_remote, is_text, names_no_store
 # Flags that name a file or directory, in any command.
 _PATHS = {
     *("workdir", "checkpoint", "input", "output", "data", "from", "to", "tokenizer", "config", "include_path"),
-    *("compilation_cache", "hlo", "watch"),
+    *("compilation_cache", "hlo", "watch", "html"),
     "stop",  # is a text, but in that, too, there must be something
 }
 
@@ -90,6 +90,28 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
         reason = f"no permission to write to {nearest}"
     if reason:
         raise UserError(f"--{flag}={path}: {reason}")
+
+
+def check_page(flag: str, path: epath.Path, beginning: bytes) -> None:
+    """Refuses a path where no page can be written, and a file that is no such page.
+
+    Args:
+      flag: that names the path.
+      path: of the page.
+      beginning: of every such page.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    check_output(flag, path)
+    if path.is_file() and not begins_with(path, beginning):
+        raise UserError(f"--{flag}={path}: is there already, and no page of ours; name another place")
+
+
+def begins_with(path: Path | epath.Path, beginning: bytes) -> bool:
+    """Whether a file begins with these bytes."""
+    with path.open("rb") as file:
+        return file.read(len(beginning)) == beginning
 
 
 def check_apart(output: epath.PathLike, inputs: Iterable[epath.PathLike], flag: str = "output") -> None:

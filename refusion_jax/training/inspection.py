@@ -1,5 +1,7 @@
 """Prints a row as it is trained on, for any system: its documents, their corruption and labels."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -22,6 +24,15 @@ from refusion_jax.data.prepared import PreparedRows
 _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}
 
 
+class Document(NamedTuple):
+    """A document of a row, and where a batch has it."""
+
+    text: np.ndarray  # its places in the row
+    prompt: int  # tokens, the first ones
+    given: np.ndarray  # its places in the batch; none where the system leaves it out
+    kinds: np.ndarray  # "prompt", "clean" or "masked", of each of `given`
+
+
 def training_batch(config: ml_collections.ConfigDict, workdir: epath.Path, step: int) -> tuple:
     """(tokenizer, rows, batch) of step `step` + 1 of `train`, for the global batch."""
     tokenizer, data = load_dataset(config, workdir)
@@ -36,6 +47,18 @@ def corrupted(config: ml_collections.ConfigDict, tokenizer: Tokenizer, rows: Row
     return jax.jit(make_objective(config, tokenizer.mask_id).corrupt)(jax.tree.map(jnp.asarray, rows), keys)
 
 
+def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[Document]:
+    """The documents of one row, of numpy arrays [T]."""
+    found, numbers = [], _numbers(rows, batch, mask_id)
+    for document in range(1, int(rows.segment_ids.max()) + 1):
+        text = np.flatnonzero(rows.segment_ids == document)
+        given = np.flatnonzero(batch.visibility.segment_ids == numbers.get(document))
+        prompt = int(np.sum(~rows.is_response[text]))
+        of_response = np.where(batch.inputs[given] == mask_id, "masked", "clean")
+        found.append(Document(text, prompt, given, np.where(batch.positions[given] < prompt, "prompt", of_response)))
+    return found
+
+
 def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: int, labels: bool) -> None:
     """Prints a row.
 
@@ -48,28 +71,21 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
       labels: whether to list the labels, one a line.
     """
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
-    documents, numbers = int(rows.segment_ids.max()), _numbers(rows, batch, tokenizer.mask_id)
-    for document in range(1, documents + 1):
-        text = np.flatnonzero(rows.segment_ids == document)
-        given = np.flatnonzero(batch.visibility.segment_ids == numbers.get(document))
-        prompt = int(np.sum(~rows.is_response[text]))
+    documents = documents_of(rows, batch, tokenizer.mask_id)
+    for number, (text, prompt, given, kinds) in enumerate(documents, 1):
+        title = f"document {number} of {len(documents)}"
         if not len(given):
-            console.print(f"document {document} of {documents}: left out by this system", style="bold", highlight=False)
+            console.print(f"{title}: left out by this system", style="bold", highlight=False)
             continue
         noted = "".join(f", {name.replace('_', ' ')} {x[given[0]]:.4g}" for name, x in batch.diagnostics.items())
         console.print(
-            f"document {document} of {documents}: {prompt} prompt and {len(text) - prompt} response tokens{noted}",
+            f"{title}: {prompt} prompt and {len(text) - prompt} response tokens{noted}",
             style="bold",
             highlight=False,
         )
-        is_mask, positions = batch.inputs[given] == tokenizer.mask_id, batch.positions[given]
-        in_prompt, is_in = (
-            ~rows.is_response[text],
-            positions < len(text),
-        )  # a system may have put padding after the text
-        from_prompt = is_in & in_prompt[np.minimum(positions, len(text) - 1)]
-        kinds = np.where(from_prompt, "prompt", np.where(is_mask, "masked", "clean"))
-        of_text = np.where(in_prompt, "prompt", "clean")
+        positions = batch.positions[given]
+        of_text = np.where(np.arange(len(text)) < prompt, "prompt", "clean")
+        is_in = positions < len(text)  # a system may have put padding after the text
         of_text[positions[is_in & (kinds == "masked")]] = "masked"
         console.print(Text("text   ", "bold") + _spans(tokenizer, rows.tokens[text], of_text, np.arange(len(text))))
         console.print(Text("given  ", "bold") + _spans(tokenizer, batch.inputs[given], kinds, positions))
@@ -104,13 +120,13 @@ def _spans(tokenizer: Tokenizer, tokens: np.ndarray, kinds: np.ndarray, position
             continue
         if begin and positions[begin] != positions[begin - 1] + 1:
             text.append("|", "bold")
-        text.append(_decode(tokenizer, tokens[begin:end]), _COLORS[kinds[begin]])
+        text.append(visible_text(tokenizer, tokens[begin:end]), _COLORS[kinds[begin]])
         begin = end
     return text
 
 
-def _decode(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
-    """Text with visible special tokens."""
+def visible_text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+    """The text of tokens [N], with visible special tokens."""
     special = {tokenizer.mask_id: "▒", tokenizer.eos_id: "<eos>", tokenizer.bos_id: "<bos>"}
     text, plain = "", []
     for token in [*tokens.tolist(), None]:
@@ -126,8 +142,8 @@ def _label_table(tokenizer, batch: Batch, given: np.ndarray, kinds: np.ndarray) 
     table = Table("position", "given", "kind", "must predict", "weight")
     for index, kind in zip(given, kinds, strict=True):
         weights = [f"{term} {weight[index]:.3g}" for term, weight in batch.weights.items() if weight[index] > 0]
-        label = repr(_decode(tokenizer, batch.labels[index : index + 1])) if weights else ""
-        token = repr(_decode(tokenizer, batch.inputs[index : index + 1]))
+        label = repr(visible_text(tokenizer, batch.labels[index : index + 1])) if weights else ""
+        token = repr(visible_text(tokenizer, batch.inputs[index : index + 1]))
         cells = (str(batch.positions[index]), token, str(kind), label, ", ".join(weights))
         table.add_row(*(Text(cell) for cell in cells), style=_COLORS[str(kind)])
     return table
