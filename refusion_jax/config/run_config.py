@@ -21,15 +21,7 @@ from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import ModelConfig
 from refusion_jax.systems.registry import find_system
 
-_FILES = (
-    "config.json",
-    "model.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    "samples.jsonl",
-    "left_out.json",
-    "tracker.json",
-)
+_FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "samples.jsonl", "left_out.json")
 _FILES += ("tracker.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _DIRECTORIES = ("checkpoints", "tensorboard", "wandb", "compilation_cache")
 
