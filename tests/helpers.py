@@ -106,9 +106,9 @@ def write_tokenizer(path: Path, **changes) -> Path:
     return path / "tokenizer.json"
 
 
-def tiny_qwen3(path: Path) -> None:
+def tiny_qwen3(path: Path, **changes) -> None:
     """What a download of Qwen3 looks like, in the sizes of TINY_RUN."""
     write_tokenizer(path)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     sizes |= {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 512, "num_tokens": 512}
-    huggingface.save(tiny_model(**sizes, rope_theta=1e6, tie_word_embeddings=True), path)
+    huggingface.save(tiny_model(**sizes | changes, rope_theta=1e6, tie_word_embeddings=True), path)

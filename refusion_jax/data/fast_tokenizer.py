@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 import pydantic
 import tokenizers
@@ -153,14 +154,19 @@ class FastTokenizer(Tokenizer):
         return self.render_chat([{"role": role, "content": content} for role, content in turns])
 
     def render_chat(
-        self, messages: list[dict[str, str]], thinking: bool | None = None, answer_begun: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        thinking: bool | None = None,
+        answer_begun: bool = False,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Turns of a conversation as the text that the model continues; to be encoded by `encode_chat`.
 
         Args:
-          messages: {"role", "content"} each.
+          messages: {"role", "content"} each; also with "tool_calls", whose arguments are objects.
           thinking: `enable_thinking` of the template; None: as in training.
           answer_begun: the last message is the beginning of the answer, else the answer begins after all of them.
+          tools: functions that the template tells the model of, in OpenAI's form.
 
         Raises:
           UserError: where the template fails.
@@ -169,6 +175,8 @@ class FastTokenizer(Tokenizer):
         thinking = self.thinking if thinking is None else thinking
         if thinking is not None:
             variables["enable_thinking"] = thinking
+        if tools:
+            variables["tools"] = tools
         text = self._template.render(**variables)
         if not answer_begun:
             return text

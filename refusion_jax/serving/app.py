@@ -65,7 +65,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         choices = await anyio.to_thread.run_sync(service.completion, body)
         reply = Reply(service, body, "cmpl", "text_completion", choices)
         if body.stream:
-            return await reply.stream(lambda text: {"text": text, "logprobs": None})
+            return await reply.stream(lambda delta: {"text": delta.text, "logprobs": None})
 
         async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
             echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
@@ -85,11 +85,12 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         choices = await anyio.to_thread.run_sync(service.chat, body)
         if body.stream:
             reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
-            return await reply.stream(lambda text: {"delta": {"content": text} if text else {}}, begins_with_role=True)
+            return await reply.stream(lambda delta: {"delta": _said(delta)}, begins_with_role=True)
 
         async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
-            messages = [{"role": "assistant", "content": delta.text} for delta in answers]
-            return [{"message": message, "logprobs": None} for message in messages]
+            empty = [{"role": "assistant", "content": None if delta.calls else ""} for delta in answers]
+            said = zip(empty, answers, strict=True)
+            return [{"message": message | _said(delta), "logprobs": None} for message, delta in said]
 
         return await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields)
 
@@ -112,6 +113,11 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
 
     app.openapi().setdefault("components", {})["schemas"] = _schemas(service)
     return app
+
+
+def _said(delta: Delta) -> dict[str, Any]:
+    """What has been added to a message, text and calls."""
+    return ({"content": delta.text} if delta.text else {}) | ({"tool_calls": delta.calls} if delta.calls else {})
 
 
 _REFERENCE = "#/components/schemas/{model}"

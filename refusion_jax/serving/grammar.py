@@ -10,6 +10,7 @@ from refusion_jax.data.fast_tokenizer import FastTokenizer
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.decoding.constrained import Matcher, reason
+from refusion_jax.serving.tools import calls_grammar
 
 _LARGEST = 1 << 18  # characters of a grammar
 # JSON as Python's json.dumps writes it. Free white space would let an answer go on for ever, and nothing be forced.
@@ -31,8 +32,8 @@ class Grammars:
 
         Args:
           field: of the request, for error messages.
-          kind: "json" | "regex" | "choice".
-          given: a JSON Schema, as an object or its text; a regular expression; some texts.
+          kind: "json" | "regex" | "choice" | "calls".
+          given: a JSON Schema, as an object or its text; a regular expression; some texts; what `calls_grammar` takes.
 
         Raises:
           UserError: where it is none, is too large, or asks for what is not known here; without llguidance.
@@ -40,13 +41,14 @@ class Grammars:
         with needs("serve"):
             import llguidance
         try:
+            given = _calls(*given) if kind == "calls" else given
             text = given if isinstance(given, str) else json.dumps(given)
             if len(text) > _LARGEST:
                 raise ValueError(f"has {len(text)} characters, of at most {_LARGEST}")
             if kind == "json":
                 source = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
             else:
-                source = llguidance.grammar_from(kind, text)
+                source = llguidance.grammar_from("lark" if kind == "calls" else kind, text)
             with self._reading:
                 if self._tokens is None:
                     tokens = _read(self._tokenizer, self._eos_id)
@@ -59,6 +61,15 @@ class Grammars:
         if error := matcher.get_error():
             raise UserError(f"{field}: cannot be followed: {reason(error)}")
         return matcher
+
+
+def _calls(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any) -> str:
+    """Their grammar, in which JSON is written as everywhere."""
+    answer = json.loads(answer) if isinstance(answer, str) else answer
+    if answer is not None and not isinstance(answer, dict):
+        raise ValueError("is no object")
+    tools = [(name, {"type": "object"} | schema | {"x-guidance": _JSON}) for name, schema in tools]
+    return calls_grammar(tools, are_several, None if answer is None else answer | {"x-guidance": _JSON})
 
 
 def _read(tokenizer: Tokenizer, eos_id: int) -> Any:

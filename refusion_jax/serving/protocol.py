@@ -1,65 +1,27 @@
-"""What clients may ask, as in OpenAI's API, with the settings of decoding as further fields.
+"""What clients may ask, as in OpenAI's API, with the settings of decoding as further fields."""
 
-A field that would change the answer elsewhere is refused, so that nobody believes in a setting without effect; values
-that ask for nothing (`"presence_penalty": 0`) are let through. Fields that never change an answer are ignored.
-"""
+from typing import Any, Literal, Self
 
-import functools
-from typing import Annotated, Any, Literal, Self
+from pydantic import Field, field_validator, model_validator
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from refusion_jax.cli.command import say
+from refusion_jax.serving.conversation import Message, NamedTool, Tool
+from refusion_jax.serving.strict import Strict
 
 _MOST_CHOICES = 1024  # answers in a response
-_MOST_PARTS = 1024  # messages of a conversation, and parts of a message
+_MOST_PARTS = 1024  # messages of a conversation, and texts to choose from
+_MOST_TOOLS = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
-# What clients send as a matter of course, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-}
 _ANY_OBJECT = {"type": "object"}
-# What tools send along: labels, bookkeeping of other servers, and `ignore_eos` of load generators.
-_IGNORED = frozenset(
-    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend ignore_eos metadata name priority "
-    "prompt_cache_key request_id safety_identifier service_tier skip_special_tokens spaces_between_special_tokens "
-    "store tool_call_id user".split()
-)
 
 
-class _Strict(BaseModel):
-    """Fields of null are left out; of those that are not known the first is told, as a hostile body has a million."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_fields(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            raise ValueError("must be an object")
-        known = {own.alias or name for name, own in cls.model_fields.items()}
-        for name, value in body.items():
-            if name in _IGNORED and name not in known:
-                _log_once(name)
-            elif name not in known and value is not None and not _asks_for_nothing(name, value):
-                raise ValueError(f"{name[:200]}: is not supported here")
-        return {name: value for name, value in body.items() if value is not None and name in known}
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream holds besides the answers."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="Every event tells the usage so far")
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """A JSON Schema as OpenAI wraps it; it is always held to, `strict` or not."""
 
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -68,14 +30,14 @@ class JsonSchema(_Strict):
     strict: bool = True
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """What an answer has to be, by OpenAI's name."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """What an answer has to be, by vLLM's name."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -84,7 +46,7 @@ class StructuredOutputs(_Strict):
     json_object: bool = False
 
 
-class _Body(_Strict):
+class _Body(Strict):
     """The fields that completions and chats share."""
 
     model: str | None = Field(None, description="The name in /v1/models, or nothing")
@@ -134,7 +96,7 @@ class _Body(_Strict):
 
     @property
     def constraints(self) -> list[tuple[str, str, Any]]:
-        """(field, "json" | "regex" | "choice", value) of all that say what an answer has to be."""
+        """(field, kind, value) of all that say what an answer has to be, as `Grammars.compile` takes them."""
         given = [("guided_json", "json", self.guided_json), ("guided_regex", "regex", self.guided_regex)]
         given.append(("guided_choice", "choice", self.guided_choice))
         if own := self.structured_outputs:
@@ -201,26 +163,7 @@ class Completion(_Body):
         return self
 
 
-class TextPart(_Strict):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    """A turn of a conversation; a developer's is that of the system, by its new name."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=_MOST_PARTS)]
-
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class TemplateArguments(_Strict):
+class TemplateArguments(Strict):
     """What chat templates take."""
 
     enable_thinking: bool | None = None
@@ -234,6 +177,41 @@ class Chat(_Body):
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
     chat_template_kwargs: TemplateArguments = Field(default_factory=TemplateArguments)
+    tools: list[Tool] = Field(default_factory=list, max_length=_MOST_TOOLS, description="What the model may call")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
+        "auto", description="none: tells the model of no tools; required, or one by its name: the answer is calls"
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether there may be several calls")
+
+    @property
+    def offered(self) -> list[Tool]:
+        """What may be called in this answer."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def constraints(self) -> list[tuple[str, str, Any]]:
+        """A call stands in place of JSON, or for itself where there has to be one."""
+        given, choice = super().constraints, self.tool_choice
+        tools, are_several = [tool.function for tool in self.offered], self.parallel_tool_calls
+        if isinstance(choice, NamedTool):
+            tools, are_several = [one for one in tools if one.name == choice.function.name], False
+        callable_ = [(one.name, one.parameters) for one in tools]
+        if choice == "required" or isinstance(choice, NamedTool):
+            given.append(("tools", "calls", (callable_, are_several, None)))
+        elif callable_ and given and given[0][1] == "json":
+            given[0] = (given[0][0], "calls", (callable_, are_several, given[0][2]))
+        return given
+
+    @model_validator(mode="after")
+    def _tools_are_there(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len({*names}) < len(names):
+            raise ValueError("tools: two have the same name")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError("tool_choice: names none of the tools")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> "Chat":
@@ -244,7 +222,7 @@ class Chat(_Body):
         return self
 
 
-class Tokenize(_Strict):
+class Tokenize(Strict):
     """The body of POST /tokenize."""
 
     prompt: str
@@ -252,20 +230,11 @@ class Tokenize(_Strict):
     model: str | None = None
 
 
-class Detokenize(_Strict):
+class Detokenize(Strict):
     """The body of POST /detokenize."""
 
     tokens: list[int] = Field(fail_fast=True)
     model: str | None = None
-
-
-@functools.cache
-def _log_once(name: str) -> None:
-    say(f"requests give {name!r}, which is ignored")
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    return any(type(value) is type(one) and value == one or value == one == 0 for one in _NEUTRAL.get(name, ()))
 
 
 def _is_ids(value: Any) -> bool:

@@ -105,24 +105,27 @@ class Reply:
         finally:
             collecting.cancel()
             self._forget()
-        answers = [dataclasses.replace(own[-1], text="".join(delta.text for delta in own)) for own in said]
+        answers = [
+            dataclasses.replace(own[-1], text="".join(d.text for d in own), calls=[c for d in own for c in d.calls])
+            for own in said
+        ]
         both = zip(await fields(answers), ends, strict=True)
         choices = [{"index": number, **own, **end} for number, (own, end) in enumerate(both)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def stream(
-        self, fields: Callable[[str], dict[str, Any]], begins_with_role: bool = False
+        self, fields: Callable[[Delta], dict[str, Any]], begins_with_role: bool = False
     ) -> StreamingResponse:
         """The choices as server-sent events, each with the text that has become certain.
 
         Args:
-          fields: text -> the fields of a choice that hold it.
+          fields: delta -> the fields of a choice that hold it.
           begins_with_role: whether each choice begins with an event that says who speaks, as chats do.
         """
         self._submit(is_watched=True)
         return StreamingResponse(self._events(fields, begins_with_role), media_type="text/event-stream")
 
-    async def _events(self, fields: Callable[[str], dict[str, Any]], begins_with_role: bool) -> AsyncIterator[str]:
+    async def _events(self, fields: Callable[[Delta], dict[str, Any]], begins_with_role: bool) -> AsyncIterator[str]:
         options = self._body.stream_options or StreamOptions()
 
         def event(choices: Sequence[dict[str, Any]]) -> str:
@@ -135,12 +138,13 @@ class Reply:
             for number, one in enumerate(self._choices):
                 start = {"delta": {"role": "assistant", "content": ""}} if begins_with_role else None
                 if isinstance(self._body, Completion) and self._body.echo:
-                    start = fields(*self._service.echoes([one]))
+                    start = {"text": self._service.echoes([one])[0], "logprobs": None}
                 if start:
                     yield event([{"index": number, **start, "finish_reason": None}])
             async for number, delta, answer in self._arriving():
-                if delta.text or delta.finish_reason or self._body.watch or (self._body.commits and delta.commits):
-                    yield event([{"index": number, **fields(delta.text), **self._end(delta, answer, delta.commits)}])
+                said = delta.text or delta.calls or delta.finish_reason
+                if said or self._body.watch or (self._body.commits and delta.commits):
+                    yield event([{"index": number, **fields(delta), **self._end(delta, answer, delta.commits)}])
             if options.include_usage:
                 yield event([])
             yield "data: [DONE]\n\n"
@@ -170,10 +174,10 @@ class Reply:
 
     def _job(self, number: int, one: Choice, put: Callable, is_watched: bool) -> Job:
         """The job of one answer, whose deltas are put into a queue."""
-        writer, by_forward = self._service.writer(one, self._body.watch), self._body.watch
+        read, by_forward = self._service.reader(one, self._body), self._body.watch
 
         def report(answer: Answer, is_finished: bool) -> bool:
-            delta = writer.read(answer, is_finished)
+            delta = read(answer, is_finished)
             put((number, delta, answer))
             return delta.finish_reason is None
 

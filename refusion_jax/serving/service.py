@@ -2,15 +2,17 @@
 
 import collections
 import dataclasses
+import functools
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import check_characters
+from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
@@ -20,7 +22,8 @@ from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.grammar import Grammars
 from refusion_jax.serving.metrics import Metrics
 from refusion_jax.serving.protocol import Chat, Completion
-from refusion_jax.serving.writer import Writer
+from refusion_jax.serving.tools import CallReader, check_template
+from refusion_jax.serving.writer import Delta, Writer
 
 _LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
 _OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed"}
@@ -58,7 +61,7 @@ class Service:
         # As in `evaluate`: a model's config may name a token that its tokenizer never writes.
         begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)
         self._ends = {"eos_token": tokenizer.eos_id, "bos_token": begins}
-        self._rendering = threading.Lock()
+        self._rendering, self._check_tools = threading.Lock(), functools.cache(lambda: check_template(tokenizer))
         self._grammars = Grammars(tokenizer, TokenIds.of(engine.settings, model.config).eos_id)
         settings, own = declared(type(engine.settings)), scope(type(engine.settings), "row") - set(_OWN_FIELDS)
         # JSON Schemas of what a request may set by `decode`.
@@ -109,14 +112,19 @@ class Service:
         Raises:
           UserError: where a field cannot be served.
         """
-        roles = {"developer": "system"}
-        turns = [{"role": roles.get(one.role, one.role), "content": one.text} for one in body.messages]
+        turns, tools = (
+            [one.turn for one in body.messages],
+            [tool.model_dump(exclude_unset=True) for tool in body.offered],
+        )
+        if tools or any("tool_calls" in turn for turn in turns):
+            self._check_tools()
         for number, turn in enumerate(turns):
             check_characters(turn["content"], f"messages[{number}]")
         self._check_length(sum(len(turn["content"]) for turn in turns), "messages")
         if self.tokenizer.has_chat_template:
             with self._rendering:
-                text = self.tokenizer.render_chat(turns, body.chat_template_kwargs.enable_thinking)
+                text = self.tokenizer.render_chat(turns, body.chat_template_kwargs.enable_thinking, tools=tools)
+            self._check_length(len(text), "messages")
             (ids,) = self.tokenizer.encode_chat([text])
         elif body.chat_template_kwargs.enable_thinking:
             raise UserError("chat_template_kwargs: this model has no chat template")
@@ -171,9 +179,13 @@ class Service:
         whole = max(-(-limit // plain.multiple), 1) * plain.multiple
         return dataclasses.replace(plain, max_new_tokens=whole), limit
 
-    def writer(self, choice: Choice, is_watched: bool) -> Writer:
-        """What cuts its answer into deltas: text that has become certain."""
-        return Writer(self.tokenizer, choice.stops, choice.limit, len(choice.prompt) if is_watched else None)
+    def reader(self, choice: Choice, body: Completion | Chat) -> Callable[[Answer, bool], Delta]:
+        """What cuts its answer into deltas: text that has become certain, and calls of tools."""
+        writer = Writer(self.tokenizer, choice.stops, choice.limit, len(choice.prompt) if body.watch else None)
+        if isinstance(body, Completion) or not body.offered:
+            return writer.read
+        calls = CallReader([tool.function.name for tool in body.offered], body.parallel_tool_calls)
+        return lambda answer, is_finished: calls.read(writer.read(answer, is_finished))
 
     def encode(self, text: str, name: str) -> list[int]:
         """Token ids of a text as it stands; with a chat template, special tokens that it spells out are meant.

@@ -1,6 +1,7 @@
 """The text of an answer while it is written: what is certain can be shown, and is never taken back."""
 
 import dataclasses
+from typing import Any
 
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import CONTEXT, spelled, tokens_of
@@ -16,9 +17,10 @@ class Delta:
 
     text: str  # in reading order, after the deltas before it
     commits: list[tuple[int, int]]  # (position, counted from the prompt's first, token) in the order of commitment
-    finish_reason: str | None  # "stop" | "length" with the last delta
+    finish_reason: str | None  # "stop" | "length" | "tool_calls" with the last delta
     tokens: list[int]  # of the whole answer so far
     pieces: list[tuple[int, str]]  # (place in the answer, text) of what has been committed since, if it is watched
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of tools, in OpenAI's form; see `tools`
 
 
 class Writer:

@@ -1,0 +1,95 @@
+"""The turns of a conversation and the functions that a model may call, as in OpenAI's API."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, Json, field_validator, model_validator
+
+from refusion_jax.serving.strict import Strict
+
+_MOST_PARTS = 1024  # of a message, and calls in it
+_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # of a function
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(Strict):
+    """What a model may call."""
+
+    name: str = Field(pattern=_NAME)
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict, description="A JSON Schema of an object")
+    strict: bool = True
+
+    @field_validator("parameters")
+    @classmethod
+    def _arguments_are_an_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        if schema.get("type", "object") != "object":
+            raise ValueError("must be the schema of an object")
+        return schema
+
+
+class Tool(Strict):
+    """A function as OpenAI wraps it."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: Named
+
+
+class CalledFunction(Strict):
+    """What was called before."""
+
+    name: str
+    arguments: Json[dict[str, Any]] = Field(description="A JSON object, as text")
+
+
+class ToolCall(Strict):
+    """A call that the model has made before; templates put its arguments as an object."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int = Field(0, description="In a stream, of no effect")
+
+
+class Message(Strict):
+    """A turn of a conversation; a developer's is that of the system, by its new name."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=_MOST_PARTS)] = ""
+    tool_calls: list[ToolCall] = Field(default_factory=list, max_length=_MOST_PARTS)
+    tool_call_id: str | None = Field(None, description="Of the call whose result this is")
+
+    @model_validator(mode="after")
+    def _something_is_said(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content: is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: are the assistant's")
+        return self
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """As chat templates take it, the content as one text."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        turn = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})

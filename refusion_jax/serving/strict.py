@@ -1,0 +1,57 @@
+"""Bodies of requests whose fields are known, or refused.
+
+A field that would change the answer elsewhere is refused, so that nobody believes in a setting without effect; values
+that ask for nothing (`"presence_penalty": 0`) are let through. Fields that never change an answer are ignored.
+"""
+
+import functools
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from refusion_jax.cli.command import say
+
+# What clients send as a matter of course, with the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "parallel_tool_calls": (True, False),  # of completions, as are the two below
+    "presence_penalty": (0,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+# What tools send along: labels, bookkeeping of other servers, and `ignore_eos` of load generators.
+_IGNORED = frozenset(
+    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend ignore_eos metadata name priority "
+    "prompt_cache_key request_id safety_identifier service_tier skip_special_tokens spaces_between_special_tokens "
+    "store user".split()
+)
+
+
+class Strict(BaseModel):
+    """Fields of null are left out; of those that are not known the first is told, as a hostile body has a million."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("must be an object")
+        known = {own.alias or name for name, own in cls.model_fields.items()}
+        for name, value in body.items():
+            if name in _IGNORED and name not in known:
+                _log_once(name)
+            elif name not in known and value is not None and not _asks_for_nothing(name, value):
+                raise ValueError(f"{name[:200]}: is not supported here")
+        return {name: value for name, value in body.items() if value is not None and name in known}
+
+
+@functools.cache
+def _log_once(name: str) -> None:
+    say(f"requests give {name!r}, which is ignored")
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return any(type(value) is type(one) and value == one or value == one == 0 for one in _NEUTRAL.get(name, ()))

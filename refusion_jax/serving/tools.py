@@ -1,0 +1,110 @@
+"""Tool calls: how a model is told of functions, how it calls them, and how that is read.
+
+The format is that of Qwen and Hermes: a call is `<tool_call>`, a JSON object of `name` and `arguments`, `</tool_call>`.
+"""
+
+import dataclasses
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import pydantic
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.stops import Stops
+from refusion_jax.serving.writer import Delta
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_BEGINNING = Stops((_BEGIN,))
+
+
+class _Call(pydantic.BaseModel):
+    """What stands between the two marks."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def calls_grammar(tools: Sequence[tuple[str, Any]], are_several: bool, answer: Any = None) -> str:
+    """An answer that is calls, as a grammar in llguidance's form of Lark.
+
+    Args:
+      tools: (name, JSON Schema of its arguments) of those that may be called.
+      are_several: whether there may be more than one call.
+      answer: JSON Schema of an answer that may stand there instead; None: there is none.
+    """
+    calls = 'call ("\\n" call)*' if are_several else "call"
+    rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
+    rules += [] if answer is None else [f"answer: %json {json.dumps(answer)}"]
+    either = " | ".join(f"call_{number}" for number in range(len(tools)))
+    rules.append(f"call: {json.dumps(_BEGIN + chr(10))} ({either}) {json.dumps(chr(10) + _END)}")
+    for number, (name, schema) in enumerate(tools):
+        head = json.dumps(f'{{"name": "{name}", "arguments": ')
+        rules.append(f'call_{number}: {head} %json {json.dumps(schema)} "}}"')
+    return "\n".join(rules)
+
+
+class CallReader:
+    """Takes the calls out of an answer while it is written; text that is no valid call stays text."""
+
+    def __init__(self, names: Sequence[str], are_several: bool):
+        """Begins an answer.
+
+        Args:
+          names: of the functions that may be called.
+          are_several: whether there may be more than one call; else those after the first are left out.
+        """
+        self._names, self._are_several = names, are_several
+        self._held, self._count = "", 0  # what may belong to a call, and the calls so far
+
+    def read(self, delta: Delta) -> Delta:
+        """The next piece of the answer with its calls apart, and without what may be the beginning of one."""
+        self._held += delta.text
+        text, calls, is_last = "", [], delta.finish_reason is not None
+        while True:
+            before, begin, after = self._held.partition(_BEGIN)
+            body, end, rest = after.partition(_END)
+            if not begin or not (end or is_last):
+                break
+            self._held, function = rest, self._read(body)
+            text += before + begin + body + end if function is None else before.rstrip()
+            if function and (self._are_several or not self._count):
+                call = {"index": self._count, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                calls.append(call | {"function": function})
+                self._count += 1
+        certain = self._held if is_last else _BEGINNING.without_beginning(self._held.partition(_BEGIN)[0])
+        if not is_last or (self._count and not certain.strip()):
+            certain = certain.rstrip()  # the line's end before a call
+        text, self._held = text + certain, self._held[len(certain) :]
+        reason = "tool_calls" if self._count and delta.finish_reason == "stop" else delta.finish_reason
+        return dataclasses.replace(delta, text=text, calls=calls, finish_reason=reason)
+
+    def _read(self, body: str) -> dict[str, str] | None:
+        """The function in a text and its arguments as text; None where it is no call of a known one."""
+        try:
+            call = _Call.model_validate_json(body)
+            arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            return None
+        return {"name": call.name, "arguments": arguments} if call.name in self._names else None
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer whose chat template tells of no functions, or has calls in another format.
+
+    Raises:
+      UserError: where what it makes of a call is not read as that call.
+    """
+    tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in "fg"]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    found = Delta("", [], None, [], [])
+    if tokenizer.has_chat_template:
+        (ids,) = tokenizer.encode_chat([text := tokenizer.render_chat(turns, tools=tools)])
+        found = CallReader("f", are_several=True).read(Delta(tokenizer.decode(ids), [], "stop", [], []))
+    if [one["function"] for one in found.calls] != [{"name": "f", "arguments": '{"a": 1}'}] or '"g"' not in text:
+        raise UserError(f"tools: this model has no chat template that tells of them and has calls in {_BEGIN}{_END}")

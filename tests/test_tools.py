@@ -1,0 +1,202 @@
+"""Tool calls, asked for by OpenAI's client and read from what a model writes under a grammar."""
+
+import json
+import random
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from conftest import serving
+from helpers import tiny_qwen3, write_tokenizer
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.data.fast_tokenizer import FastTokenizer
+from refusion_jax.data.tokenizer import MASK_PIECE
+from refusion_jax.serving.tools import CallReader, check_template
+from refusion_jax.serving.writer import Delta
+
+pytest.importorskip("llguidance", reason="pip install llguidance for answers under a grammar")
+
+TEMPLATE = (  # as Qwen's writes them
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    '\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+SIZE = {"enum": ["S", "XL"]}
+WEATHER = {
+    "type": "object",
+    "properties": {"where": {"$ref": "#/$defs/place"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["where", "days"],
+    "additionalProperties": False,
+    "$defs": {"place": {"enum": ["Rome", "Oslo"]}},
+}
+SHIRT = {"type": "object", "properties": {"size": SIZE}, "required": ["size"], "additionalProperties": False}
+SCHEMAS = {"weather": WEATHER, "shirt": SHIRT}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"A {name}", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+ASK = [{"role": "user", "content": "What now?"}]
+BY_NAME = {"type": "function", "function": {"name": "shirt"}}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("qwen")
+    tokenizer = FastTokenizer(write_tokenizer(directory), MASK_PIECE)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("pad", "bos", "eos", "mask")}
+    tiny_qwen3(directory, max_position_embeddings=1024, **ids)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def address(directory):
+    flags = ["--model_name=tiny", "--decode.method=ar", "--decode.cache_length=1024", "--decode.batch_size=2"]
+    with serving(f"--checkpoint={directory}", *flags) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, messages=ASK, **how):
+    how = {"tools": TOOLS, "temperature": 1.0, "seed": 3, "max_tokens": 256} | how
+    return client.chat.completions.create(model="tiny", messages=messages, **how)
+
+
+def called(calls):
+    """(name, arguments) of calls, which are valid and have names of their own."""
+    assert len({call.id for call in calls}) == len(calls)
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    for name, arguments in found:
+        jsonschema.validate(arguments, SCHEMAS[name])
+    return found
+
+
+def test_a_model_that_has_to_call_does_and_what_it_calls_is_valid(client):
+    """Random weights, at temperature 1; streams have the same calls."""
+    for how, names in (
+        ({"tool_choice": "required", "n": 6}, {"weather", "shirt"}),
+        ({"tool_choice": BY_NAME, "n": 2}, {"shirt"}),
+    ):
+        choices = ask(client, **how).choices
+        ended = [choice for choice in choices if choice.finish_reason == "tool_calls"]
+        assert len(ended) >= len(choices) // 2  # one that calls on and on is cut
+        whole = [called(choice.message.tool_calls) for choice in ended]
+        assert {name for calls in whole for name, _ in calls} == names
+        assert (max(map(len, whole)) > 1) == (len(names) > 1)
+        assert {choice.message.content for choice in ended} == {None}
+        streamed, reasons = [{} for _ in choices], {}
+        for event in ask(client, **how, stream=True):
+            (choice,) = event.choices
+            reasons[choice.index] = choice.finish_reason
+            streamed[choice.index] |= {call.index: call for call in choice.delta.tool_calls or []}
+        assert [reasons[choice.index] for choice in choices] == [choice.finish_reason for choice in choices]
+        assert [called(streamed[choice.index].values()) for choice in ended] == whole
+    (one,) = ask(client, tool_choice="required", parallel_tool_calls=False).choices
+    assert (one.finish_reason, len(one.message.tool_calls)) == ("tool_calls", 1)
+
+
+def test_calls_among_text_are_told_apart_and_text_is_text(client):
+    text = 'So:\n<tool_call>\n{"name": "shirt", "arguments": {"size": "XL"}}\n</tool_call>'
+
+    def answer(text, **how):
+        (choice,) = ask(client, extra_body={"guided_choice": [text]}, **how).choices
+        return choice.message.content, choice.message.tool_calls, choice.finish_reason
+
+    content, calls, reason = answer(text)
+    assert (content, called(calls), reason) == ("So:", [("shirt", {"size": "XL"})], "tool_calls")
+    assert answer(text, tool_choice="none") == (text, None, "stop")
+    for other in (text.replace("shirt", "shoe"), text.replace("}}", "}"), "So: <tool"):
+        assert answer(other) == (other, None, "stop")
+    size = {"type": "json_schema", "json_schema": {"name": "size", "schema": SHIRT}}
+    choices = ask(client, response_format=size, n=12).choices
+    said = [choice.message for choice in choices if choice.finish_reason != "length"]
+    assert {bool(message.tool_calls) for message in said} == {True, False}
+    for message in said:
+        called(message.tool_calls or [])
+        if not message.tool_calls:
+            jsonschema.validate(json.loads(message.content), SHIRT)
+
+
+def test_a_prompt_is_what_the_template_makes_of_tools_calls_and_results(client, directory):
+    call = {"id": "7", "type": "function", "function": {"name": "shirt", "arguments": '{"size": "S"}'}}
+    turns = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "7", "content": "ok"}]
+    tokenizer = FastTokenizer(directory / "tokenizer.json", MASK_PIECE)
+    as_object = call | {"function": {"name": "shirt", "arguments": {"size": "S"}}}
+    rendered = [ASK[0], {"role": "assistant", "content": "", "tool_calls": [as_object]}, turns[2]]
+    (expected,) = tokenizer.encode_chat([tokenizer.render_chat(rendered, tools=TOOLS)])
+    assert ask(client, turns, max_tokens=1).usage.prompt_tokens == len(expected)
+    assert '"A weather"' in tokenizer.render_chat(rendered, tools=TOOLS)
+    (plain,) = tokenizer.encode_chat([tokenizer.render_chat(ASK)])
+    assert ask(client, tool_choice="none", max_tokens=1).usage.prompt_tokens == len(plain)
+
+
+def test_wherever_an_answer_is_cut_its_calls_are_the_same():
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>"}}\n</tool_call>'
+    text = f"a < b <tool\n\n{call}\n{call} c\n<tool_call>{{}}</tool_call>\n{call[:-12]}"
+    draw = random.Random(0)
+    for reason in ("stop", "length"):
+        for _ in range(200):
+            cuts = [0, *sorted(draw.choices(range(len(text)), k=draw.randint(0, 9))), len(text)]
+            reader, said, calls = CallReader(["f"], are_several=True), "", []
+            for begin, end in zip(cuts, cuts[1:], strict=False):
+                delta = reader.read(Delta(text[begin:end], [], None, [], []))
+                said, calls = said + delta.text, calls + delta.calls
+            last = reader.read(Delta("", [], reason, [], []))
+            assert said + last.text == "a < b <tool c\n<tool_call>{}</tool_call>"
+            assert last.finish_reason == ("tool_calls" if reason == "stop" else "length")
+            calls += last.calls
+            assert [one["function"]["arguments"] for one in calls] == ['{"a": "<tool_call>"}'] * 3
+            assert [one["index"] for one in calls] == [0, 1, 2]
+
+
+def test_a_model_whose_template_knows_no_tools_is_not_given_any(directory, tmp_path):
+    path = write_tokenizer(tmp_path)
+    for template in (None, TEMPLATE.replace("tool_call>", "call>"), TEMPLATE.replace("tool | tojson", "1")):
+        if template:
+            (tmp_path / "chat_template.jinja").write_text(template)
+        with pytest.raises(UserError, match="^tools: this model has no chat template that "):
+            check_template(FastTokenizer(path, MASK_PIECE))
+    check_template(FastTokenizer(directory / "tokenizer.json", MASK_PIECE))
+
+
+def tool(**function):
+    return {"tools": [{"type": "function", "function": function}]}
+
+
+def said_to_call(name, arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: "),
+        (tool(name="a b"), "tools.0.function.name: "),
+        (tool(name="a", parameters={"type": "string"}), "tools.0.function.parameters: must be the schema of an object"),
+        ({"tools": TOOLS * 2}, "tools: two have the same name"),
+        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice: required needs tools"),
+        (tool(name="a") | {"tool_choice": BY_NAME}, "tool_choice: names none of the tools"),
+        (tool(name="a", parameters={"properties": 3}) | {"tool_choice": "required"}, "tools: "),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tools: guided_regex says already"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content: is missing"),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": [{"function": {}}]}]}, "messages.0.tool_calls.0."),
+        ({"messages": [said_to_call("a", "[1]")]}, "messages.0.tool_calls.0.function.arguments: "),
+        ({"messages": [said_to_call("a", "[" * 9999)]}, "the body is not JSON: recursion limit"),
+    ],
+)
+def test_malformed_tools_are_refused_in_one_sentence(address, fields, message):
+    answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": ASK, "max_tokens": 8} | fields, timeout=60)
+    assert answer.status_code == 400, answer.text
+    said = answer.json()["error"]["message"]
+    assert said.startswith(message)
+    assert "\n" not in said
+    assert len(said) < 400
