@@ -6,13 +6,15 @@
 Reads .jsonl, .ndjson, .json (a list) and Parquet; other files are plain text, compressed ones are refused.
 An object has a query and a response, or messages (of which --turns are answers), or a text. A prompt with its response
 is never cut. Memory does not grow with the input. Killed, the same command goes on where it was; the number of
-workers changes no byte.
+workers changes no byte, and neither does --runner=beam, which has the work done by Apache Beam on many machines.
 DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl and the tokenizer.
 """
 
+import functools
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
@@ -20,7 +22,7 @@ from etils import epath
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
@@ -28,6 +30,7 @@ from refusion_jax.data.manifest import LONGEST_ROW, Manifest
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
+from refusion_jax.data.workers import Processes, Runner
 from refusion_jax.distributed.cores import available_cores
 
 _INPUT = flags.DEFINE_multi_string(
@@ -67,6 +70,15 @@ _SHAPING = [
     flags.DEFINE_string("text_field", "", "JSON field of a text without prompt; empty: text"),
 ]
 _WORKERS = flags.DEFINE_integer("workers", None, "Processes; by default one a core", lower_bound=1)
+_RUNNER = flags.DEFINE_enum(
+    "runner", "local", ["local", "beam"], "Processes of this machine, or Apache Beam: the files are the same"
+)
+_BEAM_OPTIONS = flags.DEFINE_string(
+    "beam_options",
+    "",
+    "Of Beam, such as '--runner=DataflowRunner --project=P --region=R --temp_location=gs://B/tmp'; empty: --workers "
+    "processes of this machine",
+)
 
 
 class _Bar:
@@ -117,6 +129,18 @@ def describe(manifest: Manifest) -> str:
     )
 
 
+def _runner() -> Callable[[Settings, epath.Path], Runner]:
+    """What has the work done."""
+    count = _WORKERS.value or available_cores()
+    if _RUNNER.value == "local":
+        if _BEAM_OPTIONS.present:
+            raise UserError("--beam_options goes with --runner=beam")
+        return functools.partial(Processes, count=count)
+    with needs("beam"):
+        from refusion_jax.data.beam import BeamRunner
+    return functools.partial(BeamRunner, options=shlex.split(_BEAM_OPTIONS.value), count=count)
+
+
 def main() -> None:
     flag = {flag.name: flag.value for flag in _SHAPING}
     if not _INPUT.value or _OUTPUT.value is None or flag["tokenizer"] is None:
@@ -130,7 +154,7 @@ def main() -> None:
         name: flag[name] for name in ("mask_piece", "thinking", "row_length", "text_packing", "on_error", "dedup")
     }
     settings = Settings(flag["tokenizer"], **shared, held_out=flag["held_out"], fields=fields)
-    workers = _WORKERS.value or available_cores()
+    runner = _runner()
     bar = _Bar()
     try:
         chunks = plan_chunks(_INPUT.value, flag["shard_mib"] << 20)
@@ -140,7 +164,7 @@ def main() -> None:
             settings,
             tokenizer,
             command=command_line(),
-            processes=workers,
+            runner=runner,
             started=bar.started,
             advance=bar.advance,
         )

@@ -69,7 +69,8 @@ class ForkServer:
 def main() -> None:
     """Serves until nobody asks any more."""
     for module in pkgutil.walk_packages(refusion_jax.__path__, "refusion_jax."):
-        if module.name.removeprefix("refusion_jax.") not in COMMANDS and ".benchmarks." not in module.name:
+        name = module.name.removeprefix("refusion_jax.")
+        if name not in (*COMMANDS, "data.beam") and not name.startswith("benchmarks."):
             importlib.import_module(module.name)
     gc.freeze()  # or a collection in a fork would copy all that it shares with this process
     answers = os.fdopen(os.dup(1), "w")

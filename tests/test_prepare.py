@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.rows import check_row, decode_row, encode_row
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
+from refusion_jax.data.workers import Processes
 from refusion_jax.distributed.cores import available_cores
 
 FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
@@ -44,7 +46,7 @@ def tokenizer_file(tmp_path_factory):
     return path
 
 
-def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, row_length=64, **changes):
+def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, runner=None, row_length=64, **changes):
     """Prepares in this process."""
     settings = Settings(
         str(tokenizer_file), MASK_PIECE, "unset", row_length, "best_fit", "stop", False, 0.0, Fields(flag="--")
@@ -56,7 +58,7 @@ def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, row_leng
         settings,
         load_tokenizer_file(tokenizer_file, MASK_PIECE),
         command="",
-        processes=processes,
+        runner=runner or functools.partial(Processes, count=processes),
         started=lambda what, size: None,
         advance=lambda size, tokens: None,
     )

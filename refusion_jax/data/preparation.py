@@ -15,23 +15,20 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 
-import numpy as np
 from absl import logging
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
-from refusion_jax.data import workers
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.input_splits import InputSplit, find_files, splits_of
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, write_manifest
 from refusion_jax.data.rows import token_type
 from refusion_jax.data.shards import Report, Settings
+from refusion_jax.data.workers import Runner, Task, Worker
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import replacing, write_file
-
-_PARTITION = 1 << 22  # digests compared at a time: 130 MB
 
 
 class NothingError(UserError):
@@ -68,7 +65,7 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     command: str,
-    processes: int,
+    runner: Callable[[Settings, epath.Path], Runner],
     started: Callable[[str, int], None],
     advance: Callable[[int, int], None],
 ) -> Manifest:
@@ -80,7 +77,7 @@ def prepare(
       settings: what shapes the rows.
       tokenizer: of the rows.
       command: for the manifest.
-      processes: that work; they change nothing in the output.
+      runner: has the work done; it changes nothing in the output.
       started: hears of each pass over the input what it is for, and how many bytes it will read.
       advance: hears of each chunk that is done how many bytes it had, and how many tokens were made of it.
 
@@ -105,7 +102,7 @@ def prepare(
     with _only_one(progress):
         write_file(progress / "plan.json", json.dumps({"plan": plan, "files": _times(chunks)}).encode())
         try:
-            reports = _make(chunks, output, settings, processes, started, advance)
+            reports = _make(chunks, output, settings, runner, started, advance)
             return _finish(output, reports, chunks, settings, tokenizer, command, plan)
         except UserError as error:
             is_of_use = any([*output.glob("rows-*"), *output.glob("held_out/rows-*")])
@@ -169,55 +166,34 @@ def _only_one(progress: epath.Path) -> Iterator[None]:
         yield
 
 
-def _make(chunks, output, settings, processes, started, advance) -> list[Report]:
+def _make(chunks, output, settings, runner, started, advance) -> list[Report]:
     """The reports of all chunks, in order; those of chunks that an earlier run has finished are read."""
     progress = output / PROGRESS
-    done = {path.name for path in progress.iterdir()}
-    todo = {index: chunk for index, chunk in enumerate(chunks) if f"done-{index:05}.json" not in done}
-    with workers.Pool(settings, output, min(processes, len(todo) or 1)) as pool:
+    there = {path.name for path in progress.iterdir()}
 
-        def run(what: str, task: Callable, left: dict[int, list[InputSplit]]) -> Iterator[Report]:
+    def without(name: str) -> dict[int, list[InputSplit]]:
+        return {index: chunk for index, chunk in enumerate(chunks) if name.format(index) not in there}
+
+    todo = without("done-{:05}.json")
+    with runner(settings, output) as runs:
+
+        def run(what: str, task: Task, left: dict[int, list[InputSplit]]) -> Iterator[Report]:
             sizes = [sum(part.size for part in chunk) for chunk in left.values()]
             started(what, sum(sizes))
-            for size, report in zip(sizes, pool.run(task, left), strict=True):
+            for size, report in zip(sizes, runs.run(task, left) if left else (), strict=True):
                 advance(size, sum(shard.tokens for shard in report.shards.values()))
                 yield report
 
         if settings.dedup and todo:
-            left = {index: chunk for index, chunk in enumerate(chunks) if f"digests-{index:05}.npy" not in done}
-            collections.deque(run("looking for duplicates", workers.write_digests, left), maxlen=0)
-            _mark_duplicates(progress, len(chunks))
-        for report in run("tokenizing", workers.write_shard, todo):
+            keyless = without("digests-{:05}.npy")
+            collections.deque(run("looking for duplicates", Worker.write_keys, keyless), maxlen=0)
+            if without("duplicates-{:05}.npy"):
+                runs.mark_repeated(progress, len(chunks))
+        for report in run("tokenizing", Worker.write_shard, todo):
             if settings.on_error == "stop" and report.first_bad:
                 hint = "--on_error=skip leaves out and counts what is malformed or too long"
                 raise UserError(f"{report.first_bad} ({hint}; shards made so far are kept)")
     return [read_json(progress / f"done-{index:05}.json", Report) for index in range(len(chunks))]
-
-
-def _mark_duplicates(progress: epath.Path, chunks: int) -> None:
-    """Writes for each chunk the numbers of its examples that occur earlier in the input.
-
-    Digests are compared one partition at a time, so that memory does not grow with the input.
-    """
-    if (progress / f"duplicates-{chunks - 1:05}.npy").exists():
-        return
-    paths = [progress / f"digests-{index:05}.npy" for index in range(chunks)]
-    partitions = 1 + sum(path.stat().length for path in paths) // 24 // _PARTITION
-    found: list[list[np.ndarray]] = [[] for _ in paths]
-    for partition in range(partitions):
-        parts = [workers.load(path) for path in paths]
-        parts = [part[part[:, 0] % partitions == partition] for part in parts]
-        chunk = np.repeat(np.arange(chunks), [len(part) for part in parts])
-        both = np.concatenate(parts)
-        order = np.lexsort((both[:, 1], both[:, 0]))  # stable: the first to stand in the input stays first
-        both, chunk = both[order], chunk[order]
-        again = np.flatnonzero((both[1:, :2] == both[:-1, :2]).all(axis=1)) + 1
-        again = again[np.argsort(chunk[again], kind="stable")]
-        bounds = np.searchsorted(chunk[again], np.arange(chunks + 1))
-        for index in range(chunks):
-            found[index].append(both[again[bounds[index] : bounds[index + 1]], 2].astype(np.uint32))
-    for index, numbers in enumerate(found):
-        workers.save(progress / f"duplicates-{index:05}.npy", np.sort(np.concatenate(numbers)))
 
 
 def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Manifest:

@@ -1,0 +1,121 @@
+"""Runs the workers of `prepare` on Apache Beam: on this machine, Dataflow, Flink or Spark."""
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Self
+
+import apache_beam as beam
+import numpy as np
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.transforms.environments import SubprocessSDKEnvironment
+from etils import epath
+
+from refusion_jax.cli.errors import Failure
+from refusion_jax.data import duplicates
+from refusion_jax.data.input_splits import InputSplit
+from refusion_jax.data.manifest import PROGRESS
+from refusion_jax.data.shards import Report, Settings
+from refusion_jax.data.workers import Runner, Task, Worker
+from refusion_jax.distributed.json_files import read_json
+
+
+class BeamRunner(Runner):
+    """Pipelines that read the input and write the output themselves: what flows through them is small."""
+
+    def __init__(self, settings: Settings, output: epath.Path, *, options: list[str], count: int):
+        """Starts nothing yet.
+
+        Args:
+          settings: what shapes the rows.
+          output: the directory, which all workers must reach, as they must the input and the tokenizer.
+          options: of Beam, as on its command lines, of which one names its runner; none: processes of this machine.
+          count: of these.
+        """
+        self._settings, self._output, self._runner = settings, output, None
+        self._options = options or ["--direct_running_mode=multi_processing", f"--direct_num_workers={count}"]
+        if not options:
+            worker = f"{shlex.quote(sys.executable)} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
+            self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(worker))
+        logging.getLogger("apache_beam").setLevel(logging.ERROR)  # it tells of each of its threads
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Nothing is left to end."""
+
+    def run(self, task: Task, chunks: dict[int, list[InputSplit]]) -> Iterator[Report]:
+        """The report of every chunk, in order, once all are made.
+
+        Raises:
+          Failure: where the pipeline fails.
+        """
+        self._run(
+            beam.Create(list(chunks.items()))
+            | beam.Reshuffle()
+            | beam.ParDo(_Work(task, self._settings, os.fspath(self._output)))
+        )
+        for index in chunks:
+            made = (self._output / PROGRESS / f"{outcome}-{index:05}.json" for outcome in ("done", "stopped"))
+            yield next((read_json(path, Report) for path in made if path.exists()), Report())
+
+    def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
+        """As `duplicates.mark_repeated`, the keys grouped by the partition they are in.
+
+        Raises:
+          Failure: where the pipeline fails.
+        """
+        count, where = duplicates.partitions(progress, chunks), os.fspath(progress)
+        self._run(
+            beam.Create(list(range(chunks)))
+            | beam.Reshuffle()
+            | beam.FlatMap(_parts, where, count)
+            | "by partition" >> beam.GroupByKey()
+            | beam.FlatMap(_repeated)
+            | "by chunk" >> beam.GroupByKey()
+            | beam.Map(_save, where)
+        )
+
+    def _run(self, transform: beam.PTransform) -> None:
+        try:
+            with beam.Pipeline(self._runner, PipelineOptions(self._options)) as pipeline:
+                pipeline | transform  # noqa: B018  Beam's way to add one
+        except Exception as error:  # each runner has its own
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise Failure(f"the Beam pipeline failed: {lines[-1]} (the same command goes on from here)") from error
+
+
+class _Work(beam.DoFn):
+    """A task on one chunk after the other, with a worker of its own."""
+
+    def __init__(self, task: Task, settings: Settings, output: str):
+        self._task, self._settings, self._output = task, settings, output
+
+    def setup(self) -> None:
+        self._worker = Worker(self._settings, self._output)
+
+    def process(self, element: tuple[int, list[InputSplit]]) -> None:
+        self._task(self._worker, *element)
+
+
+def _parts(index: int, progress: str, count: int) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    """(partition, (chunk, its keys there)) for all partitions."""
+    keys = duplicates.load_keys(epath.Path(progress), index)
+    for partition in range(count):
+        yield partition, (index, duplicates.in_partition(keys, partition, count).tobytes())
+
+
+def _repeated(partition: tuple[int, Iterable[tuple[int, bytes]]]) -> Iterator[tuple[int, bytes]]:
+    """(chunk, numbers of its repeated documents) of one partition."""
+    chunks, keys = zip(*sorted(partition[1]), strict=True)
+    found = duplicates.repeated([np.frombuffer(part, "<u8").reshape(-1, 3) for part in keys])
+    yield from ((chunk, numbers.tobytes()) for chunk, numbers in zip(chunks, found, strict=True))
+
+
+def _save(found: tuple[int, Iterable[bytes]], progress: str) -> None:
+    index, parts = found
+    duplicates.save_repeated(epath.Path(progress), index, np.frombuffer(b"".join(parts), "<u8"))

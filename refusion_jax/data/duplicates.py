@@ -1,0 +1,83 @@
+"""Finds documents that stand in the input before: those of which a key was seen earlier.
+
+Axis: K keys, each [3] uint64: a digest of 128 bits, and the number of its document in the chunk. The keys of a chunk
+are sorted by digest, so that those in a range of digests are a slice, and equal ones by number.
+"""
+
+import bisect
+import io
+
+import numpy as np
+from etils import epath
+
+from refusion_jax.distributed.storage import write_file
+
+_PARTITION = 1 << 22  # keys compared at a time: 130 MB
+
+
+def save_keys(progress: epath.Path, index: int, keys: np.ndarray) -> None:
+    """Keeps the keys, [K, 3] uint64, of a chunk."""
+    _save(progress / f"digests-{index:05}.npy", keys[np.lexsort((keys[:, 2], keys[:, 1], keys[:, 0]))])
+
+
+def load_keys(progress: epath.Path, index: int) -> np.ndarray:
+    """What `save_keys` kept."""
+    return _load(progress / f"digests-{index:05}.npy")
+
+
+def save_repeated(progress: epath.Path, index: int, numbers: np.ndarray) -> None:
+    """Keeps the numbers of the documents of a chunk that occur earlier."""
+    _save(progress / f"duplicates-{index:05}.npy", np.unique(numbers))
+
+
+def load_repeated(progress: epath.Path, index: int) -> np.ndarray:
+    """What `save_repeated` kept."""
+    return _load(progress / f"duplicates-{index:05}.npy")
+
+
+def partitions(progress: epath.Path, chunks: int) -> int:
+    """In how many ranges of digests to compare the keys of so many chunks, that one fits in memory."""
+    return 1 + sum((progress / f"digests-{i:05}.npy").stat().length for i in range(chunks)) // 24 // _PARTITION
+
+
+def in_partition(keys: np.ndarray, partition: int, partitions: int) -> np.ndarray:
+    """The keys of a chunk whose digests begin in one of so many ranges."""
+    edges = (part * 2**64 // partitions for part in (partition, partition + 1))
+    start, end = (bisect.bisect_left(keys, edge, key=lambda row: int(row[0])) for edge in edges)
+    return keys[start:end]
+
+
+def repeated(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """The numbers of those documents of each chunk whose key occurs in it before, or in a chunk before it.
+
+    Args:
+      parts: the keys of each chunk, in input order, that are in one partition.
+    """
+    chunk, keys = np.repeat(np.arange(len(parts)), [len(part) for part in parts]), np.concatenate(parts)
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first to stand in the input stays first
+    keys, chunk = keys[order], chunk[order]
+    again = np.flatnonzero((keys[1:, :2] == keys[:-1, :2]).all(axis=1)) + 1
+    again = again[np.argsort(chunk[again], kind="stable")]
+    return np.split(keys[again, 2], np.searchsorted(chunk[again], np.arange(1, len(parts))))
+
+
+def mark_repeated(progress: epath.Path, chunks: int) -> None:
+    """Finds and keeps the repeated documents of all chunks, one partition at a time."""
+    count, found = partitions(progress, chunks), [[] for _ in range(chunks)]
+    for partition in range(count):
+        parts = [np.array(in_partition(load_keys(progress, i), partition, count)) for i in range(chunks)]
+        for numbers, own in zip(found, repeated(parts), strict=True):
+            numbers.append(own)
+    for index, numbers in enumerate(found):
+        save_repeated(progress, index, np.concatenate(numbers))
+
+
+def _save(path: epath.Path, array: np.ndarray) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    write_file(path, buffer.getvalue())
+
+
+def _load(path: epath.Path) -> np.ndarray:
+    with path.open("rb") as file:
+        return np.load(io.BytesIO(file.read()), allow_pickle=False)

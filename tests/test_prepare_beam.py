@@ -1,0 +1,56 @@
+"""`prepare` on Apache Beam; skipped where it is not installed: pip install -e '.[beam]'."""
+
+import functools
+import signal
+
+import pytest
+from conftest import run, start
+from fuzz_inputs import write_files
+from helpers import wait_until
+from test_prepare import contents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
+
+pytest.importorskip("apache_beam", reason="Apache Beam is not installed: pip install -e '.[beam]'")
+
+from refusion_jax.data.beam import BeamRunner
+
+pytestmark = [pytest.mark.filterwarnings("default")]  # Beam has some
+
+
+def write_source(directory):
+    directory.mkdir()
+    write_files(directory, 60)
+    write_pairs(directory / "pairs.jsonl", 100)
+    lines = (directory / "pairs.jsonl").read_text().splitlines(keepends=True)
+    (directory / "again.jsonl").write_text("".join(lines[::-2]))
+
+
+def test_beam_writes_the_same_bytes_and_goes_on_from_the_shards_that_are_there(tmp_path, tokenizer_file):  # noqa: F811
+    write_source(tmp_path / "in")
+    beam = functools.partial(BeamRunner, options=["--runner=FnApiRunner"], count=1)  # in this process
+    keys = {"shard": 1 << 14, "dedup": True, "held_out": 0.1, "on_error": "skip"}
+    make(tokenizer_file, tmp_path / "in", tmp_path / "local", **keys)
+    manifest = make(tokenizer_file, tmp_path / "in", tmp_path / "beam", runner=beam, **keys)
+    assert contents(tmp_path / "beam") == contents(tmp_path / "local")
+    assert manifest.dropped["duplicate"] >= 50
+    with pytest.raises(ValueError, match="on_error=skip"):
+        make(tokenizer_file, tmp_path / "in", tmp_path / "mixed", **(keys | {"on_error": "stop"}))
+    make(tokenizer_file, tmp_path / "in", tmp_path / "mixed", runner=beam, **keys)
+    assert contents(tmp_path / "mixed") == contents(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_a_killed_pipeline_goes_on_where_it_was(tmp_path, tokenizer_file):  # noqa: F811
+    (tmp_path / "in").mkdir()
+    for index in range(4):
+        write_pairs(tmp_path / "in" / f"{index}.jsonl", 50_000, index)
+    flags = [f"--input={tmp_path}/in", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--workers=2", "--dedup"]
+    run("prepare", *flags, f"--output={tmp_path}/straight")
+    progress = tmp_path / "killed" / ".progress"
+    for name in ("digests-*", "done-*"):
+        process = start("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
+        wait_until(lambda name=name: len(list(progress.glob(name))) >= 3, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert not (tmp_path / "killed" / "manifest.json").exists()
+    run("prepare", *flags, f"--output={tmp_path}/killed", "--runner=beam")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
