@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Imports run one way: a room imports itself and the rooms before it. Commands, alone at the top, import everything.
 ROOMS = [
     *("cli", "distributed", "batch", "data", "model", "decoding", "systems", "checkpoints"),
-    *("config", "evaluation", "serving", "training", "planning", "benchmarks"),
+    *("config", "evaluation", "serving", "training", "planning", "split", "benchmarks"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Arrays in int8, for decoding, which is bound by memory: half the bytes of bfloat16, a quarter of float32.
+"""Arrays in int8 and int4, for decoding, which is bound by memory: half the bytes of bfloat16, a quarter of float32.
 
 Rounding is symmetric, with the largest magnitude as the scale (as in LLM.int8(), arXiv 2208.07339, for vectors).
 Weights have a scale for every output channel, keys and values for every token and head. A scale is constant along the
@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int8
+from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 _LARGEST = 127.0
+_LARGEST_INT4, _GROUP = 7, 32
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +41,41 @@ class Int8Array:
         return self.values.shape
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int4Array(Int8Array):
+    """Integers of -7 to 7, with a scale for every group along one axis: an error of a seventh of its largest, halved.
+
+    Two integers lie in a byte: one of the first half of the axis, and the one as far into the second half.
+    """
+
+    values: UInt8[Array | jax.ShapeDtypeStruct, "..."]
+    scale: Float32[Array | jax.ShapeDtypeStruct, "..."]
+    axis: int = dataclasses.field(metadata={"static": True})  # counted from the end, below 0
+
+    @classmethod
+    def of(cls, x: Float[Array, "..."], axes: Sequence[int]) -> "Int4Array":
+        """Rounds x along the last of these axes, whose size is even, in groups of 32 where that divides it."""
+        axis, size = axes[-1] % x.ndim - x.ndim, x.shape[axes[-1]]
+        x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
+        groups = x.reshape(*x.shape[:-1], -1, _GROUP if size % _GROUP == 0 else size)
+        scale = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), jnp.finfo(jnp.float32).tiny) / _LARGEST_INT4
+        nibbles = (jnp.round(groups / scale[..., None]) + _LARGEST_INT4).astype(jnp.uint8).reshape(x.shape)
+        first, second = jnp.split(nibbles, 2, axis=-1)
+        return cls(*(jnp.moveaxis(part, -1, axis) for part in (first | second << 4, scale)), axis)
+
+    def widened(self, dtype: jnp.dtype) -> Float[Array, "..."]:
+        """The array in another dtype."""
+        packed, scale = (jnp.moveaxis(part, self.axis, -1) for part in (self.values, self.scale))
+        x = jnp.concatenate([packed & 15, packed >> 4], axis=-1).astype(jnp.float32) - _LARGEST_INT4
+        x = (x.reshape(*scale.shape, -1) * scale[..., None]).reshape(x.shape)
+        return jnp.moveaxis(x, -1, self.axis).astype(dtype)
+
+
 def factors(x: "Array | Int8Array", dtype: jnp.dtype) -> tuple[Array, Float32[Array, "..."] | None]:
     """(operand of a product, factor of its result): for an array without a scale, (itself, None)."""
+    if isinstance(x, Int4Array):  # whose scales differ along the axes that are summed over
+        return x.widened(dtype), None
     return (x.values.astype(dtype), x.scale) if isinstance(x, Int8Array) else (x, None)
 
 
@@ -58,11 +92,11 @@ def in_dtype(weights: Any, dtype: jnp.dtype) -> Any:
 
 def stored_like(x: Float[Array, "B T K H"], cached: "Array | Int8Array") -> "Array | Int8Array":
     """Keys or values in the format of a cache."""
-    return Int8Array.of(x, [-1]) if is_int8(cached) else x
+    return type(cached).of(x, [-1]) if is_int8(cached) else x
 
 
 def is_int8(x: Any) -> bool:
-    """Whether x is an array in int8; for `is_leaf`."""
+    """Whether x is an array in int8 or int4; for `is_leaf`."""
     return isinstance(x, Int8Array)
 
 

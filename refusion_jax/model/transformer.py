@@ -23,7 +23,7 @@ from refusion_jax.model.approximate_head import rounded_head, shortlisted_logits
 from refusion_jax.model.cross_entropy import linear_cross_entropy
 from refusion_jax.model.experts import Load
 from refusion_jax.model.families import FAMILIES
-from refusion_jax.model.int8 import Int8Array, in_dtype, is_int8, widened
+from refusion_jax.model.int8 import Int4Array, Int8Array, in_dtype, is_int8, widened
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.layers import head_product, rope_rotation, weight
 from refusion_jax.model.ragged import Ragged
@@ -155,8 +155,9 @@ class Transformer(nnx.Module):
         c = self.config
         shape = (c.num_hidden_layers, rows, c.num_key_value_heads, capacity, c.head_dim)
         zeros = jnp.zeros(shape, self.cache_dtype)
-        if self.cache_dtype == jnp.int8:
-            zeros = Int8Array(zeros, jnp.zeros((*shape[:-1], 1), jnp.float32))
+        if self.cache_dtype in (jnp.int8, jnp.int4):
+            kind = Int8Array if self.cache_dtype == jnp.int8 else Int4Array
+            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: kind.of(jnp.zeros(shape), [-1])))
         return KeyValues(zeros, zeros)
 
     def hidden(
@@ -216,43 +217,55 @@ class Transformer(nnx.Module):
         """The same model with weights or cache in int8, for decoding (see int8.py); what is rounded already stays so.
 
         Args:
-          weights: "same" or "int8": those of products, embeddings among them.
-          cache: "same" or "int8", of the caches that decoders make for it.
+          weights: "same", "int8" or "int4": those of products. Of int4, embeddings and experts are in int8.
+          cache: "same", "int8" or "int4", of the caches that decoders make for it.
         """
 
         def of(p):
             if not p.summed or is_int8(p.get_value()):
                 return p
-            return p.replace(Int8Array.of(p.get_value(), [p.logical_axes.index(name) for name in p.summed]))
+            in_int4 = weights == "int4" and p.logical_axes[0] == "layers" and "experts" not in p.logical_axes
+            kind = Int4Array if in_int4 else Int8Array
+            return p.replace(kind.of(p.get_value(), [p.logical_axes.index(name) for name in p.summed]))
 
         graphdef, state = nnx.split(self)
-        if weights == "int8":
+        if weights != "same":
             state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
         model = nnx.merge(graphdef, state)
         for _, each in nnx.iter_modules(model):  # also of models inside this one
-            if cache == "int8" and isinstance(each, Transformer):
-                each.cache_dtype = jnp.dtype(jnp.int8)
+            if cache != "same" and isinstance(each, Transformer):
+                each.cache_dtype = jnp.dtype(cache)
         return model
 
     def _run(
         self, tokens, positions, attend: Callable, is_real: jax.Array | None = None
     ) -> tuple[jax.Array, Any, Load | None]:
-        """Embeds and runs the layers.
+        """Embeds and runs the layers; arguments and results are those of `through_layers`, but for the final norm."""
+        x, kept, load = self.through_layers(self.embedded(tokens), positions, attend, is_real)
+        return self.normed(x), kept, load
+
+    def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first layer reads."""
+        c = self.config
+        rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
+        x = constrain(widened(rows, self.dtype), "batch", "length", None)
+        return x * jnp.asarray(c.hidden_size**0.5, x.dtype) if FAMILIES[c.family].scaled_embedding else x
+
+    def through_layers(
+        self, x: Float[Array, "B T D"], positions: Int32[Array, "B T"], attend: Callable, is_real: Any = None
+    ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
+        """Runs the layers.
 
         Args:
-          tokens: [B, T] int32.
-          positions: [B, T] int32.
+          x: what the first one reads.
+          positions: of the tokens.
           attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
           is_real: [B, T] bool, tokens that count for the load of experts; None: it is not wanted.
 
         Returns:
-          ([B, T, D] after the final norm, what was kept, stacked over layers, the load summed over them).
+          (what the final norm reads, what was kept, stacked over layers, the load summed over them).
         """
         c = self.config
-        rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
-        x = constrain(widened(rows, self.dtype), "batch", "length", None)  # [B, T, D]
-        if FAMILIES[c.family].scaled_embedding:
-            x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)
         size = int(c.head_dim * c.partial_rotary_factor)
         rotations = [rope_rotation(positions, size, c.rope_theta, c.rope_scaling)]
         if c.local_rope:
@@ -262,7 +275,11 @@ class Transformer(nnx.Module):
             x, own, load = layers(x, rotations, attend, self.remat, is_real)
             kept.append(own)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept) if len(kept) > 1 else kept[0]
-        return norm(x, self.final_norm[...].astype(self.dtype), c), joined, load
+        return x, joined, load
+
+    def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What the output head reads, of what the layers give."""
+        return norm(x, self.final_norm[...].astype(self.dtype), self.config)
 
 
 class Wrapper(Transformer):

@@ -1,0 +1,199 @@
+"""Where to cut a model, and how to round it, within the memory of a device and a limit on the seconds of an answer.
+
+After section "unified optimization" of arXiv 2511.04002, of which we have read reviews: the split point, the bits of
+weights and of the cache, the coding of hidden states and the length of the cache are chosen together. There are few
+thousand candidates, so all are looked at. Precision is given up only where a limit takes it: of the candidates within
+both limits those count that give up the least, in this order: hidden states, cache, weights; and of them the fastest.
+
+A forward that feeds T tokens takes
+
+    N (f_d + T e_d) + (L - N) (f_s + T e_s) + T h + rtt + (bytes up + bytes down) / bandwidth
+
+with N of L layers on the device, f and e the seconds of a layer, whatever it is fed and for each token, and h those of
+the output head, which the device has: for a vocabulary of 151,936 and 1,024 values a token, logits would be 148 times
+the bytes of hidden states. An answer takes its forwards, and the bytes of its prompt.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.model.flops import weights_in_layers
+from refusion_jax.model.key_values import attend_over
+from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.split.codec import CODECS
+from refusion_jax.split.model import part_of
+
+BITS = {"int8": 8.25, "int4": 4.5}  # of a weight with its part of a scale; of keys and values see `cache_bits`
+PRECISIONS = ("same", *BITS)
+_FRAME = 100  # bytes of a frame besides its tokens: numbers of the forward, TLS, TCP
+_PLACE = 4  # bytes of a token's position
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """How fast a machine runs one layer."""
+
+    fixed: float  # seconds, whatever it is fed
+    each: float  # seconds for each token
+
+    @classmethod
+    def of_flops(cls, config: ModelConfig, flops: float) -> "Machine":
+        """From its arithmetic alone."""
+        used = weights_in_layers(config, config.num_experts_per_tok) / config.num_hidden_layers
+        return cls(0.0, 2 * used / flops)
+
+    def seconds(self, layers: int, tokens: float) -> float:
+        """Of a forward through some layers."""
+        return layers * (self.fixed + tokens * self.each)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The link between device and server."""
+
+    rtt: float  # seconds
+    bandwidth: float  # bytes a second
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is decoded, and the limits."""
+
+    memory: float  # bytes of the device, for weights and cache
+    latency: float  # seconds of an answer
+    prompt: int  # tokens
+    new_tokens: int
+    itemsize: int = 4  # bytes of the dtype of computation
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to cut a model."""
+
+    layers: int  # of the device
+    weights: str  # one of PRECISIONS, on the device; so is the next
+    cache: str
+    codec: str  # one of CODECS
+    cache_length: int  # tokens that fit beside the weights
+    memory: float  # bytes, with the tokens that are wanted
+    parts: dict[str, float]  # seconds of a forward, by what takes them
+    answer: float  # seconds
+
+    @property
+    def given_up(self) -> tuple[int, int, int]:
+        """How much precision, what hurts most first."""
+        return [*CODECS].index(self.codec), PRECISIONS.index(self.cache), PRECISIONS.index(self.weights)
+
+
+def candidates(
+    config: ModelConfig, device: Machine, server: Machine, head: float, network: Network, wanted: Wanted,
+    decoder: type[Decoder],
+) -> list[Candidate]:  # fmt: skip
+    """All ways to cut a model; arguments are as in the formula, `head` the seconds h."""
+    found = []
+    for layers in range(1, config.num_hidden_layers):
+        for weights, cache, codec in itertools.product(PRECISIONS, PRECISIONS, CODECS):
+            weight_bytes, token_bytes = device_bytes(config, layers, weights, cache, wanted.itemsize)
+            length = wanted.prompt + wanted.new_tokens
+            parts, answer = seconds(config, layers, codec, device, server, head, network, wanted, decoder)
+            room = int(max(wanted.memory - weight_bytes, 0) // token_bytes)
+            found.append(
+                Candidate(layers, weights, cache, codec, room, weight_bytes + length * token_bytes, parts, answer)
+            )
+    return found
+
+
+def feasible(found: Sequence[Candidate], wanted: Wanted) -> list[Candidate]:
+    """Those within both limits."""
+    return [each for each in found if each.memory <= wanted.memory and each.answer <= wanted.latency]
+
+
+def choose(found: Sequence[Candidate]) -> Candidate | None:
+    """Of feasible candidates the one that gives up the least, and of these the fastest."""
+    return min(found, key=lambda each: (sum(each.given_up), each.given_up, each.answer), default=None)
+
+
+def binding(found: Sequence[Candidate], chosen: Candidate, wanted: Wanted) -> str:
+    """Which limit keeps a better candidate out, and what takes most of a forward."""
+    better = [each for each in found if choose([each, chosen]) is each and each != chosen]
+    memory = sum(each.memory > wanted.memory for each in better)
+    latency = sum(each.answer > wanted.latency for each in better)
+    limits = [name for name, count in (("device memory", memory), ("latency", latency)) if count]
+    slowest = max(chosen.parts, key=chosen.parts.get)
+    return f"{' and '.join(limits) or 'no limit'}; most of a forward is {slowest}"
+
+
+def device_bytes(config: ModelConfig, layers: int, weights: str, cache: str, itemsize: int) -> tuple[float, float]:
+    """Bytes on the device: (embedding, output head and the first layers; a token in their cache)."""
+    each = BITS[weights] / 8 if weights in BITS else itemsize
+    outside = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    held = weights_in_layers(config, config.num_experts) * layers / config.num_hidden_layers
+    numbers = 2 * layers * config.num_key_value_heads * config.head_dim
+    bits = {"int8": 8, "int4": 4}
+    scales = 2 * layers * config.num_key_value_heads * 4 if cache in bits else 0
+    return each * (outside + held), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
+
+
+def seconds(
+    config: ModelConfig, layers: int, codec: str, device: Machine, server: Machine, head: float, network: Network,
+    wanted: Wanted, decoder: type[Decoder],
+) -> tuple[dict[str, float], float]:  # fmt: skip
+    """(seconds of a forward, by what takes them; seconds of an answer)."""
+    tokens, fed = decoder.typical
+    each = CODECS[codec].bytes_per_token(config.hidden_size, wanted.itemsize)
+    rest = config.num_hidden_layers - layers
+    parts = {
+        "the device": device.seconds(layers, fed) + fed * head,
+        "the server": server.seconds(rest, fed),
+        "the round trip": network.rtt,
+        "the bandwidth": (2 * (_FRAME + fed * each) + fed * _PLACE) / network.bandwidth,
+    }
+    prompt = wanted.prompt * ((each + _PLACE) / network.bandwidth + device.each * layers + server.each * rest)
+    return parts, sum(parts.values()) * wanted.new_tokens / tokens + prompt
+
+
+def measure(model: Transformer, few: int = 1, many: int = 16, repeats: int = 5) -> tuple[float, float]:
+    """(fixed, each) of a `Machine`, for the layers of a model on this machine; the least of some repeats counts."""
+    L = model.config.num_hidden_layers
+    part = part_of(model, L // 2, L) if L > 1 else model
+    first, cached = part.layers.first, part.empty_cache(1, 64)
+    graphdef, params = nnx.split(part)
+
+    @jax.jit
+    def run(params, x):
+        ragged = Ragged.whole(*x.shape[:2])
+        over = attend_over(cached, jnp.full((1,), 32), jnp.ones((1, *2 * x.shape[1:2]), bool), ragged)
+        positions = jnp.zeros(x.shape[:2], jnp.int32)
+        return nnx.merge(graphdef, params).through_layers(x, positions, lambda *a: over(*a[:3], a[3] - first))[0]
+
+    took = []
+    for tokens in (few, many):
+        x = jnp.ones((1, tokens, model.config.hidden_size), model.dtype)
+        run(params, x).block_until_ready()
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            run(params, x).block_until_ready()
+            times.append(time.perf_counter() - began)
+        took.append(min(times) / part.config.num_hidden_layers)
+    each = max(took[1] - took[0], 0.0) / (many - few)
+    return max(took[0] - few * each, 0.0), each
+
+
+def measure_network(probe) -> Network:
+    """From (bytes up, bytes down) -> seconds: the round trip of a few bytes, and the rate of many."""
+    rtt = min(probe(1, 1) for _ in range(5))
+    size = 1 << 12
+    while (took := probe(size, size)) < max(4 * rtt, 0.2) and size < 1 << 24:
+        size *= 2
+    return Network(rtt, float(np.clip(2 * size / max(took - rtt, 1e-6), 1.0, 1e12)))

@@ -1,0 +1,189 @@
+"""What crosses the link: the hidden states of some tokens as bytes, exactly or within an error bound.
+
+Threshold splitting and token-wise adaptive bit quantization, after "Memory- and Latency-Constrained Inference of Large
+Language Models via Adaptive Split Computing" (arXiv 2511.04002; we have read its abstract and reviews of it, so that
+the formulas are ours). With r the root mean square of a token's values:
+
+* values of magnitude above `threshold` r are outliers: they cross as (index, float32), without an error;
+* with m the largest magnitude of the others, a token has the fewest bits b of 2 to 16 for which the step
+  s = m / (2^(b-1) - 1) is at most 2 `tolerance` r. A value crosses as round(x / s), so that its error is at most
+  s / 2 <= `tolerance` r. (At 16 bits the bound is s / 2 whatever the tolerance; that takes a tolerance below 2e-5.)
+
+The integers of a message are packed, b bits each, or coded by DEFLATE's Huffman codes where these take less, as they do
+from a few tokens on: Python has no other entropy coder.
+
+Axes: T tokens, D hidden size.
+"""
+
+import dataclasses
+import math
+import zlib
+
+import numpy as np
+from jaxtyping import Float, Float32, Int, Int32
+
+from refusion_jax.cli.errors import UserError
+
+_LEAST_BITS, _MOST_BITS = 2, 16
+_PACKED, _DEFLATED = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """A way to write hidden states as bytes."""
+
+    bits: int = 0  # of every value; 0: as many as each token needs for the tolerance
+    threshold: float = 1e9  # above so many root mean squares of its token a value is an outlier
+    tolerance: float = 0.0  # the largest error of a value, in root mean squares of its token
+
+    def bytes_per_token(self, D: int, itemsize: int) -> float:
+        """Of values of a normal distribution, of which at most 0.6 % are outliers; not deflated."""
+        if not (self.bits or self.tolerance):
+            return D * itemsize
+        levels = self.threshold / (2 * self.tolerance / _ROUNDING) if self.tolerance else 0
+        bits = self.bits or math.ceil(math.log2(levels + 1)) + 1
+        outliers = 0.006 * D * (4 + np.dtype(_index_type(D)).itemsize) if self.tolerance else 0
+        return 4 + D * bits / 8 + outliers
+
+    def encode(self, x: Float[np.ndarray, "T D"]) -> bytes:
+        """The tokens as bytes; the numbers of tokens and values, and the dtype, are for the other side to know.
+
+        Raises:
+          FloatingPointError: where a value is not finite.
+        """
+        if not (self.bits or self.tolerance):
+            return x.tobytes()
+        x = x.astype(np.float32)
+        if not np.isfinite(x).all():
+            raise FloatingPointError("a hidden state is not finite")
+        rms = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1))
+        is_outlier = np.abs(x) > self.threshold * rms[:, None]
+        most = np.max(np.abs(np.where(is_outlier, 0, x)), axis=1, initial=0)
+        bits = np.full(len(x), self.bits)
+        if not self.bits:
+            levels = most / np.maximum(2 * self.tolerance * rms / _ROUNDING, np.finfo(np.float64).tiny)
+            bits = np.ceil(np.log2(levels + 1)).astype(int) + 1
+            bits = np.clip(bits, _LEAST_BITS, _MOST_BITS)
+        half = (1 << (bits - 1)) - 1  # the largest integer
+        steps = _rounded_up(np.maximum(most / half, np.finfo(np.float32).tiny))
+        numbers = np.rint(np.where(is_outlier, 0, x) / steps[:, None]).astype(np.int32)
+        rows, places = np.nonzero(is_outlier)
+        parts = [
+            _high_half(steps).tobytes(),
+            bits.astype(np.uint8).tobytes(),
+            np.bincount(rows, minlength=len(x)).astype("<u4" if x.shape[1] > 255 else "u1").tobytes(),
+            places.astype(_index_type(x.shape[1])).tobytes(),
+            x[is_outlier].astype("<f4").tobytes(),
+        ]
+        packed = b"".join(_pack(numbers[bits == b] + half[bits == b][0], b) for b in np.unique(bits))
+        deflated = _deflate(numbers) if np.max(bits, initial=0) <= 8 else packed
+        is_deflated = len(deflated) < len(packed)
+        return b"".join([bytes([is_deflated]), *parts, deflated if is_deflated else packed])
+
+    def decode(self, content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
+        """What `encode` was given, within the bound.
+
+        Raises:
+          UserError: where the bytes are not those of so many tokens.
+        """
+        if not (self.bits or self.tolerance):
+            if len(content) != n * D * np.dtype(dtype).itemsize:
+                raise UserError(f"{len(content)} bytes are not {n} tokens of {D} values")
+            return np.frombuffer(content, dtype).reshape(n, D)
+        parts = _Parts(content)
+        (coding,) = parts.take("u1", 1)
+        steps = _from_high_half(parts.take("<u2", n))
+        bits = parts.take("u1", n).astype(int)
+        counts = parts.take("<u4" if D > 255 else "u1", n).astype(int)
+        if coding > _DEFLATED or not np.all((bits >= _LEAST_BITS) & (bits <= _MOST_BITS)) or np.any(counts > D):
+            raise UserError("compressed tokens have an unknown coding")
+        if not (np.isfinite(steps).all() and np.all(steps > 0)):
+            raise UserError("compressed tokens have no finite step")
+        places = parts.take(_index_type(D), counts.sum()).astype(int)
+        outliers = parts.take("<f4", counts.sum())
+        if np.any(places >= D) or not np.isfinite(outliers).all():
+            raise UserError("an outlier lies outside its token, or is not finite")
+        half = (1 << (bits - 1)) - 1
+        if coding == _DEFLATED:
+            numbers = _inflate(parts.rest(), n, D)
+        else:
+            numbers = np.zeros((n, D), np.int32)
+            for b in np.unique(bits):
+                own = bits == b
+                numbers[own] = _unpack(parts, own.sum(), D, b) - half[own][0]
+            parts.end()
+        if np.any(np.abs(numbers) > half[:, None]):
+            raise UserError("a compressed value is larger than its bits")
+        x = numbers * steps[:, None]
+        x[np.repeat(np.arange(n), counts), places] = outliers
+        return x.astype(dtype)
+
+
+# By name: exactly; 8 bits for every value; outliers apart and as many bits as each token needs.
+CODECS = {"exact": Codec(), "int8": Codec(bits=8), "adaptive": Codec(threshold=2.75, tolerance=0.2)}
+
+_ROUNDING = 1 + 2.0**-7  # by which `_rounded_up` raises a step, at most
+
+
+def _rounded_up(x: Float[np.ndarray, "T"]) -> Float32[np.ndarray, "T"]:
+    """The next float32 of which the lower 16 bits are 0."""
+    return _from_high_half(_high_half(x.astype(np.float32)) + np.uint16(1))
+
+
+def _high_half(x: Float32[np.ndarray, "T"]) -> np.ndarray:
+    return (x.astype("<f4").view("<u4") >> 16).astype("<u2")
+
+
+def _from_high_half(x: np.ndarray) -> Float32[np.ndarray, "T"]:
+    return (x.astype("<u4") << 16).view("<f4")
+
+
+def _index_type(D: int) -> str:
+    return "u1" if D <= 256 else "<u2" if D <= 65536 else "<u4"
+
+
+def _pack(x: Int32[np.ndarray, "T D"], bits: int) -> bytes:
+    """Numbers of 0 to 2^bits - 1, `bits` each, from the lowest bit on."""
+    return np.packbits((x[..., None] >> np.arange(bits)) & 1).tobytes()
+
+
+def _unpack(parts: "_Parts", n: int, D: int, bits: int) -> Int[np.ndarray, "T D"]:
+    size = n * D * int(bits)
+    ones = np.unpackbits(parts.take("u1", -(-size // 8)), count=size).reshape(n, D, bits)
+    return ones @ (1 << np.arange(bits))
+
+
+def _deflate(x: Int32[np.ndarray, "T D"]) -> bytes:
+    coder = zlib.compressobj(9, wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
+    return coder.compress(x.astype(np.int8).tobytes()) + coder.flush()
+
+
+def _inflate(content: bytes, n: int, D: int) -> Int32[np.ndarray, "T D"]:
+    coder = zlib.decompressobj(wbits=-15)
+    try:
+        plain = coder.decompress(content, n * D + 1)  # whatever it claims to be
+    except zlib.error as error:
+        raise UserError(f"compressed tokens cannot be read: {error}") from error
+    if len(plain) != n * D or not coder.eof or coder.unused_data:
+        raise UserError(f"compressed tokens are not {n} times {D} values")
+    return np.frombuffer(plain, np.int8).reshape(n, D).astype(np.int32)
+
+
+class _Parts:
+    """Arrays that lie one after the other in some bytes."""
+
+    def __init__(self, content: bytes):
+        self._content, self._at = content, 0
+
+    def take(self, dtype: str, count: int) -> np.ndarray:
+        begin, self._at = self._at, self._at + np.dtype(dtype).itemsize * int(count)
+        if self._at > len(self._content):
+            raise UserError("compressed tokens end too early")
+        return np.frombuffer(self._content[begin : self._at], dtype)
+
+    def rest(self) -> bytes:
+        return self._content[self._at :]
+
+    def end(self) -> None:
+        if self.rest():
+            raise UserError("compressed tokens are followed by something else")

@@ -1,0 +1,173 @@
+"""Decodes with the first layers of a model here, and the rest on a server.
+
+  python -m refusion_jax.split device --checkpoint=runs/quickstart --key=split.pem --server=HOST:9000 --layers=1 \
+      --prompt='Sort 7 3 9 1.'
+
+Prompts, answers and settings are those of `generate`. Decoders that append to a cache run on it, and nothing of theirs
+changes: with --codec=exact, and the same --weights and --cache on both sides, answers are those of the whole model.
+
+When the connection breaks, an answer goes on where it was. When the server comes back without its memory, unfinished
+answers are decoded anew; when it does not come back within --patience, the call ends with one line. Finished answers
+are kept in OUTPUT.partial: the same command decodes what is missing. A last line on stderr says what crossed the link.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from etils import epath
+
+from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_model, read_model_config, weights_stamp
+from refusion_jax.cli import command, flag_values
+from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.decoding import queue
+from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.prompts import encode_prompt, read_prompts, to_record
+from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.stops import Stops
+from refusion_jax.distributed.compiled_code import keep_for_user
+from refusion_jax.distributed.storage import write_file
+from refusion_jax.split import frames
+from refusion_jax.split.codec import CODECS
+from refusion_jax.split.link import Link, SessionLost
+from refusion_jax.split.model import SplitBatch, SplitModel, fingerprint, part_of
+from refusion_jax.split.server import check_given, define_shared
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for
+
+_OWN = ("weights", "cache")  # are flags of both sides
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this side."""
+    define_shared(own)
+    text = functools.partial(flags.DEFINE_string, flag_values=own)
+    text("server", None, "HOST:PORT of the server")
+    flags.DEFINE_integer("layers", None, "That this device holds; the server has the rest", 1, flag_values=own)
+    codecs = "Hidden states on the link: exact; int8; adaptive: as few bits as keep an error of 0.2 root mean squares"
+    flags.DEFINE_enum("codec", "exact", [*CODECS], codecs, flag_values=own)
+    flags.DEFINE_float("patience", 60.0, "Seconds in which a lost server must be back", 1, 86400, flag_values=own)
+    text("prompt", None, "One prompt, instead of --input")
+    text("input", None, "JSONL file of prompts")
+    text("output", None, "JSONL file of answers; stdout by default")
+    settings = {name: own for name, own in all_settings().items() if name not in _OWN}
+    command.define_settings(settings, "decode", own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Decodes the prompts.
+
+    Raises:
+      UserError: naming the flag at fault.
+      Failure: where the server is lost.
+    """
+    check_given(own, "checkpoint", "key", "server", "layers")
+    if (own.prompt is None) == (own.input is None):
+        raise UserError("one of --prompt=TEXT and --input=FILE is needed; --help explains")
+    address, checkpoint = frames.address_of(own.server), epath.Path(own.checkpoint)
+    settings = settings_of(own, checkpoint)
+    tokenizer, config = find_tokenizer(checkpoint), read_model_config(checkpoint)
+    if own.input is None:
+        prompts = [(0, Request(encode_prompt(own.prompt, tokenizer, "--prompt"), name="--prompt"))]
+    else:
+        prompts = read_prompts(Path(own.input), tokenizer, settings)
+    if own.output:
+        flag_values.check_output("output", Path(own.output))
+        flag_values.check_apart(own.output, [own.input] if own.input else [])
+    ids, requests = zip(*prompts, strict=True)
+    requests = prepare(requests, settings, config)
+    decoder = decoder_on_link(requests, config)
+    if own.layers >= config.num_hidden_layers:
+        raise UserError(f"--layers={own.layers}: the model has {config.num_hidden_layers}; the server needs some")
+    keep_for_user(own.compilation_cache)
+    model = load_model(checkpoint, own.dtype)
+    part = part_of(model.rounded(own.weights, own.cache), 0, own.layers)
+    stamp = fingerprint(model)
+    del model
+    link = Link(address, Path(own.key), stamp, own.layers, own.codec, own.patience)
+
+    call = {name: own[name].value for name in ("layers", "codec", "weights", "cache", "dtype")}
+    call |= {"checkpoint": weights_stamp(own.checkpoint, settings), "settings": dataclasses.asdict(settings)}
+    journal = (
+        Journal(Path(f"{own.output}.partial"), {"call": json.dumps(call)}, range(len(ids))) if own.output else None
+    )
+    records = journal.records if journal else {}
+    todo = [i for i in range(len(ids)) if i not in records]
+    began, tokens = time.perf_counter(), 0
+    for at, answer in decode_split(SplitModel(part, link), [requests[i] for i in todo], decoder):
+        tokens += len(answer.tokens)
+        record = to_record(ids[todo[at]], answer, tokenizer, Stops(()))
+        if journal:
+            journal.add(todo[at], record)
+        else:
+            print(json.dumps(record, ensure_ascii=False), flush=True)
+    if journal:
+        lines = (json.dumps(records[i], ensure_ascii=False) + "\n" for i in range(len(ids)))
+        write_file(Path(own.output), "".join(lines))
+        journal.delete()
+    print(summary(link, tokens, time.perf_counter() - began), file=sys.stderr)
+    link.close()
+
+
+def settings_of(own: flags.FlagValues, checkpoint: epath.Path) -> Settings:
+    """The decode settings of the flags."""
+    named = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
+    given = {name: value for name, value in named.items() if value is not None}
+    given["method"] = choose_method(checkpoint, given.get("method"))
+    check_settings(given["method"], given)
+    return DecodeSettings(**given)
+
+
+def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
+    """The decoder of some requests.
+
+    Raises:
+      SettingError: where it cannot run over two machines.
+    """
+    settings, decoder = requests[0].settings, decoder_for(requests, config)
+    if not decoder.copies_prefix or settings.auxiliary_models:
+        why = "does not append to a cache of one model, so that it cannot run over two machines"
+        raise SettingError("decode", "method", settings.method, why)
+    return decoder
+
+
+def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decoder) -> Iterator[tuple[int, Answer]]:
+    """Yields (index, answer) as answers finish, like `queue.stream`. Those that a server has forgotten begin anew.
+
+    Args:
+      model: with the link to the server.
+      requests: from `prepare`.
+      decoder: from `decoder_on_link`.
+
+    Raises:
+      Failure: where the server is lost.
+    """
+    left = list(range(len(requests)))
+    while left:
+        asked = list(left)
+        some, rows = [requests[i] for i in asked], requests[0].settings.batch_size
+        try:
+            for at, answer in queue.stream(model, decoder, some, rows, batch_type=SplitBatch):
+                left.remove(asked[at])
+                yield asked[at], answer
+        except SessionLost as error:
+            print(f"{error}: {len(left)} answers begin anew", file=sys.stderr)
+            model.link.begin()
+
+
+def summary(link: Link, tokens: int, took: float) -> str:
+    """What some answers took, in one line."""
+    share = link.crossed / max(link.crossed_exactly, 1)
+    return (
+        f"{tokens} tokens, {tokens / took:.1f} a second; for each {link.round_trips / max(tokens, 1):.2f} round trips, "
+        f"{link.sent / max(tokens, 1):,.0f} bytes sent, {link.received / max(tokens, 1):,.0f} received; hidden states "
+        f"took {share:.1%} of their bytes"
+    )

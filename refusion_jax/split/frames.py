@@ -1,0 +1,221 @@
+"""Messages between device and server, in frames: length, checksum, and the message in MessagePack.
+
+A message is a list: the number of its kind, then its fields in order. What has another length, checksum, kind, or a
+field of another type or outside its limits is refused; nothing that arrives is ever run.
+
+The connection is TLS 1.3. Both sides hold the same PEM file, a private key and its self-signed certificate: each proves
+to the other that it has the key, and takes no other certificate.
+"""
+
+import dataclasses
+import socket
+import ssl
+import struct
+import zlib
+from pathlib import Path
+
+import msgpack
+
+from refusion_jax.cli.errors import UserError
+
+VERSION = 1
+LARGEST = 1 << 28  # bytes of a message
+_HEADER = struct.Struct("!II")  # bytes of the message, their CRC-32
+_MOST = (1 << 31) - 1  # of a number
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """The first message of a device."""
+
+    version: int
+    stamp: bytes  # of the model's weights, 16 bytes
+    layers: int  # of the device; 0: it only measures
+    codec: str
+    session: bytes  # 16 bytes, of the device's choice
+    last: int  # number of the last result that it has; 0 in a new session
+
+
+@dataclasses.dataclass(frozen=True)
+class Welcome:
+    """The first message of a server."""
+
+    last: int  # number of the last message that it has dealt with; 0: the session is new
+    fixed: float  # seconds of a forward through one layer of it, whatever its tokens
+    each: float  # and for each token
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Begins with an empty batch of rows."""
+
+    number: int
+    rows: int
+    capacity: int  # cache entries of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Admit:
+    """The forwards that follow fill the caches of new rows, which have leading entries in common with a row."""
+
+    number: int
+    rows: int
+    source: int
+    shared: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The new rows take these places in the batch; the forwards that follow are of the batch."""
+
+    number: int
+    rows: bytes  # int32; those past its end are dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """Hidden states of the tokens of one forward, row by row."""
+
+    number: int
+    wanted: bool  # whether the device waits for a result
+    width: int  # tokens of a row, at most
+    shards: int  # these three: how the forward is packed, see model/ragged.py
+    tile: int
+    tiles: int
+    fed: bytes  # int32 of each row: tokens that follow
+    length: bytes  # int32 of each row: cache entries that they see
+    positions: bytes  # int32 of each token
+    visible: bytes  # which tokens of its row each one sees, bits of [rows, width, width]; empty: those up to itself
+    tokens: bytes  # by the codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What the output head reads, of the tokens of a forward."""
+
+    number: int
+    tokens: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Asks for an answer of so many bytes, to measure the link."""
+
+    answer: int
+    padding: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Bye:
+    """The device will not come back."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Why the server goes no further."""
+
+    why: str
+
+
+_KINDS = (Hello, Welcome, Start, Admit, Place, Forward, Result, Probe, Bye, Refused)
+Message = Hello | Welcome | Start | Admit | Place | Forward | Result | Probe | Bye | Refused
+
+
+class FrameError(UserError):
+    """Bytes that are no message."""
+
+
+def pack(message: Message) -> bytes:
+    """A message as a frame."""
+    body = msgpack.packb([_KINDS.index(type(message)), *vars(message).values()])
+    return _HEADER.pack(len(body), zlib.crc32(body)) + body
+
+
+def unpack(body: bytes, checksum: int) -> Message:
+    """The message in a frame.
+
+    Raises:
+      FrameError: where there is none.
+    """
+    if zlib.crc32(body) != checksum:
+        raise FrameError("a frame with another checksum")
+    try:
+        kind, *fields = msgpack.unpackb(body, use_list=True, max_array_len=16, max_map_len=0, max_ext_len=0)
+        wanted = dataclasses.fields(_KINDS[kind]) if type(kind) is int and 0 <= kind < len(_KINDS) else ()
+        if len(fields) != len(wanted) or not fields:
+            raise ValueError("no such message")
+        for field, value in zip(wanted, fields, strict=True):
+            if type(value) is not field.type or (field.type is int and not 0 <= value <= _MOST):
+                raise ValueError(f"{field.name} of {_KINDS[kind].__name__}")
+        return _KINDS[kind](*fields)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise FrameError(f"a malformed message: {error}") from error
+
+
+def send(connection: socket.socket, message: Message) -> int:
+    """Sends a message: its bytes."""
+    frame = pack(message)
+    connection.sendall(frame)
+    return len(frame)
+
+
+def receive(connection: socket.socket) -> tuple[Message, int]:
+    """(the next message, its bytes).
+
+    Raises:
+      FrameError: where something else arrives.
+      ConnectionError: where the connection ends.
+    """
+    length, checksum = _HEADER.unpack(_read(connection, _HEADER.size))
+    if length > LARGEST:
+        raise FrameError(f"a frame of {length:,} bytes")
+    return unpack(_read(connection, length), checksum), _HEADER.size + length
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        some = connection.recv(min(size - len(content), 1 << 20))  # as much memory as has arrived
+        if not some:
+            raise ConnectionError("the other side has closed the connection")
+        content += some
+    return bytes(content)
+
+
+def secured(key: Path, is_server: bool) -> ssl.SSLContext:
+    """TLS with whoever holds the same key.
+
+    Args:
+      key: PEM file of a private key and its self-signed certificate.
+      is_server: which side this is.
+
+    Raises:
+      UserError: where the file is no such thing.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(key)
+        context.load_verify_locations(key)
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(
+            f"--key={key}: no PEM file of a private key and its certificate ({error.strerror or error}); "
+            f"make one: openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 "
+            f"-subj /CN=split -keyout {key} -out {key}, and give it to both sides"
+        ) from error
+    return context
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT.
+
+    Raises:
+      UserError: where it is something else.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise UserError(f"--server={text[:80]}: must be HOST:PORT, such as 127.0.0.1:9000")
+    return host.strip("[]"), int(port)

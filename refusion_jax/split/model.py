@@ -1,0 +1,204 @@
+"""A model whose layers are cut in two: the part of a device, with a link to the other part, and the part of a server.
+
+Each part keeps the keys and values of its own layers. A forward writes those of its tokens after the committed ones,
+and to commit is to advance a counter (decoding/cache.py): so the server writes all it is given after the entries that
+the next forward says are committed, and needs to be told nothing else.
+
+Axes: B rows, T tokens of this forward, C cache entries, L layers of a part, D hidden size, K key/value heads, H head
+size.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import io_callback
+from jaxtyping import Array, Bool, Float, Int32
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.decoding.queue import Newcomers, Progress, RunningBatch
+from refusion_jax.model.key_values import KeyValues, attend_over
+from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.transformer import Transformer, Wrapper
+
+
+class Packing(NamedTuple):
+    """How the tokens of a forward are packed; see model/ragged.py."""
+
+    rows: int
+    width: int
+    shards: int
+    tile: int
+    tiles: int  # of a shard
+
+    @classmethod
+    def of(cls, ragged: Ragged) -> "Packing":
+        """That of some rows."""
+        places = ragged.rows * ragged.width // ragged.shards if ragged.source is None else ragged.source.shape[1]
+        return cls(ragged.rows, ragged.width, ragged.shards, ragged.tile, places // ragged.tile)
+
+    def ragged(self, fed: Int32[Array, "B"]) -> Ragged:
+        """The packing of rows that feed so many tokens."""
+        return Ragged.of(fed, self.width, self.tile, self.tiles, self.shards)
+
+
+def part_of(model: Transformer, first: int, end: int) -> Transformer:
+    """The layers `first` to `end` - 1 of a model, with all that is outside its layers.
+
+    The layers keep their numbers. The part's weights are copies.
+    """
+    part = nnx.clone(model)
+    part.config = dataclasses.replace(model.config, num_hidden_layers=end - first)
+    for name in ("dense_layers", "layers"):
+        layers = getattr(part, name, None)
+        if layers is not None:
+            begin, stop = (min(max(at, layers.first), layers.end) - layers.first for at in (first, end))
+            state = jax.tree.map(lambda w, cut=slice(begin, stop): w[cut], nnx.state(layers))
+            nnx.update(layers, state)
+            layers.first, layers.end = layers.first + begin, layers.first + stop
+    return part
+
+
+def fingerprint(model: Transformer) -> bytes:
+    """16 bytes that differ between models: from their shape, and the first values of every weight."""
+    import hashlib
+
+    content = hashlib.blake2b(repr(model.config).encode(), digest_size=16)
+    for weight in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
+        content.update(np.asarray(weight.reshape(-1)[:4096], np.float32).tobytes())
+    return content.digest()
+
+
+class Crossing(Protocol):
+    """Where the hidden states of a device go, and come back from; called by the host while the device waits."""
+
+    def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
+        """Takes x, positions, length, visible, index and fed of a forward: its number, int32."""
+
+    def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, number: np.ndarray) -> np.ndarray:
+        """What the output head reads, packed as x was; only asked where somebody reads it."""
+
+
+class SplitModel(Wrapper):
+    """The device's part of a model as the whole one. Decoders that read nothing of a forward do not wait for it."""
+
+    def __init__(self, part: Transformer, link: Crossing):
+        super().__init__(part)
+        self.link = link
+
+    def extend_hidden(
+        self,
+        tokens: Int32[Array, "B T"],
+        positions: Int32[Array, "B T"],
+        cached: KeyValues,
+        length: Int32[Array, "B"],
+        visible: Bool[Array, "B T T"],
+        ragged: Ragged | None = None,
+    ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
+        """As that of the whole model; the keys and values are those of the device's layers."""
+        ragged = ragged or Ragged.whole(*tokens.shape)
+        attend = attend_over(cached, length, visible, ragged)
+        x = self.model.embedded(ragged.pack(tokens))
+        x, new, _ = self.model.through_layers(x, ragged.pack(positions), attend)
+        packing = Packing.of(ragged)
+        arrays = (x, positions, length, visible, ragged.index(), ragged.fed)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        number = io_callback(functools.partial(self.link.send, packing), number, *arrays, ordered=True)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        # Pure, so that it is left out where nothing depends on it: a prefill does not wait for its round trips.
+        return jax.pure_callback(functools.partial(self.link.receive, shape, packing), shape, number), new
+
+    def hidden_and_load(self, *fed: Any):
+        """Refused: only decoders with a cache run over two machines."""
+        raise UserError("a split model decodes on a cache only")
+
+
+class SplitBatch(RunningBatch):
+    """A batch that tells the server which rows are filled. `link` is that of its model.
+
+    Raises:
+      Failure, UserError: where the server cannot be asked any more, instead of any answer.
+    """
+
+    def __init__(self, model: SplitModel, decoder: Any, like: Any, rows: int):
+        self._link = model.link
+        super().__init__(model, decoder, like, rows)
+        self._link.start(rows, decoder.cache_length)
+
+    def _prefill(self, new: Newcomers) -> None:
+        given = np.where(new.rows < self.rows, new.layout.given.length, 0)
+        self._link.admit(given, int(new.source), int(new.shared))
+        super()._prefill(new)
+        jax.block_until_ready(self._state)
+        self._link.place(new.rows)
+
+    def look(self) -> Progress:
+        progress = super().look()
+        self._link.check()
+        return progress
+
+
+class Upper:
+    """The server's part of a model: runs forwards of several batches at once."""
+
+    def __init__(self, part: Transformer):
+        graphdef, params = nnx.split(part)
+        self._params = nnx.to_pure_dict(params)
+        self._part, self._run = part, jax.jit(functools.partial(_forward, graphdef), static_argnums=1, donate_argnums=2)
+
+    def empty_cache(self, rows: int, capacity: int) -> KeyValues:
+        """For a new batch."""
+        # Copies, since keys and values are given away one by one.
+        return jax.tree.map(jnp.copy, self._part.empty_cache(rows, capacity))
+
+    def cache_bytes(self, rows: int, capacity: int) -> int:
+        """Bytes that a batch takes."""
+        shapes = jax.eval_shape(lambda: self._part.empty_cache(rows, capacity))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+    def __call__(
+        self, packing: Packing, caches: Sequence[KeyValues], arrays: Sequence[tuple[np.ndarray, ...]]
+    ) -> tuple[list[np.ndarray], list[KeyValues]]:
+        """(what the output head reads, [B, T, D], and the new cache) for every batch.
+
+        Args:
+          packing: of every one of them.
+          caches: given away.
+          arrays: for each the hidden states [B, T, D], positions [B, T], visible [B, T, T], length and fed [B].
+        """
+        joined = [np.concatenate(parts) for parts in zip(*arrays, strict=True)]
+        several = packing._replace(rows=packing.rows * len(caches), shards=packing.shards * len(caches))
+        x, caches = self._run(self._params, several, list(caches), *joined)
+        return np.split(np.asarray(x), len(caches)), caches
+
+
+def _forward(graphdef, params, packing: Packing, caches: list[KeyValues], x, positions, visible, length, fed):
+    part, ragged = nnx.merge(graphdef, params), packing.ragged(fed)
+    cached = caches[0] if len(caches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *caches)
+    first, over = _first_layer(part), attend_over(cached, length, visible, ragged)
+
+    def attend(q, k, v, number):
+        return over(q, k, v, number - first)
+
+    x, new, _ = part.through_layers(ragged.pack(x.astype(part.dtype)), ragged.pack(positions), attend)
+    new = jax.tree.map(lambda x: jax.vmap(ragged.spread)(x), new)  # [L, B, T, K, H]
+    at = length[:, None] + jnp.arange(packing.width)[None]  # [B, T]; those past the end are never committed
+    rows = jnp.arange(packing.rows)[:, None]
+
+    def put(cached, new):
+        return cached.at[:, rows, :, at].set(new.transpose(1, 2, 0, 3, 4), mode="drop")
+
+    cached = jax.tree.map(put, cached, new)
+    each = packing.rows // len(caches)
+    parts = [jax.tree.map(lambda x, i=i: x[:, i * each : (i + 1) * each], cached) for i in range(len(caches))]
+    return ragged.spread(part.normed(x)), parts
+
+
+def _first_layer(part: Transformer) -> int:
+    dense = getattr(part, "dense_layers", None)
+    return part.layers.first if dense is None or dense.first == dense.end else dense.first

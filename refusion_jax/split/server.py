@@ -1,0 +1,74 @@
+"""Serves the last layers of a model to devices that hold the first ones.
+
+  python -m refusion_jax.split server --checkpoint=runs/quickstart --key=split.pem --port=9000
+
+Each device says how many layers it has, and how hidden states cross the link. Only holders of --key are listened to.
+The server ends on SIGINT or SIGTERM; devices that find it again within their --patience decode their unfinished
+answers anew.
+"""
+
+import functools
+import signal
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from refusion_jax.checkpoints.load import load_model
+from refusion_jax.cli import command
+from refusion_jax.cli.errors import UserError
+from refusion_jax.distributed.compiled_code import keep_for_user
+from refusion_jax.serving.address import listen
+from refusion_jax.split import frames
+from refusion_jax.split.choice import measure
+from refusion_jax.split.model import fingerprint
+from refusion_jax.split.service import Service
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this side."""
+    define_shared(own)
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: on all of them", flag_values=own)
+    flags.DEFINE_integer("port", 9000, "To listen on; 0: any that is free", 0, 65535, flag_values=own)
+    flags.DEFINE_float("memory", 4.0, "GiB for the caches of all devices", 0.001, 2**20, flag_values=own)
+
+
+def define_shared(own: flags.FlagValues) -> None:
+    """The flags of both sides."""
+    text = functools.partial(flags.DEFINE_string, flag_values=own)
+    text("checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory")
+    text("key", None, "PEM file of a private key and its self-signed certificate, the same on both machines")
+    choices = ["same", "int8", "int4"]
+    for name, what in (("weights", "Weights"), ("cache", "Keys and values")):
+        flags.DEFINE_enum(name, "same", choices, f"{what} of this side's layers: same (as --dtype)", flag_values=own)
+    dtypes = ["float32", "bfloat16"]
+    flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and computation", flag_values=own)
+    text("compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache")
+
+
+def main(own: flags.FlagValues) -> None:
+    """Serves until it is ended.
+
+    Raises:
+      UserError: naming the flag at fault.
+    """
+    check_given(own, "checkpoint", "key")
+    tls = frames.secured(Path(own.key), is_server=True)
+    listening = listen(own.host, own.port)
+    keep_for_user(own.compilation_cache)
+    model = load_model(own.checkpoint, own.dtype)
+    stamp = fingerprint(model)
+    service = Service(model.rounded(own.weights, own.cache), stamp, int(own.memory * 2**30), measure)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    command.say(f"serving the last layers of {own.checkpoint} at {own.host}:{listening.getsockname()[1]}")
+    service.listen(listening, tls)
+
+
+def check_given(own: flags.FlagValues, *names: str) -> None:
+    """Refuses a call without flags that are needed.
+
+    Raises:
+      UserError: naming them.
+    """
+    if missing := [name for name in names if own[name].value is None]:
+        raise UserError(f"--{' and --'.join(missing)}: needed; --help explains")

@@ -1,0 +1,262 @@
+"""One model over two machines: what crosses the link keeps its bound, and answers are those of the whole model."""
+
+import contextlib
+import dataclasses
+import random
+import shutil
+import socket
+import subprocess
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from conftest import PROMPTS, settings, sharp_model
+
+from refusion_jax import decode
+from refusion_jax.cli.errors import Failure, UserError
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.model.int8 import Int4Array
+from refusion_jax.split import choice, frames
+from refusion_jax.split.codec import CODECS
+from refusion_jax.split.device import decode_split, decoder_on_link
+from refusion_jax.split.link import Link
+from refusion_jax.split.model import Packing, SplitModel, fingerprint, part_of
+from refusion_jax.split.service import Service
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory):
+    if not shutil.which("openssl"):
+        pytest.skip("openssl makes the key")
+    path = tmp_path_factory.mktemp("key") / "split.pem"
+    ask = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=split".split()
+    subprocess.run(["openssl", *ask, "-keyout", path, "-out", path], check=True, capture_output=True)
+    return path
+
+
+class Cutter:
+    """Forwards bytes between devices and a server, until it is told to cut all connections."""
+
+    def __init__(self, port: int):
+        self.to, self.listening, self.open, self.passed, self.cut_at = port, socket.create_server(("", 0)), [], 0, None
+        self.port = self.listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            here, _ = self.listening.accept()
+            there = socket.create_connection(("127.0.0.1", self.to))
+            self.open += [here, there]
+            for a, b in ((here, there), (there, here)):
+                threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
+
+    def _pass_on(self, a, b):
+        try:
+            while some := a.recv(1 << 16):
+                self.passed += len(some)
+                if self.cut_at is not None and self.passed > self.cut_at:
+                    self.cut_at = None
+                    self.cut()
+                b.sendall(some)
+        except OSError:
+            pass
+
+    def cut(self):
+        for each in self.open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self.open = []
+
+
+@pytest.fixture(scope="module")
+def model():
+    return sharp_model(num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def served(model, key):
+    """(the service, a proxy before it)."""
+    service = Service(model, fingerprint(model), 1 << 30, choice.measure)
+    listening = socket.create_server(("127.0.0.1", 0))
+    tls = frames.secured(key, is_server=True)
+    threading.Thread(target=service.listen, args=(listening, tls), daemon=True).start()
+    return service, Cutter(listening.getsockname()[1])
+
+
+def link_to(served, model, key, codec="exact", layers=1, patience=20.0):
+    return Link(("127.0.0.1", served[1].port), key, fingerprint(model), layers, codec, patience)
+
+
+def answers(model, link, method, prompts=PROMPTS, layers=1, **changes):
+    """The tokens of split decoding."""
+    requests = prepare(prompts, settings(method, **changes), model.config)
+    part = SplitModel(part_of(model, 0, layers), link)
+    found = dict(decode_split(part, requests, decoder_on_link(requests, model.config)))
+    return [found[i].tokens for i in range(len(requests))]
+
+
+@pytest.mark.parametrize("D", [16, 128, 300])
+def test_hidden_states_cross_within_their_bound(D):
+    draw = np.random.default_rng(D)
+    for tokens in (0, 1, 33):
+        x = (draw.standard_t(3, (tokens, D)) * np.exp(draw.normal(0, 3, (tokens, 1)))).astype(np.float32)
+        x[:1] = 0
+        rms = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True))
+        for name, codec in CODECS.items():
+            content = codec.encode(x)
+            y = codec.decode(content, tokens, D, np.float32)
+            bound = {"exact": 0, "int8": np.abs(x).max(axis=1, keepdims=True) / 254 * 1.01}
+            assert np.all(np.abs(y - x) <= bound.get(name, codec.tolerance * rms) * (1 + 1e-6)), name
+            is_outlier = (name == "adaptive") & (np.abs(x) > min(codec.threshold, 9) * rms)
+            np.testing.assert_array_equal(y[is_outlier], x[is_outlier])
+            for bad in (content[:-1], content + b"\0", content[: len(content) // 2]) if content else ():
+                with pytest.raises(UserError):
+                    codec.decode(bad, tokens, D, np.float32)
+    normal = draw.normal(size=(8, D)).astype(np.float32)
+    if D > 100:
+        assert len(CODECS["int8"].encode(normal)) <= 0.27 * normal.nbytes
+        assert len(CODECS["adaptive"].encode(normal)) <= 0.15 * normal.nbytes
+
+
+@pytest.mark.parametrize("axis", [1, 2, -1])
+def test_int4_keeps_the_bound_of_its_groups(axis):
+    x = np.random.default_rng(0).standard_t(3, (2, 64, 6, 32)).astype(np.float32)
+    rounded = Int4Array.of(jax.numpy.asarray(x), [axis])
+    assert rounded.values.size * 2 == x.size
+    error = np.moveaxis(np.abs(np.asarray(rounded.widened(np.float32)) - x), axis, -1)
+    size = 32 if x.shape[axis] % 32 == 0 else x.shape[axis]
+    error, x = (each.reshape(-1, size) for each in (error, np.moveaxis(x, axis, -1)))
+    assert np.all(error <= np.abs(x).max(axis=1, keepdims=True) / 14 * (1 + 1e-5))
+
+
+def test_an_answer_goes_on_where_the_connection_broke(served, model, key):
+    """The connection is cut five times; then the server forgets all; then the other way round it ends in one line."""
+    service, cutter = served
+    whole = decode(model, PROMPTS, settings("idlm", batch_size=2)).tokens
+    link = link_to(served, model, key)
+    requests = prepare(PROMPTS, settings("idlm", batch_size=2), model.config)
+    part = SplitModel(part_of(model, 0, 1), link)
+
+    def tokens():
+        found = dict(decode_split(part, requests, decoder_on_link(requests, model.config)))
+        return [found[i].tokens for i in range(len(requests))]
+
+    for cut_at in (None, 3_000, 9_000, 17_000, 26_000):
+        link.begin()
+        cutter.passed, cutter.cut_at = 0, cut_at
+        assert tokens() == whole
+        assert cutter.cut_at is None
+    link.begin()
+    cutter.passed, cutter.cut_at = 0, 9_000
+    forget = threading.Thread(target=lambda: (until(lambda: cutter.cut_at is None), service._sessions.clear()))
+    forget.start()
+    assert tokens() == whole
+    forget.join()
+
+    link.begin()
+    link._patience, link._address = 1.0, ("127.0.0.1", 1)
+    cutter.cut()
+    with pytest.raises(Failure, match="is not to be reached"):
+        tokens()
+    link.close()
+
+
+def until(holds):
+    while not holds():
+        time.sleep(0.001)
+
+
+def test_several_devices_are_computed_together(served, model, key):
+    """Each gets what it would get alone."""
+    service, _ = served
+    draw, packing = np.random.default_rng(0), Packing(1, 2, 1, 2, 1)
+    D, none, visible = model.config.hidden_size, np.zeros(1, np.int32), np.tri(2, dtype=bool)[None]
+    shape, index = jax.ShapeDtypeStruct((1, 2, D), np.float32), np.arange(2, dtype=np.int32)[None]
+    xs = draw.normal(size=(3, 1, 2, D)).astype(np.float32)
+    links = [link_to(served, model, key) for _ in xs]
+    for link in links:
+        link.start(1, 16)
+
+    def ask(link, x):
+        found[link] = link.receive(shape, packing, link.send(packing, x, index, none, visible, index, none + 2))
+
+    for is_together in (False, True):
+        found = {}
+        asking = [threading.Thread(target=ask, args=pair) for pair in zip(links, xs, strict=True)]
+        for each in asking:
+            each.start()
+            is_together or each.join()
+        [each.join() for each in asking]
+        if not is_together:
+            alone = found
+    for link in links:
+        link.check()
+        link.close()
+        np.testing.assert_allclose(found[link], alone[link], rtol=1e-5, atol=1e-6)
+    assert max(service.together) > 1
+
+
+def test_malformed_frames_are_refused(served, model, key):
+    """300 of them: none is accepted, and the server goes on."""
+    draw = random.Random(0)
+    hello = frames.Hello(frames.VERSION, fingerprint(model), 1, "exact", b"s" * 16, 0)
+    forward = frames.Forward(2, True, 1, 1, 1, 1, b"\1\0\0\0", b"\0" * 4, b"\0" * 4, b"", bytes(64))
+    wrong = {
+        "fed": b"\2\0\0\0", "length": b"\xff\xff\xff\xff", "positions": b"", "visible": b"\0\0", "tokens": bytes(60),
+        "width": 1 << 30, "shards": 3, "tile": 0, "tiles": 1 << 30, "number": 7,
+    }  # fmt: skip
+
+    def replies(*sent: bytes) -> list:
+        here, there = socket.socketpair()
+        with here, there:
+            threading.Thread(target=served[0].talk, args=(there,)).start()
+            here.sendall(b"".join(sent))
+            got = []
+            while not got or isinstance(got[-1], frames.Welcome):
+                got.append(frames.receive(here)[0])
+            return got
+
+    start = frames.pack(frames.Start(1, 1, 16))
+    for number in range(300):
+        frame = bytearray(frames.pack(forward if number % 2 else hello))
+        if number % 3 == 0:  # a field that means nothing
+            name = [*wrong][number // 3 % len(wrong)]
+            frame = frames.pack(dataclasses.replace(forward, **{name: wrong[name]}))
+        elif number % 3 == 1:  # bits that have changed
+            frame[draw.randrange(4, len(frame))] ^= 1 << draw.randrange(8)
+        else:  # a message of other types, whose checksum is right
+            body = frames.msgpack.packb(
+                [draw.choice([*range(12), -1, "x", None]), *draw.choices([1, "a", b"b", []], k=3)]
+            )
+            frame = frames._HEADER.pack(len(body), frames.zlib.crc32(body)) + body
+        session = dataclasses.replace(hello, session=number.to_bytes(16, "big"))
+        got = replies(frames.pack(session), start, bytes(frame))
+        assert not any(isinstance(each, frames.Result) for each in got), number
+        assert isinstance(got[-1], frames.Refused), (number, got)
+    got = replies(frames.pack(hello), start, frames.pack(forward))
+    assert [type(each) for each in got] == [frames.Welcome, frames.Result]
+
+
+def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tmp_path):
+    other = tmp_path / "other.pem"
+    ask = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=split".split()
+    subprocess.run(["openssl", *ask, "-keyout", other, "-out", other], check=True, capture_output=True)
+    with pytest.raises(UserError, match="another --key"):
+        link_to(served, model, other)
+    with pytest.raises(UserError, match="another model"):
+        link_to(served, sharp_model(1), key)
+
+
+@pytest.mark.slow  # 200 prompts for each decoder
+@pytest.mark.parametrize("method", ["ar", "refusion", "idlm", "card", "wedlm", "dense", "block_diffusion"])
+def test_answers_are_those_of_the_whole_model(served, model, key, method):
+    draw = np.random.default_rng(0)
+    prompts = [[1, *draw.integers(5, 30, draw.integers(1, 16)).tolist()] for _ in range(200)]
+    whole = decode(model, prompts, settings(method, batch_size=8)).tokens
+    for layers in (1, 2):
+        link = link_to(served, model, key, layers=layers)
+        assert answers(model, link, method, prompts, layers, batch_size=8) == whole
+        link.close()
