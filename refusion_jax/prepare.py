@@ -3,19 +3,22 @@
   python -m refusion_jax.prepare --input='my/*.jsonl' --output=prepared/mine --tokenizer=my.model --row_length=4096
   python -m refusion_jax.train --config=configs/small.py --workdir=runs/mine --config.data.path=prepared/mine
 
-Reads .jsonl, .ndjson, .json (a list) and Parquet; other files are plain text, compressed ones are refused.
+Reads .jsonl and .ndjson (also in .gz, .bz2 or .zst), .json (a list), Parquet, WARC and WET; other files are plain text.
 An object has a query and a response, or messages (of which --turns are answers), or a text. A prompt with its response
 is never cut. Memory does not grow with the input. Killed, the same command goes on where it was; the number of
 workers changes no byte, and neither does --runner=beam, which has the work done by Apache Beam on many machines.
+Duplicates, near-duplicates and what filters refuse are left out on demand, and counted.
 DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl and the tokenizer.
 """
 
+import dataclasses
 import functools
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from etils import epath
@@ -26,7 +29,10 @@ from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
-from refusion_jax.data.manifest import LONGEST_ROW, Manifest
+from refusion_jax.data.filters import ALL, NAMES, Filters, FilterSettings
+from refusion_jax.data.hub import pinned
+from refusion_jax.data.input_splits import find_files
+from refusion_jax.data.manifest import LONGEST_ROW, Manifest, file_checksum
 from refusion_jax.data.preparation import plan_chunks, prepare
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
@@ -34,7 +40,10 @@ from refusion_jax.data.workers import Processes, Runner
 from refusion_jax.distributed.cores import available_cores
 
 _INPUT = flags.DEFINE_multi_string(
-    "input", None, "A file, a glob or a directory (all files below it), local or gs://; may be given several times"
+    "input",
+    None,
+    "A file, a glob or a directory (all files below it), local, gs://, s3:// or hf://datasets/ORG/NAME; may be given "
+    "several times",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "The directory to write, local or gs://")
 _SHAPING = [
@@ -52,6 +61,27 @@ _SHAPING = [
     flags.DEFINE_bool(
         "dedup", False, "Leave out examples whose text stands in the input before; not texts longer than --shard_mib"
     ),
+    flags.DEFINE_bool(
+        "near_dedup",
+        False,
+        "Leave out examples whose text is nearly that of one before: of those that share 0.8 of the 5-grams of their "
+        "words 97.5 % are found (MinHash)",
+    ),
+    flags.DEFINE_list(
+        "filters", [], f"Rules, of {', '.join(NAMES)}, by which texts are left out or changed: see the README of data/"
+    ),
+    flags.DEFINE_list("languages", [], f"Keep what is in these, such as en,de; {ALL}: keep all, and count them"),
+    flags.DEFINE_list(
+        "decontaminate",
+        [],
+        "JSONL files of tests, such as DIR/*.jsonl: leave out what shares 13 words with one",
+    ),
+    flags.DEFINE_list(
+        "blocked_urls",
+        [],
+        "Files of domains, or of how URLs begin, one a line: leave out records of these",
+    ),
+    flags.DEFINE_bool("shuffle", False, "Make each shard of parts of files that are drawn from all of them"),
     flags.DEFINE_float(
         "held_out", 0.0, "Share of documents, chosen by their text, that go to DIR/held_out instead", 0.0, 0.5
     ),
@@ -111,10 +141,11 @@ class _Bar:
         self._bar.stop()
 
 
-def command_line() -> str:
+def command_line(inputs: list[str]) -> str:
     """What makes the same files again: all but where they go, and how many processes work."""
-    named = [f"--input={pattern}" for pattern in _INPUT.value]
-    named += [f"--{flag.name}={flag.value}" for flag in _SHAPING if flag.value != flag.default]
+    named = [f"--input={pattern}" for pattern in inputs]
+    for flag in (flag for flag in _SHAPING if flag.value != flag.default):
+        named.append(f"--{flag.name}={','.join(flag.value) if isinstance(flag.value, list) else flag.value}")
     return shlex.join(["python", "-m", "refusion_jax.prepare", *named])
 
 
@@ -141,6 +172,22 @@ def _runner() -> Callable[[Settings, epath.Path], Runner]:
     return functools.partial(BeamRunner, options=shlex.split(_BEAM_OPTIONS.value), count=count)
 
 
+def _filters(flag: dict[str, Any]) -> FilterSettings:
+    """Those asked for, with the checksums of the files that they go by."""
+    if unknown := set(flag["filters"]) - set(NAMES):
+        raise UserError(f"--filters={','.join(sorted(unknown))}: no filter of that name; there are {', '.join(NAMES)}")
+    files = {}
+    for name in ("decontaminate", "blocked_urls"):
+        found = [path for pattern in flag[name] for path in find_files(pattern) or [pattern]]
+        try:
+            files[name] = tuple((path, file_checksum(path)) for path in found)
+        except OSError as error:
+            raise UserError(f"--{name}: {error.filename}: {error.strerror}") from error
+    settings = FilterSettings(tuple(flag["filters"]), tuple(flag["languages"]), **files)
+    Filters(settings)  # tells what is wrong with them before anything is written
+    return settings
+
+
 def main() -> None:
     flag = {flag.name: flag.value for flag in _SHAPING}
     if not _INPUT.value or _OUTPUT.value is None or flag["tokenizer"] is None:
@@ -150,20 +197,18 @@ def main() -> None:
         flag_values.check_apart(_OUTPUT.value, _INPUT.value)
     tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"], flag["thinking"])
     fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--", flag["turns"])
-    shared = {
-        name: flag[name] for name in ("mask_piece", "thinking", "row_length", "text_packing", "on_error", "dedup")
-    }
-    settings = Settings(flag["tokenizer"], **shared, held_out=flag["held_out"], fields=fields)
-    runner = _runner()
+    shared = {field.name: flag[field.name] for field in dataclasses.fields(Settings) if field.name in flag}
+    settings = Settings(**shared | {"fields": fields, "filters": _filters(flag)})
+    runner, inputs = _runner(), list(map(pinned, _INPUT.value))
     bar = _Bar()
     try:
-        chunks = plan_chunks(_INPUT.value, flag["shard_mib"] << 20)
+        chunks = plan_chunks(inputs, flag["shard_mib"] << 20, flag["shuffle"])
         manifest = prepare(
             chunks,
             epath.Path(_OUTPUT.value),
             settings,
             tokenizer,
-            command=command_line(),
+            command=command_line(inputs),
             runner=runner,
             started=bar.started,
             advance=bar.advance,

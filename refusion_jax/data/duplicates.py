@@ -1,7 +1,10 @@
-"""Finds documents that stand in the input before: those of which a key was seen earlier.
+"""Finds documents that stand in the input before, or nearly: those of which a key was seen earlier.
 
-Axis: K keys, each [3] uint64: a digest of 128 bits, and the number of its document in the chunk. The keys of a chunk
-are sorted by digest, so that those in a range of digests are a slice, and equal ones by number.
+A document has a key of its text, and for near-duplicates one of each band of its MinHash: it is left out if it shares
+one with any document before it, whether that is kept or not.
+
+Axis: K keys, each [3] uint64: a digest of 128 bits, and the number of its document in the chunk, plus NEAR for a band.
+The keys of a chunk are sorted by digest, so that those in a range of digests are a slice, and equal ones by number.
 """
 
 import bisect
@@ -12,6 +15,7 @@ from etils import epath
 
 from refusion_jax.distributed.storage import write_file
 
+NEAR = 1 << 63
 _PARTITION = 1 << 22  # keys compared at a time: 130 MB
 
 

@@ -7,6 +7,7 @@ conversation, or a text.
 import codecs
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pydantic
@@ -58,6 +59,22 @@ class Example:
     starts: bool = True  # False in the later parts of a text that is read in several
     ends: bool = True  # False in all parts but the last
     opening: bytes = b""  # of a later part: the first OPENING bytes of the text
+    url: str = ""  # where it is from, if the record says so
+    language: str = ""  # its code, where it was looked for
+
+    @property
+    def texts(self) -> list[str]:
+        """Its prompt, or the turns of that, and its answer."""
+        prompt = self.prompt or ()
+        return [*([prompt] if isinstance(prompt, str) else (text for _, text in prompt)), self.response]
+
+    def map(self, change: Callable[[str], str]) -> "Example":
+        """The same with other texts."""
+        prompt = self.prompt
+        if prompt is not None:
+            is_text = isinstance(prompt, str)
+            prompt = change(prompt) if is_text else tuple((role, change(text)) for role, text in prompt)
+        return dataclasses.replace(self, prompt=prompt, response=change(self.response))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +84,7 @@ class Bad:
     where: str | Line
     reason: str
     kind: str = "malformed"  # reasons are counted by it
+    by_filter: bool = False  # left out on purpose; the reason is how it begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +164,8 @@ def to_examples(item: Any, where: str | Line, fields: Fields) -> list[Example | 
     if any_kind and (name := _field(item, "", CONVERSATION_FIELDS)) is not None:
         return _from_turns(item.get(SYSTEM_FIELD), item[name], where, fields)
     if (fields.text or any_kind) and (name := _field(item, fields.text, TEXT_FIELDS)) is not None:
-        return [checked(None, item[name], where)]
+        url = item.get("url")
+        return [checked(None, item[name], where, url=url if isinstance(url, str) else "")]
     named = {"query": fields.query, "response": fields.response, "text": fields.text}
     absent = [f"{fields.flag}{kind}_field={name}" for kind, name in named.items() if name and name not in item]
     missing = f"no {', no '.join(absent)}" if absent else "no field we know"

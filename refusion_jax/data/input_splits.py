@@ -14,11 +14,13 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.paths import is_remote
+from refusion_jax.data import hub
 from refusion_jax.data.examples import (
     OPENING,
     Bad,
@@ -36,7 +38,11 @@ from refusion_jax.distributed.json_files import LINE
 _LIST = 24 << 20  # bytes of a JSON list, which is read whole: its values may take 50 times as much
 _HELD_OUT = 50  # one file of so many of the standard library is held out
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".zip"}
+_STREAMS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # that pyarrow decompresses
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+_KINDS |= {".warc": "warc", ".wet": "warc"}
+_COMPRESSED_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".warc": "warc", ".wet": "warc"}
+_ENDLESS = 1 << 62  # bytes: no file is that long, whatever it is decompressed to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +50,11 @@ class InputSplit:
     """A part of an input file."""
 
     path: str
-    kind: str  # text | jsonl | json | parquet
+    kind: str  # text | jsonl | json | parquet | warc
     start: int  # bytes or row groups
     end: int
     size: int  # bytes, about
+    source: str = ""  # the --input that names it
 
 
 def find_files(pattern: str) -> list[str]:
@@ -59,7 +66,8 @@ def find_files(pattern: str) -> list[str]:
         return _standard_library(pattern != "stdlib")
     path = epath.Path(pattern)
     if path.is_dir():
-        return sorted(map(str, _walk(path, ())))
+        found = sorted(map(str, _walk(path, ())))
+        return [path for path in found if whole(path).kind != "text"] if pattern.startswith(hub.PREFIX) else found
     if not is_remote(pattern):
         if Path(pattern).is_file():  # whatever is in its name
             return [pattern]
@@ -97,19 +105,27 @@ def _walk(directory: epath.Path, above: tuple[str, ...]) -> Iterator[epath.Path]
 
 
 def whole(path: str) -> InputSplit:
-    """A file as one split."""
+    """A file as one split. What is compressed is JSON of one value a line, or a web archive."""
     size = epath.Path(path).stat().length
-    kind = _KINDS.get(Path(path).suffix.lower(), "text")
-    return InputSplit(path, kind, 0, max(len(_row_groups(path)), 1) if kind == "parquet" else size, size)
+    *_, inner, last = ["", "", *map(str.lower, Path(path).suffixes)]
+    kind, end = _KINDS.get(last, "text"), size
+    if last in _STREAMS and inner in _COMPRESSED_KINDS:
+        kind, end = _COMPRESSED_KINDS[inner], _ENDLESS
+    return InputSplit(path, kind, 0, max(len(_row_groups(path)), 1) if kind == "parquet" else end, size)
 
 
-def splits_of(path: str, size: int) -> list[InputSplit]:
-    """A file in splits of about `size` bytes; a file that cannot be read as its kind is one split."""
+def splits_of(path: str, size: int, of_records: int | None = None) -> list[InputSplit]:
+    """A file in splits of about `size` bytes, or, where it holds many records, of about `of_records`.
+
+    A file that cannot be read as its kind is one split.
+    """
     file = whole(path)
-    if file.kind in ("text", "jsonl"):
+    if file.kind != "text":
+        size = max(of_records or size, 1)
+    if file.kind in ("text", "jsonl") and file.end < _ENDLESS:
         starts = range(0, max(file.size, 1), size)
         return [InputSplit(path, file.kind, s, min(s + size, file.size), min(size, file.size - s)) for s in starts]
-    if file.kind == "json" or not (groups := _row_groups(path)):
+    if file.kind != "parquet" or not (groups := _row_groups(path)):
         return [file]
     splits, start, held = [], 0, 0
     for end, group in enumerate(groups, 1):
@@ -135,14 +151,20 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     if part.size == 0:
         yield Bad(part.path, "the file is empty", "empty file")
         return
-    if Path(part.path).suffix.lower() in _COMPRESSED:
-        yield Bad(part.path, "is compressed; unpack it first", "compressed file")
+    if part.kind == "text" and Path(part.path).suffix.lower() in _COMPRESSED:
+        yield Bad(
+            part.path, "is compressed; unpack it, or make it JSON of one text a line (.jsonl.gz)", "compressed file"
+        )
         return
     try:
         if part.kind == "parquet":
             from refusion_jax.data.tables import read_row_groups
 
             yield from read_row_groups(part.path, part.start, part.end, fields)
+        elif part.kind == "warc":
+            from refusion_jax.data.web_archives import read_archive
+
+            yield from read_archive(part.path, fields)
         else:
             reader = {"text": _text, "jsonl": _json_lines, "json": _json_list}
             yield from reader[part.kind](part, fields)
@@ -151,24 +173,37 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
 
 
 def _json_lines(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
-    with epath.Path(part.path).open("rb") as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
+    with _opened(part.path) as raw, io.BufferedReader(raw) as file:  # fsspec's readline has no bound
         if part.start:
             file.seek(part.start - 1)
-            _pass_line(file)
-        start, number = file.tell(), 0
-        while file.tell() < part.end and (line := file.readline(LINE)):
-            number += 1
+        start = part.start and part.start - 1 + _pass_line(file)
+        at, number = start, 0
+        while at < part.end and (line := file.readline(LINE)):
+            at, number = at + len(line), number + 1
             where = Line(part.path, start, number)
             if len(line) == LINE and not line.endswith(b"\n"):
                 yield Bad(where, f"a line of more than {LINE >> 20} MiB", "too long a line")
-                _pass_line(file)
+                at += _pass_line(file)
             elif line.removeprefix(codecs.BOM_UTF8).strip():
                 yield from parse(line, where, fields)
 
 
-def _pass_line(file: io.BufferedReader) -> None:
-    while len(block := file.readline(LINE)) == LINE and not block.endswith(b"\n"):
-        pass
+def _opened(path: str) -> BinaryIO:
+    """A file, decompressed as it is read."""
+    raw = epath.Path(path).open("rb")
+    if not (codec := _STREAMS.get(Path(path).suffix.lower())):
+        return raw
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), codec)
+
+
+def _pass_line(file: io.BufferedReader) -> int:
+    """Bytes to the end of the line."""
+    passed = len(block := file.readline(LINE))
+    while len(block) == LINE and not block.endswith(b"\n"):
+        passed += len(block := file.readline(LINE))
+    return passed
 
 
 def _text(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:

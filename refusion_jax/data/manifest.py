@@ -53,6 +53,9 @@ class Manifest:
     plan: str  # hash of the input files (paths, sizes) and all flags that shape the rows
     shards: tuple[Shard, ...]
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # turns that the chat template left out, by role
+    sources: dict[str, int] = dataclasses.field(default_factory=dict)  # tokens of each --input, held-out ones included
+    languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "" where it was not looked for
+    lengths: dict[int, int] = dataclasses.field(default_factory=dict)  # documents of at most 2^k tokens, by k
     times: str = ""  # hash of the modification times of the input files
     format: Literal["refusion_jax rows 1"] = FORMAT
 

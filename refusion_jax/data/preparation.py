@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from absl import logging
 from etils import epath
 
@@ -30,31 +31,45 @@ from refusion_jax.data.workers import Runner, Task, Worker
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import replacing, write_file
 
+_DRAWN = 64  # parts of files that make a chunk, if they are shuffled
+
 
 class NothingError(UserError):
     """The whole input was read without any usable example; running again would not help."""
 
 
-def plan_chunks(patterns: list[str], size: int) -> list[list[InputSplit]]:
+def plan_chunks(patterns: list[str], size: int, shuffle: bool = False) -> list[list[InputSplit]]:
     """The input in chunks of about `size` bytes, a function of the files alone; what two patterns match comes once.
+
+    Args:
+      patterns: paths, globs and directories.
+      size: bytes.
+      shuffle: whether each chunk is of parts of files that are drawn from all of them.
 
     Raises:
       UserError: where a pattern matches no file.
     """
-    chunks: list[list[InputSplit]] = [[]]
-    held, seen = 0, set()
+    parts: list[InputSplit] = []
+    seen: set[str] = set()
     for pattern in patterns:
         files = find_files(pattern)
         if not files:
             raise UserError(f"--input={pattern}: no such file")
         new = [path for path in files if path not in seen]
         seen.update(new)
-        for part in (part for path in new for part in splits_of(path, size)):
-            if chunks[-1] and held + part.size > size:
-                chunks.append([])
-                held = 0
-            chunks[-1].append(part)
-            held += part.size
+        for path in new:
+            own = splits_of(path, size, size // _DRAWN if shuffle else size)
+            parts += [dataclasses.replace(part, source=pattern) for part in own]
+    if shuffle:
+        parts = [parts[at] for at in np.random.Generator(np.random.PCG64(0)).permutation(len(parts))]
+    chunks: list[list[InputSplit]] = [[]]
+    held = 0
+    for part in parts:
+        if chunks[-1] and held + part.size > size:
+            chunks.append([])
+            held = 0
+        chunks[-1].append(part)
+        held += part.size
     return chunks
 
 
@@ -184,7 +199,7 @@ def _make(chunks, output, settings, runner, started, advance) -> list[Report]:
                 advance(size, sum(shard.tokens for shard in report.shards.values()))
                 yield report
 
-        if settings.dedup and todo:
+        if (settings.dedup or settings.near_dedup) and todo:
             keyless = without("digests-{:05}.npy")
             collections.deque(run("looking for duplicates", Worker.write_keys, keyless), maxlen=0)
             if without("duplicates-{:05}.npy"):
@@ -198,10 +213,10 @@ def _make(chunks, output, settings, runner, started, advance) -> list[Report]:
 
 def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Manifest:
     """Writes the tokenizer, the dropped examples and the manifests, that of the whole directory last."""
-    dropped, left_out = collections.Counter(), collections.Counter()
-    for report in reports:
-        dropped.update(report.dropped)
-        left_out.update(report.left_out)
+    counted = {
+        name: dict(sum((collections.Counter(getattr(report, name)) for report in reports), collections.Counter()))
+        for name in ("dropped", "left_out", "sources", "languages", "lengths")
+    }
     parts = [part for chunk in chunks for part in chunk]
     files = {"files": len({part.path for part in parts}), "bytes": sum(part.size for part in parts)}
     shared = {
@@ -209,8 +224,7 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
         "token_bytes": token_type(tokenizer.size).itemsize,
         "vocabulary": tokenizer.size,
         "tokenizer": tokenizer_hash(tokenizer),
-        "dropped": dict(dropped),
-        "left_out": dict(left_out),
+        **counted,
         "held_out": settings.held_out,
         "input": files | {"examples": sum(report.examples for report in reports)},
         "command": command,
@@ -221,7 +235,8 @@ def _finish(output, reports, chunks, settings, tokenizer, command, plan) -> Mani
     shards = {split: tuple(r.shards[split] for r in reports if split in r.shards) for split in directories}
     if not shards["train"]:
         bad = (report.first_bad for report in reports if report.first_bad)
-        first_bad = next(bad, f"{parts[0].path} holds no example")
+        why = ", ".join(f"{count:,} {kind}" for kind, count in counted["dropped"].items())
+        first_bad = next(bad, f"all are left out: {why}" if why else f"{parts[0].path} holds no example")
         raise NothingError(f"--input: no document can be used; the first problem: {first_bad}")
     if not all(shards.values()):
         raise NothingError(f"--held_out={settings.held_out:g}: no document was held out; give a larger share")

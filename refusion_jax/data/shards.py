@@ -6,25 +6,31 @@ Axes: D documents.
 """
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 
+from refusion_jax.data.duplicates import NEAR
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
+from refusion_jax.data.filters import Filters, FilterSettings, left_out
 from refusion_jax.data.input_splits import InputSplit, read
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import Shard, file_checksum
+from refusion_jax.data.ngrams import band_digests
 from refusion_jax.data.packing import Document, batches, rows_of, tokenize
 from refusion_jax.data.rows import encode_row, token_type
 from refusion_jax.distributed.storage import replacing
 
 SPLITS = ("train", "held_out")
+_SAMPLES = 20  # that are told of what a filter leaves out of a chunk for one reason
+_PACKED = 1 << 25  # tokens that are packed at a time: 134 MB
 _SLICE = 1 << 16  # characters; a longer text is tokenized in slices
 _OPTIONS = "group_size:1,zstd:1"  # every row is compressed alone, so that reading one reads one
 
@@ -42,6 +48,8 @@ class Settings:
     dedup: bool
     held_out: float
     fields: Fields
+    near_dedup: bool = False
+    filters: FilterSettings = FilterSettings()
 
 
 @dataclasses.dataclass
@@ -52,6 +60,9 @@ class Report:
     dropped: dict[str, int] = dataclasses.field(default_factory=dict)
     shards: dict[str, Shard] = dataclasses.field(default_factory=dict)  # by split; none where it got no row
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, see `Tokenizer`
+    sources: dict[str, int] = dataclasses.field(default_factory=dict)  # tokens of each --input
+    languages: dict[str, int] = dataclasses.field(default_factory=dict)  # documents; "" where it was not looked for
+    lengths: dict[int, int] = dataclasses.field(default_factory=dict)  # documents of at most 2^k tokens, by k
     first_bad: str = ""  # where and why, for messages; with on_error="stop" nothing was written then
 
 
@@ -62,19 +73,30 @@ def digest(example: Example) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def examples_of(splits: Iterable[InputSplit], fields: Fields) -> Iterator[Example | Bad]:
-    """All examples of a chunk."""
-    return itertools.chain.from_iterable(read(part, fields) for part in splits)
+def examples_of(splits: Iterable[InputSplit], fields: Fields, filters: Filters) -> Iterator[tuple[str, Example | Bad]]:
+    """(source, example) of a chunk; one of a blocked URL becomes Bad, so that no duplicate of it is lost with it."""
+    for part in splits:
+        for example in read(part, fields):
+            is_blocked = filters.blocked and isinstance(example, Example) and filters.is_blocked(example)
+            yield part.source, left_out(example, "blocked_url") if is_blocked else example
 
 
-def digests(splits: Iterable[InputSplit], fields: Fields) -> np.ndarray:
-    """[D, 3] uint64: digest and number of each complete example of a chunk, for finding duplicates."""
+def keys(splits: Iterable[InputSplit], settings: Settings, filters: Filters) -> np.ndarray:
+    """[K, 3] uint64: digest and number of each complete example of a chunk, for finding duplicates, exact or near."""
     found = bytearray()
-    good = (e for e in examples_of(splits, fields) if isinstance(e, Example))
+    good = (e for _, e in examples_of(splits, settings.fields, filters) if isinstance(e, Example))
     for number, example in enumerate(good):
         if example.starts and example.ends:
-            found += digest(example) + number.to_bytes(8, "little")
+            if settings.dedup:
+                found += digest(example) + number.to_bytes(8, "little")
+            if settings.near_dedup:
+                for band in band_digests("\n".join(example.texts)):
+                    found += band + (number | NEAR).to_bytes(8, "little")
     return np.frombuffer(found, "<u8").reshape(-1, 3)
+
+
+class _Stopped(Exception):  # noqa: N818  no error of ours
+    """A bad example, with on_error="stop"; nothing is written."""
 
 
 def make_shard(
@@ -82,7 +104,8 @@ def make_shard(
     names: dict[str, epath.Path],
     settings: Settings,
     tokenizer: Tokenizer,
-    duplicates: set[int],
+    filters: Filters,
+    repeated: set[int],
     drop: Callable[[Bad], object],
 ) -> Report:
     """Reads, tokenizes, packs and writes a chunk.
@@ -92,39 +115,74 @@ def make_shard(
       names: the file of each split.
       settings: how.
       tokenizer: of the rows.
-      duplicates: numbers of the good examples to leave out.
-      drop: hears of each example that is left out.
+      filters: of the examples.
+      repeated: numbers of the good examples to leave out, with NEAR those that are nearly duplicates.
+      drop: hears of each example that is left out; of those that are left out on purpose, of some of each kind.
     """
-    report, documents = Report(), {split: [] for split in SPLITS}
-    drops, number, before = collections.Counter(), 0, dict(tokenizer.left_out)
-    for batch in batches(examples_of(splits, settings.fields), _characters):
-        report.examples += len(batch)
-        bad = [example for example in batch if isinstance(example, Bad)]
-        good = [example for example in batch if isinstance(example, Example)]
-        unique = [example for at, example in enumerate(good, number) if at not in duplicates]
-        number += len(good)
-        made = tokenize(unique, tokenizer, settings.row_length, _SLICE)
-        for example, document in zip(unique, made, strict=True):
-            if isinstance(document, Bad):
-                bad.append(document)
-            else:
-                documents[_split(example, settings.held_out)].append(document)
-        drops.update(each.kind for each in bad)
-        drops.update({"duplicate": len(good) - len(unique)})
-        for each in bad:
-            drop(each)
-            report.first_bad = report.first_bad or f"{each.where}: {each.reason}"
-            if settings.on_error == "stop":
-                return report
-    for split, own in documents.items():
-        if own:
-            report.shards[split] = _write(names[split], own, settings, token_type(tokenizer.size))
+    report, before = Report(), dict(tokenizer.left_out)
+    try:
+        with contextlib.ExitStack() as finished:
+            shards: dict[str, _ShardWriter] = {}
+            for split, document in _documents(splits, settings, tokenizer, filters, repeated, drop, report):
+                if split not in shards:
+                    temporary = finished.enter_context(replacing(names[split]))
+                    shards[split] = _ShardWriter(temporary, settings, token_type(tokenizer.size))
+                shards[split].add(document)
+            report.shards = {split: shard.close(names[split].name) for split, shard in shards.items()}
+    except _Stopped:
+        pass
     report.left_out = {role: count - before.get(role, 0) for role, count in tokenizer.left_out.items()}
-    report.dropped = {kind: count for kind, count in sorted(drops.items()) if count}
     return report
 
 
-def _characters(example: Example | Bad) -> int:
+def _documents(splits, settings, tokenizer, filters, repeated, drop, report) -> Iterator[tuple[str, Document]]:
+    """The documents of a chunk, each with its split in SPLITS; counts in the report what becomes of all examples."""
+    drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
+    number = 0
+
+    def left(example: Example, number: int) -> Example | Bad:
+        if number in repeated:
+            return left_out(example, "duplicate")
+        if number | NEAR in repeated:
+            return left_out(example, "near_duplicate")
+        return filters(example) if filters else example
+
+    for batch in batches(examples_of(splits, settings.fields, filters), _characters):
+        report.examples += len(batch)
+        bad, kept = [], []
+        for source, example in batch:
+            outcome = example
+            if isinstance(example, Example):
+                outcome = left(example, number)
+                number += 1
+            if isinstance(outcome, Bad):
+                bad.append(outcome)
+            else:
+                kept.append((source, _split(example, settings.held_out), outcome))
+        made = tokenize([example for *_, example in kept], tokenizer, settings.row_length, _SLICE)
+        for (source, split, example), document in zip(kept, made, strict=True):
+            if isinstance(document, Bad):
+                bad.append(document)
+                continue
+            sources[source] += len(document)
+            lengths[(len(document) - 1).bit_length()] += 1
+            languages[example.language] += 1
+            yield split, document
+        for each in bad:
+            drops[each.kind] += 1
+            if not each.by_filter:
+                report.first_bad = report.first_bad or f"{each.where}: {each.reason}"
+            elif drops[each.kind] > _SAMPLES:
+                continue
+            drop(each)
+            if settings.on_error == "stop" and report.first_bad:
+                raise _Stopped
+    for name, counts in ("dropped", drops), ("sources", sources), ("languages", languages), ("lengths", lengths):
+        setattr(report, name, dict(sorted(counts.items())))
+
+
+def _characters(item: tuple[str, Example | Bad]) -> int:
+    example = item[1]
     return len(example.response) if isinstance(example, Example) else 0
 
 
@@ -141,15 +199,37 @@ def _split(example: Example, held_out: float) -> str:
     return "held_out" if is_held_out else "train"
 
 
-def _write(name: epath.Path, documents: list[Document], settings: Settings, dtype: np.dtype) -> Shard:
-    """Packs a shard and writes it atomically."""
-    rows = rows_of(documents, settings.row_length, settings.text_packing)
-    with replacing(name) as temporary:
-        writer = ArrayRecordWriter(str(temporary), _OPTIONS)
+class _ShardWriter:
+    """Packs documents into a shard, some at a time, so that memory does not grow with what a file decompresses to."""
+
+    def __init__(self, path: Path, settings: Settings, dtype: np.dtype):
+        """Begins a file."""
+        self._path, self._settings, self._dtype = path, settings, dtype
+        self._writer = ArrayRecordWriter(str(path), _OPTIONS)
+        self._waiting: list[Document] = []
+        self._held = self._rows = self._starts = self._segments = self._tokens = 0
+
+    def add(self, document: Document) -> None:
+        """Adds a document."""
+        self._waiting.append(document)
+        self._held += len(document)
+        self._starts += document.starts
+        if self._held >= _PACKED:
+            self._pack()
+
+    def _pack(self) -> None:
+        rows = rows_of(self._waiting, self._settings.row_length, self._settings.text_packing)
         for row in rows:
-            own = np.concatenate([part.tokens for part in row]).astype(dtype)
-            writer.write(encode_row(own, [len(part) for part in row], [part.prompt_length for part in row]))
-        writer.close()
-        checksum, size = file_checksum(temporary), temporary.stat().st_size
-    starts, segments, tokens = sum(d.starts for d in documents), sum(map(len, rows)), sum(map(len, documents))
-    return Shard(name.name, len(rows), starts, segments, tokens, size, checksum)
+            own = np.concatenate([part.tokens for part in row]).astype(self._dtype)
+            self._writer.write(encode_row(own, [len(part) for part in row], [part.prompt_length for part in row]))
+        self._rows += len(rows)
+        self._segments += sum(map(len, rows))
+        self._tokens += self._held
+        self._waiting, self._held = [], 0
+
+    def close(self, name: str) -> Shard:
+        """Ends the file, which will have this name."""
+        self._pack()
+        self._writer.close()
+        counts = self._rows, self._starts, self._segments, self._tokens
+        return Shard(name, *counts, self._path.stat().st_size, file_checksum(self._path))

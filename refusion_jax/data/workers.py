@@ -22,9 +22,10 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data import duplicates
 from refusion_jax.data.examples import Bad
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
+from refusion_jax.data.filters import Filters
 from refusion_jax.data.input_splits import InputSplit
 from refusion_jax.data.manifest import PROGRESS
-from refusion_jax.data.shards import SPLITS, Report, Settings, digests, make_shard
+from refusion_jax.data.shards import SPLITS, Report, Settings, keys, make_shard
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed.storage import replacing, write_file
 
@@ -33,16 +34,17 @@ class Worker:
     """Makes what is asked for of one chunk at a time."""
 
     def __init__(self, settings: Settings, output: str):
-        """Loads the tokenizer."""
+        """Loads the tokenizer, and what the filters go by."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
         self._settings, self._output = settings, epath.Path(output)
         self._tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece, settings.thinking)
+        self._filters = Filters(settings.filters)
         if isinstance(self._tokenizer, SentencePieceTokenizer):
             self._tokenizer.threads = 1
 
     def write_keys(self, index: int, chunk: list[InputSplit]) -> Report:
         """Keeps the digests of a chunk's examples."""
-        duplicates.save_keys(self._output / PROGRESS, index, digests(chunk, self._settings.fields))
+        duplicates.save_keys(self._output / PROGRESS, index, keys(chunk, self._settings, self._filters))
         return Report()
 
     def write_shard(self, index: int, chunk: list[InputSplit]) -> Report:
@@ -50,13 +52,14 @@ class Worker:
         progress, settings = self._output / PROGRESS, self._settings
         name = f"rows-{index:05}.array_record"
         names = dict(zip(SPLITS, (self._output / name, self._output / "held_out" / name), strict=True))
-        repeated = set(duplicates.load_repeated(progress, index).tolist()) if settings.dedup else set()
+        looked = settings.dedup or settings.near_dedup
+        repeated = set(duplicates.load_repeated(progress, index).tolist()) if looked else set()
         with replacing(progress / f"dropped-{index:05}.jsonl") as dropped, open(dropped, "w") as file:
 
             def drop(bad: Bad) -> None:
                 file.write(json.dumps({"where": str(bad.where), "kind": bad.kind, "reason": bad.reason}) + "\n")
 
-            report = make_shard(chunk, names, settings, self._tokenizer, repeated, drop)
+            report = make_shard(chunk, names, settings, self._tokenizer, self._filters, repeated, drop)
         outcome = "stopped" if report.first_bad and settings.on_error == "stop" else "done"
         write_file(progress / f"{outcome}-{index:05}.json", json.dumps(dataclasses.asdict(report)).encode())
         return report

@@ -1,0 +1,169 @@
+"""Filters of `prepare`: named transforms of one example, which leave it out or change its text.
+
+Each depends on the example and its settings only, so it does the same in any worker. They run in the order of `NAMES`;
+those of documents judge texts without a prompt, as the papers they are from do. The rules of Gopher and C4 and the
+masking of personal data are datatrove's, the language is found by py3langid.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from etils import epath
+
+from refusion_jax.cli.errors import UserError, needs
+from refusion_jax.data.examples import Bad, Example
+from refusion_jax.data.ngrams import ngram_hashes
+from refusion_jax.distributed.json_files import read_json_lines
+from refusion_jax.distributed.storage import read_file
+
+NAMES = {
+    "gopher_repetition": "texts that repeat lines, paragraphs or n-grams too much (Gopher, arXiv 2112.11446, table A1)",
+    "gopher_quality": "texts with too few or odd words, symbols or lines, or no stop words (Gopher, English)",
+    "c4": "lines without final punctuation, texts of fewer than 5 sentences ... (C4, JMLR 21:140, English)",
+    "pii": "writes other e-mail and public IP addresses in place of those in any text",
+}
+_EXCERPT = 200  # characters of what is left out, for people
+_TEST_WORDS = 13  # in a row, that a text shares with no test (GPT-3, arXiv 2005.14165, appendix C)
+_LONGEST = 1_000_000  # characters of a text that may pass: more than Gopher's 100,000 words, of 10 at most
+_LANGUAGE = 2000  # characters by which it is found
+_LEAST = 0.65  # probability of a language, as datatrove has it
+ALL = "all"  # languages
+
+Outcome = Example | str  # what is left of an example, or why nothing is
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterSettings:
+    """Which filters there are, and what they go by."""
+
+    names: tuple[str, ...] = ()  # of NAMES
+    languages: tuple[str, ...] = ()  # to keep, or ALL, which counts them
+    decontaminate: tuple[tuple[str, str], ...] = ()  # files of tests, and their checksums
+    blocked_urls: tuple[tuple[str, str], ...] = ()  # files of domains and beginnings of URLs, and their checksums
+
+
+class Filters:
+    """Applies them, one after the other."""
+
+    def __init__(self, settings: FilterSettings):
+        """Loads what they go by.
+
+        Raises:
+          UserError: where a file of theirs cannot be read, or a package is not installed.
+        """
+        self.blocked = {line for path, _ in settings.blocked_urls for line in _lines(path)}
+        self._steps: dict[str, Callable[[Example], Outcome]] = {}
+        if settings.languages:
+            self._steps["language"] = _language(settings.languages)
+        if settings.decontaminate:
+            tests = [ngram_hashes(text, _TEST_WORDS) for path, _ in settings.decontaminate for text in _texts(path)]
+            self._steps["decontaminate"] = functools.partial(_decontaminate, np.unique(np.concatenate(tests)))
+        for name in (name for name in NAMES if name in settings.names):
+            self._steps[name] = _RULES[name]()
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def is_blocked(self, example: Example) -> bool:
+        """Whether the URL of an example is, or begins with, one of `blocked_urls`, or is of a domain below one."""
+        host = (urlsplit(example.url).hostname or "").split(".")
+        domains = (".".join(host[at:]) for at in range(len(host)))
+        cuts = (example.url[:at] for at in range(len(example.url), 0, -1))
+        return not self.blocked.isdisjoint(domains) or not self.blocked.isdisjoint(cuts)
+
+    def __call__(self, example: Example) -> Example | Bad:
+        """What is left of an example, or a Bad `by_filter` with the rule as its kind and the text's beginning."""
+        if not (example.starts and example.ends):
+            reason = "filters see whole documents, and this one is longer than --shard_mib"
+            return Bad(example.where, reason, "longer than a shard")
+        for name, step in self._steps.items():
+            outcome = step(example)
+            if isinstance(outcome, str):
+                return left_out(example, f"{name}: {outcome}" if outcome else name)
+            example = outcome
+        return example
+
+
+def left_out(example: Example, kind: str) -> Bad:
+    """An example that is left out on purpose."""
+    return Bad(example.where, " ".join(example.response[:_EXCERPT].split()), kind, by_filter=True)
+
+
+def _lines(path: str) -> Iterator[str]:
+    try:
+        yield from filter(None, map(str.strip, read_file(path).decode().splitlines()))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read: not UTF-8: {error.reason}") from error
+
+
+def _texts(path: str) -> Iterator[str]:
+    """All texts in the objects of a JSONL file, however deep."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from texts(item)
+
+    for _, item in read_json_lines(epath.Path(path)):
+        yield from texts(item)
+
+
+def _decontaminate(tests: np.ndarray, example: Example) -> Outcome:
+    found = any(np.isin(ngram_hashes(text, _TEST_WORDS), tests).any() for text in example.texts)
+    return "" if found else example
+
+
+def _language(wanted: tuple[str, ...]) -> Callable[[Example], Outcome]:
+    with needs("filters"):
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    identify = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True).classify
+
+    def step(example: Example) -> Outcome:
+        language, probability = identify("\n".join(example.texts)[:_LANGUAGE])
+        found = language if probability >= _LEAST else "unknown"
+        return dataclasses.replace(example, language=found) if ALL in wanted or found in wanted else found
+
+    return step
+
+
+def _rule(make: str) -> Callable[[Example], Outcome]:
+    """A filter of datatrove, for texts without a prompt."""
+    with needs("filters"):
+        import datatrove.pipeline.filters as rules
+        import spacy  # noqa: F401  which it loads later
+        from datatrove.data import Document
+    rule = getattr(rules, make)()
+
+    def step(example: Example) -> Outcome:
+        if example.prompt is not None:
+            return example
+        if len(example.response) > _LONGEST:
+            return "long_doc"
+        document = Document(example.response, "")
+        outcome = rule.filter(document)
+        if isinstance(outcome, tuple):
+            return outcome[1].replace("gopher_", "")
+        return dataclasses.replace(example, response=document.text)
+
+    return step
+
+
+def _pii() -> Callable[[Example], Outcome]:
+    with needs("filters"):
+        from datatrove.pipeline.formatters import PIIFormatter
+    # One address each: with several in turn, a text would depend on those before it.
+    return lambda example: example.map(PIIFormatter(email_replacement="email@example.com", ip_replacement=_IP).format)
+
+
+_IP = "22.214.171.124"  # the first of datatrove's
+_RULES = {
+    "gopher_repetition": functools.partial(_rule, "GopherRepetitionFilter"),
+    "gopher_quality": functools.partial(_rule, "GopherQualityFilter"),
+    "c4": functools.partial(_rule, "C4QualityFilter"),
+    "pii": _pii,
+}

@@ -1,0 +1,25 @@
+"""Data sets of the Hugging Face Hub, read where they are: hf://datasets/ORG/NAME[@REVISION][/FILES]."""
+
+from refusion_jax.cli.errors import UserError, first_line, needs
+
+PREFIX = "hf://datasets/"
+
+
+def pinned(pattern: str) -> str:
+    """The same files at the commit that the revision, or main, is now: so that they stay the same.
+
+    Raises:
+      UserError: where there is no such data set or revision, or the Hub cannot be reached.
+    """
+    if not pattern.startswith(PREFIX):
+        return pattern
+    with needs("hub"):
+        from huggingface_hub import HfApi
+    name, _, files = pattern.removeprefix(PREFIX).partition("@")
+    owner, repository, *path = name.split("/", 2) if not files else (*name.split("/"), *files.split("/", 1)[1:])
+    revision = files.split("/", 1)[0].replace("%2F", "/") if files else None
+    try:
+        commit = HfApi().dataset_info(f"{owner}/{repository}", revision=revision).sha
+    except Exception as error:  # noqa: BLE001  of the Hub, of the network, of a name that is none
+        raise UserError(f"--input={pattern}: {first_line(error)}") from error
+    return "/".join([f"{PREFIX}{owner}/{repository}@{commit}", *path])

@@ -1,0 +1,138 @@
+"""Compressed files, web archives, and data sets of a hub."""
+
+import bz2
+import gzip
+import http.server
+import json
+import re
+import threading
+from urllib.parse import urlsplit
+
+import pyarrow
+import pytest
+from conftest import start
+from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
+
+from refusion_jax.data import shards
+from refusion_jax.data.examples import Bad, Example, Fields
+from refusion_jax.data.input_splits import read, splits_of
+
+
+def zstd(content):
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+def read_whole(path):
+    (part,) = splits_of(str(path), 100)
+    return list(read(part, Fields()))
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstd)])
+def test_compressed_lines_are_read_as_others_are_and_what_is_damaged_is_told(suffix, compress, tmp_path):
+    lines = [json.dumps({"text": f"text {i} " * 50}) + "\n" for i in range(3000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    plain = list(read(splits_of(str(tmp_path / "a.jsonl"), 1 << 30)[0], Fields()))
+    packed = compress("".join(lines).encode())
+    for name, content in (("a.jsonl", packed), ("b.json", packed), ("c.jsonl", packed[: len(packed) * 9 // 10])):
+        (tmp_path / f"{name}{suffix}").write_bytes(content)
+    whole = read_whole(tmp_path / f"a.jsonl{suffix}")
+    assert [example.response for example in whole] == [example.response for example in plain]
+    assert str(whole[7].where) == f"{tmp_path}/a.jsonl{suffix}:8"
+    assert len(read_whole(tmp_path / f"b.json{suffix}")) == 3000
+    *kept, last = read_whole(tmp_path / f"c.jsonl{suffix}")
+    assert isinstance(last, Bad)
+    assert last.kind == "unreadable file"
+    assert all(isinstance(example, Example) for example in kept)
+    assert [example.response for example in kept] == [example.response for example in plain[: len(kept)]]
+
+
+def test_what_a_file_expands_to_is_packed_in_parts(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
+    write_pairs(tmp_path / "a.jsonl", 400)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "plain", shard=1 << 30)
+    make(tokenizer_file, tmp_path / "a.jsonl.gz", tmp_path / "whole")
+    monkeypatch.setattr(shards, "_PACKED", 500)
+    manifest = make(tokenizer_file, tmp_path / "a.jsonl.gz", tmp_path / "parts")
+    rows = [{n: c for n, c in contents(tmp_path / name).items() if n.startswith("rows")} for name in ("plain", "whole")]
+    assert rows[0] == rows[1]
+    assert len(manifest.shards) == 1
+    assert documents(tmp_path / "parts") == documents(tmp_path / "plain")
+
+
+def record(kind, url, content, content_type):
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nContent-Type: {content_type}\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content + b"\r\n\r\n"
+
+
+def test_texts_of_web_archives_are_read_with_their_urls(tmp_path):
+    for package in ("fastwarc", "resiliparse"):
+        pytest.importorskip(package, reason="web archives are not read: pip install -e '.[archives]'")
+    page = "<html><body><nav><a href='/'>menu</a></nav><main><p>Grüße an <b>alle</b>.</p></main></body></html>".encode()
+    http_head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n"
+    texts = [record("conversion", f"https://a.org/{i}", f"text {i} ü".encode(), "text/plain") for i in range(3)]
+    pages = record("response", "https://b.org/", http_head + page, "application/http; msgtype=response")
+    (tmp_path / "a.warc.wet.gz").write_bytes(b"".join(map(gzip.compress, texts)))
+    (tmp_path / "b.warc.gz").write_bytes(gzip.compress(texts[0][:0] + record("metadata", "x", b"a: b", "x/y") + pages))
+    (tmp_path / "c.wet").write_bytes(texts[0] + texts[1][:-9])
+    found = read_whole(tmp_path / "a.warc.wet.gz")
+    assert [(e.response, e.url) for e in found] == [(f"text {i} ü", f"https://a.org/{i}") for i in range(3)]
+    assert re.fullmatch(rf"{tmp_path}/a.warc.wet.gz: record at byte [1-9]\d+", found[1].where)
+    (only,) = read_whole(tmp_path / "b.warc.gz")
+    assert (only.response.strip(), only.url) == ("Grüße an alle.", "https://b.org/")
+    good, bad = read_whole(tmp_path / "c.wet")
+    assert (good.response, bad.kind) == ("text 0 ü", "unreadable file")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face Hub as lists and reads the files of one data set."""
+
+    files = {"README.md": b"# about", "data/a.jsonl": b'{"text": "one two"}\n' * 3, "b.jsonl": b'{"text": "three"}\n'}
+    commit = "a" * 40
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):  # noqa: N802
+        path = urlsplit(self.path).path
+        if path == "/api/datasets/o/n/revision/v1":
+            self.reply(json.dumps({"id": "o/n", "sha": self.commit, "siblings": []}).encode())
+        elif path == f"/api/datasets/o/n/revision/{self.commit}":
+            self.reply(json.dumps({"id": "o/n", "sha": self.commit, "siblings": []}).encode())
+        elif found := re.fullmatch(rf"/api/datasets/o/n/tree/{self.commit}(?:/(.*))?", path):
+            inside = [name for name in self.files if name.startswith(found[1] or "")]
+            deep = {name.split("/")[0] for name in inside if "/" in name and not found[1]}
+            entries = [{"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in deep]
+            here = [name for name in inside if found[1] or "/" not in name]
+            entries += [{"type": "file", "path": n, "size": len(self.files[n]), "oid": "0" * 40} for n in here]
+            self.reply(json.dumps(entries).encode())
+        elif found := re.fullmatch(rf"/datasets/o/n/resolve/{self.commit}/(.*)", path):
+            self.reply(self.files[found[1]])
+        else:
+            self.reply(b"{}", 404)
+
+    def reply(self, body, code=200):
+        self.send_response(code)
+        for name, value in (("Content-Length", len(body)), ("Content-Type", "application/json")):
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, monkeypatch, tokenizer_file):  # noqa: F811
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{server.server_port}")
+    flags = [f"--tokenizer={tokenizer_file}", "--workers=1", f"--output={tmp_path}/out"]
+    process = start("prepare", "--input=hf://datasets/o/n@v1", *flags)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, ""), err
+    assert "4 documents" in out
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert f"--input=hf://datasets/o/n@{Hub.commit} " in manifest["command"]
+    assert list(manifest["sources"]) == [f"hf://datasets/o/n@{Hub.commit}"]
+    process = start("prepare", "--input=hf://datasets/o/other", *flags[:2], f"--output={tmp_path}/none")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.startswith("error: --input=hf://datasets/o/other: ")
+    server.shutdown()
+    server.server_close()
