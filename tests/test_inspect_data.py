@@ -1,5 +1,6 @@
 """`inspect_data` shows what training sees."""
 
+import itertools
 import json
 import re
 from importlib import resources
@@ -15,7 +16,9 @@ from refusion_jax.batch.rows import Rows
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.config.run_config import read_config
+from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.sharding import make_mesh
+from refusion_jax.training import data_page
 from refusion_jax.training.inspection import corrupted, training_batch
 from refusion_jax.training.program import train_program
 from refusion_jax.training.row_page import BEGINNING, row_page
@@ -120,3 +123,21 @@ def test_text_of_a_row_becomes_no_markup(trained_run):
     for loads in ("http:", "https:", "//", "src=", "href", "url(", "@import", "innerHTML", "outerHTML", "write("):
         assert loads not in template, loads
     assert "default-src 'none'" in template
+
+
+def test_a_page_tells_what_is_in_prepared_data_and_what_training_on_it_takes(tmp_path, trained_run):
+    lines = [{"text": f"{HOSTILE} {i} is it"} for i in (1, 2, 2, 3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n")
+    output, page = tmp_path / "out", tmp_path / "data.html"
+    flags = [f"--input={tmp_path}/a.jsonl", f"--tokenizer={trained_run}/tokenizer.model", "--row_length=64", "--dedup"]
+    run("prepare", *flags, f"--output={output}", "--on_error=skip", "--workers=1")
+    run("inspect_data", f"--data={output}", f"--html={page}", "--config=configs/refusion_8b.py")
+    text = page.read_text()
+    assert text.encode().startswith(data_page.BEGINNING)
+    assert HOSTILE not in text
+    cells = [cell for cell in re.split(r"\s*<[^>]+>\s*", text) if cell]
+    told = {("documents", "3"), ("tokens", f"{PreparedRows(str(output)).manifest.tokens:,}"), ("duplicate", "1")}
+    told |= {("not JSON", "1"), ("parameters", "8,190,427,136")}
+    assert told <= set(itertools.pairwise(cells))
+    assert "chip-hours of an epoch on v5p" in cells
+    run("inspect_data", f"--data={output}", "--row=0", f"--html={page}", code=2)  # no page of a row stands there
