@@ -38,6 +38,7 @@ from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.data.workers import Processes, Runner
 from refusion_jax.distributed.cores import available_cores
+from refusion_jax.distributed.storage import refuse_endless
 
 _INPUT = flags.DEFINE_multi_string(
     "input",
@@ -169,7 +170,10 @@ def _runner() -> Callable[[Settings, epath.Path], Runner]:
         return functools.partial(Processes, count=count)
     with needs("beam"):
         from refusion_jax.data.beam import BeamRunner
-    return functools.partial(BeamRunner, options=shlex.split(_BEAM_OPTIONS.value), count=count)
+    try:
+        return functools.partial(BeamRunner, options=shlex.split(_BEAM_OPTIONS.value), count=count)
+    except ValueError as error:
+        raise UserError(f"--beam_options: {error}") from error
 
 
 def _filters(flag: dict[str, Any]) -> FilterSettings:
@@ -179,6 +183,8 @@ def _filters(flag: dict[str, Any]) -> FilterSettings:
     files = {}
     for name in ("decontaminate", "blocked_urls"):
         found = [path for pattern in flag[name] for path in find_files(pattern) or [pattern]]
+        for path in found:
+            refuse_endless(path)
         try:
             files[name] = tuple((path, file_checksum(path)) for path in found)
         except OSError as error:

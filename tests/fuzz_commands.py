@@ -21,10 +21,11 @@ NASTY = [
 DECODE = " ".join(f"decode.{name}" for name in all_settings())
 CONFIG = " ".join(f"config.{name}" for name in names())
 FLAGS = {  # of each command, and one that is none
-    "generate": f"checkpoint input prompt output watch stop dtype mesh.data mesh.tensor json promtp {DECODE}",
+    "generate": f"checkpoint input prompt output part watch stop dtype mesh.data mesh.tensor json promtp {DECODE}",
     "train": f"config workdir peer_seconds lost_seconds profiler_port compile_only start_over config.x {CONFIG}",
     "prepare": "input output tokenizer row_length text_packing dedup held_out on_error shard_mib query_field "
-    "response_field text_field workers mask_piece",
+    "response_field text_field workers mask_piece near_dedup filters languages decontaminate blocked_urls shuffle "
+    "runner beam_options",
     "inspect_data": "data row seed step place workdir config mask_piece labels html verify",
     "goodput": "workdir json",
     "train_tokenizer": "input output vocab_size query_field",

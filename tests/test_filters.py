@@ -58,12 +58,19 @@ def test_what_shares_thirteen_words_with_a_test_is_left_out(tmp_path, tokenizer_
 
 def test_texts_of_blocked_urls_are_left_out_but_not_their_duplicates(tmp_path, tokenizer_file):  # noqa: F811
     (tmp_path / "blocked.txt").write_text("bad.org\nhttps://good.org/private/\n")
-    urls = ["https://www.bad.org/x", "https://notbad.org/x", "https://good.org/private/1", "https://good.org/", None]
+    urls = [
+        "https://www.bad.org/x",
+        "https://notbad.org/x",
+        "https://good.org/private/1",
+        "https://good.org/",
+        None,
+        "http://[x",
+    ]
     lines = [{"text": "one two", "url": url} for url in urls[:2]] + [{"text": str(u), "url": u} for u in urls[2:]]
     write_lines(tmp_path / "a.jsonl", lines)
     filters = FilterSettings(blocked_urls=listed(tmp_path / "blocked.txt"))
     manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", filters=filters, dedup=True)
-    assert (manifest.documents, manifest.dropped) == (3, {"blocked_url": 2})
+    assert (manifest.documents, manifest.dropped) == (4, {"blocked_url": 2})
 
 
 def test_rules_of_datatrove_and_languages_leave_out_and_change_texts(tmp_path, tokenizer_file):  # noqa: F811

@@ -26,6 +26,7 @@ NAMES = {
     "c4": "lines without final punctuation, texts of fewer than 5 sentences ... (C4, JMLR 21:140, English)",
     "pii": "writes other e-mail and public IP addresses in place of those in any text",
 }
+_URL = 2000  # characters that are looked at
 _EXCERPT = 200  # characters of what is left out, for people
 _TEST_WORDS = 13  # in a row, that a text shares with no test (GPT-3, arXiv 2005.14165, appendix C)
 _LONGEST = 1_000_000  # characters of a text that may pass: more than Gopher's 100,000 words, of 10 at most
@@ -61,7 +62,9 @@ class Filters:
             self._steps["language"] = _language(settings.languages)
         if settings.decontaminate:
             tests = [ngram_hashes(text, _TEST_WORDS) for path, _ in settings.decontaminate for text in _texts(path)]
-            self._steps["decontaminate"] = functools.partial(_decontaminate, np.unique(np.concatenate(tests)))
+            self._steps["decontaminate"] = functools.partial(
+                _decontaminate, np.unique(np.concatenate([np.zeros(0, np.uint64), *tests]))
+            )
         for name in (name for name in NAMES if name in settings.names):
             self._steps[name] = _RULES[name]()
 
@@ -70,9 +73,13 @@ class Filters:
 
     def is_blocked(self, example: Example) -> bool:
         """Whether the URL of an example is, or begins with, one of `blocked_urls`, or is of a domain below one."""
-        host = (urlsplit(example.url).hostname or "").split(".")
+        url = example.url[:_URL]
+        try:
+            host = (urlsplit(url).hostname or "").split(".")
+        except ValueError:  # it is none
+            host = []
         domains = (".".join(host[at:]) for at in range(len(host)))
-        cuts = (example.url[:at] for at in range(len(example.url), 0, -1))
+        cuts = (url[:at] for at in range(len(url), 0, -1))
         return not self.blocked.isdisjoint(domains) or not self.blocked.isdisjoint(cuts)
 
     def __call__(self, example: Example) -> Example | Bad:
