@@ -12,7 +12,8 @@ commit_order (positions of all decoded tokens in the order of commitment, also t
 rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
 are done; a single --prompt at a terminal gets its text alone, whose slots fill before your eyes. --watch=PAGE.html
 writes a page besides, which plays the decodings of up to 16 prompts in a browser, forward by forward; answers that are
-kept are then decoded again.
+kept are then decoded again. --compare=ar shows another decoder of the model beside them, --compare=runs/other the
+default decoder of another model.
 
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
@@ -39,6 +40,7 @@ from pathlib import Path
 import jax
 from absl import flags
 from etils import epath
+from jax.sharding import Mesh
 
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import (
@@ -54,17 +56,20 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.progress import track
 from refusion_jax.cli.settings import declared, scope
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.journal import Journal
-from refusion_jax.decoding.player import BEGINNING, MOST, Player
+from refusion_jax.decoding.player import BEGINNING, MOST, Decodings, page
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
 from refusion_jax.decoding.requests import Request, prepare
+from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.serving.terminal import Screen, printable
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
-from refusion_jax.systems.registry import decoders_for, default_system, find_decoder
+from refusion_jax.systems.registry import decoders, decoders_for, default_system, find_decoder
 
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "A run's directory, one step in its checkpoints/, or a Hugging Face directory"
@@ -73,6 +78,9 @@ _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
 _WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings of up to 16 prompts in a browser")
+_COMPARE = flags.DEFINE_string(
+    "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown beside"
+)
 _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
@@ -141,6 +149,67 @@ def check_watch(watch: epath.Path | None, output: epath.Path | None) -> None:
         flag_values.check_page("watch", watch, BEGINNING)
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a decoder of a model is asked."""
+
+    checkpoint: epath.Path
+    tokenizer: Tokenizer | None
+    settings: Settings
+    ids: Sequence[object]
+    requests: Sequence[Request]
+    decoder: Decoder
+
+    @classmethod
+    def read(cls, checkpoint: epath.Path, settings: Settings) -> "Asked":
+        """The prompts of --prompt or --input, for a model.
+
+        Raises:
+          UserError: where they are no prompts, or the decoder cannot serve them.
+        """
+        tokenizer = find_tokenizer(checkpoint)
+        if _INPUT.value is None:
+            prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
+        else:
+            prompts = read_prompts(Path(_INPUT.value), tokenizer, settings)
+        ids, requests = zip(*prompts, strict=True)
+        config = read_model_config(checkpoint)
+        requests = prepare(requests, settings, config)
+        return cls(checkpoint, tokenizer, settings, ids, requests, decoder_for(requests, config))
+
+    @property
+    def name(self) -> str:
+        """On a page."""
+        is_other = _COMPARE.value not in (None, *decoders())
+        return f"{self.settings.method}, {self.checkpoint.name}" if is_other else self.settings.method
+
+
+def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Asked:
+    """What is compared: another decoder of the model, or another model; with the settings that its decoder knows.
+
+    Raises:
+      UserError: where it is neither, or cannot be asked the same.
+    """
+    method = compare if compare in decoders() else None
+    checkpoint = checkpoint if method else epath.Path(compare)
+    if not method and not checkpoint.exists():
+        raise UserError(f"--compare={compare}: is neither a directory nor a decoder; known: {', '.join(decoders())}")
+    try:
+        return Asked.read(checkpoint, DecodeSettings(**given | {"method": choose_method(checkpoint, method)}))
+    except UserError as error:
+        raise UserError(f"--compare={compare}: {error}") from error
+
+
+def decode_whole(asked: Asked, mesh: Mesh, stops: Stops) -> Decodings:
+    """Decodes for a page alone."""
+    decodings = Decodings(asked.name, asked.tokenizer)
+    model = load_for(asked.checkpoint, asked.settings, _DTYPE.value, mesh)
+    for at, answer in stream(model, asked.requests, asked.decoder, record=decodings.record):
+        kept = to_record(asked.ids[at], answer, asked.tokenizer, stops)["tokens"]
+        decodings.add(at, asked.requests[at], answer, len(kept))
+    return decodings
+
+
 class InOrder:
     """Passes on what comes in any order, in order, as soon as all before it is there."""
 
@@ -193,21 +262,17 @@ def main() -> None:
     mesh = make_mesh(split, jax.devices()[: math.prod(split.values())])
 
     # 1. What is asked for, checked as a whole.
-    tokenizer = find_tokenizer(checkpoint)
+    asked = Asked.read(checkpoint, settings)
+    tokenizer, ids, requests = asked.tokenizer, asked.ids, asked.requests
     if stops.texts and tokenizer is None:
         raise UserError(
             f"--stop={stops.texts[0]}: {checkpoint} has no tokenizer, so its answers are no text to look in"
         )
-    if _INPUT.value is None:
-        prompts = [(0, Request(encode_prompt(_PROMPT.value, tokenizer, "--prompt"), name="--prompt"))]
-    else:
-        prompts = read_prompts(Path(_INPUT.value), tokenizer, settings)
-    if watch and len(prompts) > MOST:
-        raise UserError(f"--watch={watch}: a page plays {MOST} prompts at most; {_INPUT.value} holds {len(prompts)}")
-    ids, requests = zip(*prompts, strict=True)
-    config = read_model_config(checkpoint)
-    requests = prepare(requests, settings, config)
-    decoder = decoder_for(requests, config)
+    if watch and len(requests) > MOST:
+        raise UserError(f"--watch={watch}: a page plays {MOST} prompts at most; {_INPUT.value} holds {len(requests)}")
+    if _COMPARE.value and not watch:
+        raise UserError(f"--compare={_COMPARE.value}: needs --watch=PAGE.html, which shows it")
+    rival = other(_COMPARE.value, checkpoint, given) if _COMPARE.value else None
     keep_for_user(_CACHE.value)
 
     # 2. Where the answers go: to a file by way of a journal; to anything else as soon as their turn comes.
@@ -227,20 +292,18 @@ def main() -> None:
             records, add = {}, InOrder(lambda record: file.write(to_line(record)) if file else show(record)).add
 
         # 3. What is not answered yet is decoded; for a page, everything.
-        player = Player(tokenizer) if watch else None
-        todo = [i for i in range(len(requests)) if player or i not in records]
+        watched = Decodings(asked.name, tokenizer) if watch else None
+        todo = [i for i in range(len(requests)) if watched or i not in records]
         if done := len(requests) - len(todo):
             print(f"{journal.path}: {done} of {len(requests)} answers are there, going on", flush=True)
         if todo:
-            watchers = [player.watch] if player else []
-            screen = Screen(requests[0], tokenizer, decoder.ids.eos_id) if is_for_people() else None
-            if screen:
-                watchers.append(lambda _, answer: screen.show(answer))
+            screen = Screen(requests[0], tokenizer, asked.decoder.ids.eos_id) if is_for_people() else None
             answers = stream(
                 load_for(checkpoint, settings, _DTYPE.value, mesh),
                 [requests[i] for i in todo],
-                decoder,
-                watch=(lambda *news: [watch(*news) for watch in watchers]) if watchers else None,
+                asked.decoder,
+                watch=(lambda _, answer: screen.show(answer)) if screen else None,
+                record=watched.record if watched else None,
             )
             if screen:
                 with screen:
@@ -248,12 +311,13 @@ def main() -> None:
             for at, answer in track(answers, "decoding", len(requests), done) if _INPUT.value else answers:
                 record = to_record(ids[todo[at]], answer, tokenizer, stops)
                 add(todo[at], record)
-                if player:
-                    player.add(at, requests[at], answer, record)
+                if watched:
+                    watched.add(at, requests[at], answer, len(record["tokens"]))
 
         # 4. The finished files, in the order of the prompts.
-        if player:
-            write_file(watch, player.page())
+        if watched:
+            beside = [watched, decode_whole(rival, mesh, stops)] if rival else [watched]
+            write_file(watch, page([(id, [of.scenes[i] for of in beside]) for i, id in enumerate(ids)]))
         if journal or (output and is_remote(output)):
             write_file(output, "".join(to_line(records[i]) for i in range(len(requests))))
             if journal:

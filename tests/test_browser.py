@@ -71,8 +71,16 @@ def test_the_player_plays_to_its_end(browser, trained_run, tmp_path):
     page = tmp_path / "page.html"
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Sort 7 3 9 1."}\n{"template": ["Add 5 and ", 6, "; ", 4]}\n')
-    run("generate", f"--checkpoint={trained_run}", f"--input={prompts}", f"--watch={page}", *CHAT)
+    run(
+        "generate",
+        f"--checkpoint={trained_run}",
+        f"--input={prompts}",
+        f"--watch={page}",
+        "--compare=sequential",
+        *CHAT,
+    )
     browser.get(page.as_uri())
+    browser.find_element("tag name", "summary").click()
     last = int(browser.find_element("id", "at").get_attribute("max"))
     assert last > 1
     for forward in range(last + 1):
@@ -81,10 +89,8 @@ def test_the_player_plays_to_its_end(browser, trained_run, tmp_path):
                 for size in SIZES:
                     look(browser, f"player_{forward}", theme, size)
         browser.find_element("id", "next").click()
-    for section in browser.find_elements("css selector", "section"):
-        told = re.match(
-            r"Forward (\d+) of (\d+): .*, (\d+) of (\d+) so far", section.find_element("tag name", "p").text
-        )
+    for article in browser.find_elements("css selector", "section article"):
+        told = re.match(r"Forward (\d+) of (\d+): .*\. (\d+) of (\d+), ", article.find_element("tag name", "p").text)
         assert (told[1], told[3]) == (told[2], told[4])
 
 

@@ -152,6 +152,18 @@ BAD = {
         ["generate", "--checkpoint={run}", "--input={dir}/seventeen.jsonl", "--watch={dir}/new.html"],
         "a page plays 16 prompts at most; {dir}/seventeen.jsonl holds 17",
     ),
+    "page that compares with nothing": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/new.html", "--compare=nothing"],
+        "--compare=nothing: is neither a directory nor a decoder; known: ",
+    ),
+    "compared without a page": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--compare=sequential"],
+        "--compare=sequential: needs --watch=PAGE.html",
+    ),
+    "page of a decoder that cannot": (
+        ["generate", "--checkpoint={run}", "--prompt=x", "--watch={dir}/new.html", "--compare=ar"],
+        "--compare=ar: ",
+    ),
     "output between the weights": (
         ["generate", "--checkpoint={run}", "--prompt=x", "--output={run}/checkpoints/60/new.jsonl"],
         "new.jsonl: is a file of the model, or lies between its weights",

@@ -3,6 +3,7 @@ its own rows; what it decodes is its plain reference, whatever else is in the ba
 
 import dataclasses
 import functools
+import itertools
 import re
 import sys
 
@@ -23,6 +24,7 @@ from refusion_jax.config import make_objective
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import logical_axes
 from refusion_jax.systems import registry
@@ -33,6 +35,7 @@ TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their last token.
 PADDED = ["block_diffusion", *(name for name in TRAINABLE if PADDING in registry.systems()[name].section.keys.values())]
+RECORDED = ["refusion", "prompt_lookup", "d2f"]  # that tell of drafts and plans, or of one of them
 T = 24
 
 TEMPLATES = [Request([BOS, 5], ([7, 8], 5, [9], 6)), Request([], ([BOS], 6, [14, 9]))]
@@ -296,20 +299,43 @@ def test_neither_its_row_nor_the_others_nor_the_capacity_change_an_answer(name):
             assert getattr(again, field) == getattr(out, field)[::-1], field
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_an_answer_is_the_same_when_watched_and_every_forward_is_seen(name):
+def recorded(model, requests, **how) -> tuple[dict, dict]:
+    """(answers, the forwards of each by their numbers)."""
+    parts: dict[int, list] = {}
+    answers = dict(stream(model, requests, record=lambda i, part: parts.setdefault(i, []).append(part), **how))
+    return answers, {i: forwards_of(parts[i]) for i in answers}
+
+
+def check_forwards(answer: Answer, forwards: dict) -> None:
+    """Every forward is there once, and tells of no place that was committed before it."""
+    assert sorted(forwards) == list(range(1, answer.forwards + 1))
+    counts = [forwards[number].committed for number in sorted(forwards)]
+    assert counts == sorted(counts)
+    for forward in forwards.values():
+        before = set(answer.commit_order[: forward.committed])
+        assert not before & {*forward.drafts, *forward.plan}
+        assert all(0 <= p <= 1.001 for _, p in forward.plan.values())
+
+
+@pytest.mark.parametrize("name", [n if n in RECORDED else pytest.param(n, marks=pytest.mark.slow) for n in DECODERS])
+def test_an_answer_is_the_same_when_watched_and_every_forward_is_seen_and_recorded(name):
     model, seen = equipped(sharp_model(), name), {}
     requests = requests_for(name, model, batch_size=2, cache_length=96)
-    watched = stream(
-        model, requests, watch=lambda i, now: seen.setdefault(i, {}).update({now.forwards: len(now.commit_order)})
-    )
-    answers = dict(watched)
+
+    def watch(i, now):
+        seen.setdefault(i, {})[now.forwards] = len(now.commit_order)
+
+    answers, forwards = recorded(model, requests, watch=watch)
     assert answers == dict(stream(model, requests))
+    assert recorded(model, requests) == (answers, forwards)  # many forwards at a time
     for i, answer in answers.items():
-        counts = list(seen[i].values())
-        assert list(seen[i]) == list(range(answer.forwards + 1))
-        assert counts == sorted(counts)
-        assert counts[-1] == len(answer.commit_order)
+        check_forwards(answer, forwards[i])
+        counts = [forwards[i][number].committed for number in range(1, answer.forwards + 1)]
+        assert seen[i] == dict(enumerate([*counts, len(answer.commit_order)]))
+        if name in ("refusion", "dense_plan"):  # what is committed was fed, and read as it is
+            order = list(zip(answer.commit_order, answer.commit_tokens, strict=True))
+            for number, (start, end) in enumerate(itertools.pairwise([*counts, None]), 1):
+                assert set(order[start:end]) <= forwards[i][number].drafts.items()
 
 
 @pytest.fixture

@@ -1,56 +1,89 @@
-"""One page that plays decodings in a browser, forward by forward; it loads nothing else."""
+"""One page that plays decodings in a browser, forward by forward, of systems side by side; it loads nothing else."""
 
 import collections
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any
 
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.prompts import spelled
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.trajectory import Forward, Trajectory, forwards_of
 
-MOST = 16  # decodings of a page
+MOST = 16  # prompts of a page
 BEGINNING = b"<!doctype html><!-- decodings, by refusion_jax.generate -->"  # of every page
+REFUSED, VERIFIED, REPAIRED, WAITING = range(4)  # what becomes of a draft; one that waits is fed again as it is
 
 
-class Player:
-    """Collects the decodings of a call."""
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """A decoding as the page takes it. Cells are places in text order, words are counted in `words`."""
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
-        self._counts: dict[int, dict[int, int]] = collections.defaultdict(dict)  # index: forwards: committed tokens
-        self._scenes: dict[int, dict[str, Any]] = {}
+    system: str
+    prompt: str
+    groups: list[list[tuple[str, int, int]]]  # text, number in the order of commitment or -1, whether after the end
+    counts: list[int]  # committed tokens after 0, 1, 2 .. forwards
+    words: list[str]
+    drafts: list[list[tuple[int, int, int]]]  # of forwards 1, 2 .. : cell, word, outcome
+    plans: list[list[tuple[int, int, int]]]  # cell, word, probability in %
 
-    def watch(self, index: int, answer: Answer) -> None:
-        """Takes what `stream` tells it after each forward."""
-        self._counts[index][answer.forwards] = len(answer.commit_order)
 
-    def add(self, index: int, request: Request, answer: Answer, record: dict[str, Any]) -> None:
-        """Takes a finished answer and its record of --output."""
+class Decodings:
+    """Collects what a system decodes."""
+
+    def __init__(self, system: str, tokenizer: Tokenizer | None):
+        self._system, self._tokenizer = system, tokenizer
+        self._parts: dict[int, list[Trajectory]] = collections.defaultdict(list)
+        self.scenes: dict[int, Scene] = {}
+
+    def record(self, index: int, trajectory: Trajectory) -> None:
+        """Takes what `stream` tells it every few forwards."""
+        self._parts[index].append(trajectory)
+
+    def add(self, index: int, request: Request, answer: Answer, kept: int | None = None) -> None:
+        """Takes a finished answer; `kept` of its tokens are before a stop string."""
         order = {place: number for number, place in enumerate(answer.commit_order)}
-        text = dict(zip(answer.commit_order, answer.commit_tokens, strict=True))
-        text |= {place: token for token, place in zip(*request.given, strict=True)}
-        order |= dict.fromkeys(request.given[1], -1)
+        final = dict(zip(answer.commit_order, answer.commit_tokens, strict=True))
+        given = {place: token for token, place in zip(*request.given, strict=True)}
+        text = final | given
         places = sorted(text)
-        first_after = dict(enumerate(places)).get(len(request.prompt) + len(record["tokens"]), request.length)
-        cells = [
-            [(self._spell(text, at), order.get(at, len(order)), int(at >= first_after)) for at in group]
-            for group in groups_of(request)
-            if any(at in text for at in group)
-        ]
-        self._scenes[index] = {
-            "id": record["id"],
-            "prompt": self._tokenizer.decode(request.prompt) if self._tokenizer else " ".join(map(str, request.prompt)),
-            "groups": cells,  # of (text, number in the order of commitment or -1 if given, whether it is after the end)
-            "counts": list(self._counts[index].values()),  # committed tokens after 0, 1, 2 .. forwards
-        }
+        kept = len(answer.tokens) if kept is None else kept
+        first_after = dict(enumerate(places)).get(len(request.prompt) + kept, request.length)
+        slots = [slot for slot in groups_of(request) if any(at in text for at in slot)]
+        cell = {at: number for number, at in enumerate(at for slot in slots for at in slot)}
+        order |= dict.fromkeys(given, -1)
 
-    def page(self) -> str:
-        data = json.dumps([self._scenes[index] for index in sorted(self._scenes)]).replace("<", "\\u003c")
-        page = resources.files("refusion_jax.decoding").joinpath("player.html").read_text("utf-8")
-        return page.replace("DECODINGS", data)
+        found = forwards_of(self._parts.pop(index, []))
+        steps = [found[number] for number in range(1, answer.forwards + 1)]
+        counts = [*(step.committed for step in steps), len(answer.commit_order)]
+        words: dict[str, int] = {}
+        drafts, plans = [], []
+
+        def word(text: Mapping[int, int], at: int) -> int:
+            return words.setdefault(self._spell(text, at), len(words))
+
+        for step, after, count in zip(steps, [*steps[1:], Forward()], counts[1:], strict=True):
+            known = given | {at: final[at] for at in answer.commit_order[:count]}
+            fed = known | step.drafts
+            planned = known | {at: token for at, (token, _) in step.plan.items()}
+            some = [(at, token) for at, token in step.drafts.items() if at in cell]
+            drafts.append([(cell[at], word(fed, at), outcome(at, token, known, after)) for at, token in some])
+            some = [(at, p) for at, (_, p) in step.plan.items() if at in cell]
+            plans.append([(cell[at], word(planned, at), round(100 * p)) for at, p in some])
+        self.scenes[index] = Scene(
+            system=self._system,
+            prompt=self._tokenizer.decode(request.prompt) if self._tokenizer else " ".join(map(str, request.prompt)),
+            groups=[
+                [(self._spell(text, at), order.get(at, len(order)), int(at >= first_after)) for at in slot]
+                for slot in slots
+            ],
+            counts=counts,
+            words=list(words),
+            drafts=drafts,
+            plans=plans,
+        )
 
     def _spell(self, text: Mapping[int, int], at: int) -> str:
         """What the token at a place adds to the text, or its name."""
@@ -58,6 +91,28 @@ class Player:
             return ""
         named = self._tokenizer and (spelled(text, at, self._tokenizer) or self._tokenizer.name_of(text[at]))
         return named or str(text[at])
+
+
+def outcome(at: int, draft: int, known: Mapping[int, int], after: Forward) -> int:
+    """What becomes of a draft that a forward feeds.
+
+    Args:
+      at: its place.
+      draft: its token.
+      known: the text after the forward.
+      after: the forward that follows.
+    """
+    if at in known:
+        return VERIFIED if known[at] == draft else REPAIRED
+    return WAITING if after.drafts.get(at) == draft else REFUSED
+
+
+def page(prompts: Sequence[tuple[object, Sequence[Scene]]]) -> str:
+    """The page of some prompts: (id, the scenes that are shown side by side) of each."""
+    rows = [{"id": id, "scenes": [dataclasses.asdict(scene) for scene in scenes]} for id, scenes in prompts]
+    data = json.dumps(rows, separators=(",", ":")).replace("<", "\\u003c")
+    template = resources.files("refusion_jax.decoding").joinpath("player.html").read_text("utf-8")
+    return template.replace("DECODINGS", data)
 
 
 def groups_of(request: Request) -> Iterator[range]:

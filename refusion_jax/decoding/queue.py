@@ -26,6 +26,7 @@ from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory
 from refusion_jax.decoding.requests import Given, Request, SharedPrefix, common_prefix
 from refusion_jax.decoding.sampling import Record
+from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
 from refusion_jax.model.key_values import KeyValues
@@ -54,6 +55,7 @@ def stream(
     batch_size: int,
     is_over: Callable[[int, list[int]], bool] | None = None,
     watch: Callable[[int, Answer], object] | None = None,
+    record: Callable[[int, Trajectory], object] | None = None,
     batch_type: type["RunningBatch"] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests and yields (index of the request, its answer) as answers finish.
@@ -71,6 +73,7 @@ def stream(
         few forwards.
       watch: told (index, answer so far) after the admission of a request and after each forward, perhaps twice; the
         device then waits for the host after each.
+      record: told (index, what the next forwards did), every few forwards; what is not asked for costs nothing.
       batch_type: a subclass of RunningBatch, where the decoder needs one.
 
     Raises:
@@ -78,6 +81,7 @@ def stream(
     """
     rows = batch_rows(len(requests), batch_size, mesh_of(model))
     batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows)
+    batch.recorded = LOOK if record else 0
     refill, eos_id = -(-batch.rows // REFILL), decoder.ids.eos_id
     row_of, finished = {}, []
     waiting = sorted(range(len(requests)), key=lambda index: (requests[index].length, -index))  # popped from its end
@@ -99,6 +103,8 @@ def stream(
         progress = batch.look()
         if batch.failed:
             raise next(iter(batch.failed.values()))
+        for row, index in row_of.items() if record else ():
+            record(index, jax.tree.map(lambda x, row=row: x[:, row], progress.trajectory))
         for row, index in row_of.items() if watch else ():
             watch(index, read_answer(requests[index], *progress.of(row), eos_id, is_ended=bool(progress.active[row])))
         done, ended = [row for row in row_of if not progress.active[row]], []
@@ -173,6 +179,7 @@ class Progress:
     record: Record
     forwards: Int32[np.ndarray, "B"]
     rounds: Int32[np.ndarray, "B"]
+    trajectory: Trajectory | None = None  # of the last run, if that is recorded
 
     def of(self, row: int) -> tuple[Record, np.ndarray, np.ndarray]:
         """(record, forwards, rounds) of one row."""
@@ -203,6 +210,8 @@ class RunningBatch:
         self._decoder = decoder
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
+        self._trajectory: Trajectory | None = None
+        self.recorded = 0  # forwards of a run, at most, whose trajectory is recorded; 0: none is
         self.failed: dict[int, UserError] = {}  # why the answer in a row cannot go on
         self._given: dict[int, np.ndarray] = {}  # by row: given tokens and positions whose keys and values are in it
         check_memory(model, self._mesh, rows, decoder)
@@ -251,13 +260,15 @@ class RunningBatch:
     def run(self, finished: int, most: int = UNTIL_DONE) -> None:
         """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""
         with jax.set_mesh(self._mesh):
-            self._state = _run(self._compiled, self._params, self._state, finished, most)
+            most = min(most, self.recorded or most)
+            ran = _run(self._compiled, self._params, self._state, finished, most, self.recorded)
+            self._state, self._trajectory = ran
 
     def look(self) -> Progress:
         """Waits for the device and fetches what the rows have decoded."""
         s = self._state
         with jax.set_mesh(self._mesh):
-            return Progress(*fetch((s.active, s.record, s.forwards, s.rounds)))
+            return Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory)))
 
     def stop(self, rows: Sequence[int]) -> None:
         """Ends rows that are not finished; their keys and values stay until the next request takes the row."""
@@ -302,7 +313,7 @@ def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Deco
     """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
     compiled = static_arguments(graphdef, decoder)
     state = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), newcomers)
-    return _run(compiled, params, state, rows, UNTIL_DONE).record
+    return _run(compiled, params, state, rows, UNTIL_DONE)[0].record
 
 
 @functools.partial(jax.jit, static_argnames=("compiled", "rows"))
@@ -337,21 +348,32 @@ def _admit(compiled: StaticArguments, params, state: State, new: Newcomers) -> S
     return _placed(_by_batch_axis(put, state, started))
 
 
-@functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
-def _run(compiled: StaticArguments, params, state: State, wanted, most) -> State:
-    """Decodes until `wanted` rows are finished, for at most `most` forwards."""
+@functools.partial(jax.jit, static_argnames=("compiled", "recorded"), donate_argnames="state")
+def _run(
+    compiled: StaticArguments, params, state: State, wanted, most, recorded: int = 0
+) -> tuple[State, Trajectory | None]:
+    """Decodes until `wanted` rows are finished, for at most `most` forwards; up to so many can be recorded."""
     model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
 
+    def step(state):
+        with collect() as told:
+            after = decoder.step(model, state)
+        number = jnp.where(state.active, state.forwards + 1, 0)
+        return after, Trajectory.of(number, state.record.count, told) if recorded else None
+
     def is_running(carry):
-        state, done = carry
+        state, _, done = carry
         return (jnp.sum(~state.active) < wanted) & (done < most)
 
     def forward(carry):
-        state, done = carry
-        return decoder.step(model, state), done + 1
+        state, trajectory, done = carry
+        after, now = step(state)
+        return after, jax.tree.map(lambda x, new: x.at[done].set(new), trajectory, now), done + 1
 
-    end, _ = jax.lax.while_loop(is_running, forward, (state, 0))
-    return _placed(end)
+    _, like = jax.eval_shape(step, state) if recorded else (state, None)
+    nothing = jax.tree.map(lambda x: jnp.zeros((recorded, *x.shape), x.dtype), like)
+    end, trajectory, _ = jax.lax.while_loop(is_running, forward, (state, nothing, 0))
+    return _placed(end), trajectory
 
 
 @functools.partial(jax.jit, static_argnames="copies_prefix", donate_argnames="state")

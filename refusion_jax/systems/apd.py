@@ -44,6 +44,7 @@ from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
@@ -121,6 +122,8 @@ class DraftAndCheck(Decoder):
         ahead = dataclasses.replace(s, length=given + done + w.size)
         drafter = masked.propose(masked.denoise(model, ahead, w.position, self.shifted), s, w, self.ids)
         drafts = drafter.token
+        tell_plan(drafts, w.position, w.masked, drafter.probability)
+        tell_drafts(drafts, w.position, w.masked)
 
         last = jnp.take_along_axis(s.text, (given + done - 1)[:, None], axis=1)
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)

@@ -15,6 +15,7 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, check_no_templates, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
@@ -134,6 +135,7 @@ def stream(
     decoder: Decoder | None = None,
     is_over: Callable[[int, list[int]], bool] | None = None,
     watch: Callable[[int, Answer], object] | None = None,
+    record: Callable[[int, Trajectory], object] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Decodes a queue of requests from `prepare`, at least one, and yields (index, answer) as answers finish.
 
@@ -142,7 +144,7 @@ def stream(
       requests: their settings name the decoder and the batch size.
       decoder: with compiled sizes that several calls share; by default the smallest for these requests.
       is_over: (index, tokens so far) -> whether to stop an answer, as for `queue.stream`.
-      watch: told (index, answer so far), as for `queue.stream`.
+      watch, record: told (index, answer so far) and (index, trajectory), as for `queue.stream`.
 
     Raises:
       UserError: where the decoder cannot serve them together.
@@ -151,7 +153,7 @@ def stream(
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
     model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
-    return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, batch_type(decoder))
+    return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, record, batch_type(decoder))
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:

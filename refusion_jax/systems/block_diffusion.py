@@ -59,6 +59,7 @@ from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
@@ -196,6 +197,7 @@ class BlockByBlock(Continuer):
             readable = jnp.where(is_done[:, None], offset == self.width - 1, next_in_row(readable))
         chosen = sample(choosable, readable, s.keys, at + self.shift, own)
         confidence = jnp.where(readable, probability(real, chosen), -1.0)
+        tell_plan(chosen, at + self.shift, readable & open_here, confidence)
         is_best = offset == jnp.argmax(confidence, axis=1)[:, None]
         reveals = readable & ((confidence > own.threshold[:, None]) | is_best)
         cache = kv.commit(cache, jnp.where(s.active & is_done, self.width, 0))

@@ -51,6 +51,7 @@ from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
@@ -180,7 +181,9 @@ class CausalBlocks(Continuer):
         logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
         real, choosable = mask_logits(logits, None, self.ids)
         chosen = sample(choosable, is_mask, s.keys, at + 1, s.settings)
-        reveals = is_mask & (probability(real, chosen) > s.settings.threshold[:, None])
+        chance = probability(real, chosen)
+        tell_plan(chosen, at + 1, is_mask, chance)
+        reveals = is_mask & (chance > s.settings.threshold[:, None])
         is_last = (s.passed + 1 >= s.settings.passes) | ~jnp.any(reveals, axis=1)
         reveals = jnp.where(is_last[:, None], is_mask, reveals)
         cache = kv.commit(cache, jnp.where(s.active & ~is_open, K, 0))

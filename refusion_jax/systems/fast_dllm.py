@@ -33,12 +33,13 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding.cache import Cache, stored
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems import masked
@@ -117,14 +118,18 @@ class BlockCache(masked.MaskedDecoder):
         # wait in blocks of 8 tokens, and 1.06 times in blocks of 32; where all rows begin together, 1.59 and 0.81 times
         # (configs/headline.py:tiny, on two CPU cores).
         is_whole = 2 * jnp.sum(self._that_begin(s)) >= jnp.sum(s.active)
-        return jax.lax.cond(is_whole, lambda s: self._whole(model, s), lambda s: self._block(model, s), s)
+        branches = (lambda s: self._whole(model, s)), (lambda s: self._block(model, s))
+        after, tokens, chances = jax.lax.cond(is_whole, *branches, s)
+        w, _ = self.window(s)
+        tell_plan(tokens, w.position, w.masked, chances)
+        return after
 
     def _that_begin(self, s: State) -> Bool[Array, "B"]:
         """The rows that take part in a forward over whole texts."""
         return s.active & (s.block_step == 0)
 
-    def _whole(self, model: Transformer, s: State) -> State:
-        """A forward over whole texts, whose keys and values are kept."""
+    def _whole(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:
+        """A forward over whole texts, whose keys and values are kept: (state, tokens of the block, their chances)."""
         (w, _), (start, fed), C, took_part = self.window(s), self._fed(s), self.width, self._that_begin(s)
         at = jnp.maximum(w.position - self.shifted, 0)
 
@@ -151,10 +156,11 @@ class BlockCache(masked.MaskedDecoder):
         entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
         is_first = self.shifted & (jnp.arange(self.block_length)[None] == 0)
         proposal = masked.propose(model.logits(x), s, w, self.ids)
-        return self.commit(dataclasses.replace(s, entries=entries), w, proposal, took_part, is_first)
+        after = self.commit(dataclasses.replace(s, entries=entries), w, proposal, took_part, is_first)
+        return after, proposal.token, proposal.probability
 
-    def _block(self, model: Transformer, s: State) -> State:
-        """A forward over the block, on top of the kept keys and values."""
+    def _block(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:
+        """As `_whole`, of a forward over the block on top of the kept keys and values."""
         (w, _), (start, fed) = self.window(s), self._fed(s)
         F = self.block_length if self.reuse == "dual" else self.new_tokens  # with `dual` the block, else all from it on
         offset = jnp.arange(F)[None]
@@ -165,7 +171,7 @@ class BlockCache(masked.MaskedDecoder):
         # With a shifted model, the first token of the block was committed by the forward over the whole text.
         at = np.maximum(np.arange(self.block_length) - self.shifted, 0)
         proposal = masked.propose(model.logits(x[:, at]), s, w, self.ids)
-        return self.commit(s, w, proposal, s.active & (s.block_step > 0))
+        return self.commit(s, w, proposal, s.active & (s.block_step > 0)), proposal.token, proposal.probability
 
     def _fed(self, s: State) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
         """The start and length of what is fed on top of the cache: the block, or all from it on."""

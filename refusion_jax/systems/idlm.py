@@ -53,6 +53,7 @@ from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
@@ -186,7 +187,11 @@ class DraftAndCheck(Continuer):
         # If nothing was rejected, the masks after the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
         q = jnp.take_along_axis(likely, from_mask[:, :, None], axis=1)
-        drafts = sampling.draw(q, is_warm, s.keys, jnp.take_along_axis(places, from_mask, axis=1))
+        at = jnp.take_along_axis(places, from_mask, axis=1)
+        drafts = sampling.draw(q, is_warm, s.keys, at)
+        of_masks = jnp.take_along_axis(choosable, from_mask[:, :, None], axis=1)
+        is_kept = (accepted == s.drafted)[:, None] & (at >= 0)
+        tell_plan(drafts, at, is_kept, sampling.probability(of_masks, drafts))
         row = s.active[:, None]
         return dataclasses.replace(
             after,

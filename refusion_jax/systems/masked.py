@@ -27,6 +27,7 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
 from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.transformer import ModelConfig, Transformer
 
 _WIDTHS = 4  # number of compiled widths, at most
@@ -174,7 +175,9 @@ class MaskedDecoder(Decoder):
         """One forward over the whole text, which commits masks of each row's block."""
         w, after_block = self.window(s)
         logits = denoise(model, s, w.position, self.shifted, self.fed(s, after_block))
-        return self.commit(s, w, propose(logits, s, w, self.ids), s.active)
+        proposal = propose(logits, s, w, self.ids)
+        tell_plan(proposal.token, w.position, w.masked, proposal.probability)
+        return self.commit(s, w, proposal, s.active)
 
     def fed(self, s: MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
         """Which places of the text are fed, given the number of the first one after the block; None: all."""

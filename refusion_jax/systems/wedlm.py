@@ -50,7 +50,8 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
-from refusion_jax.decoding.sampling import mask_logits, sample
+from refusion_jax.decoding.sampling import mask_logits, probability, sample
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
@@ -161,6 +162,7 @@ class SlidingWindow(Continuer):
         logits, cache = kv.extend(model, s.cache, tokens, at)
         real, choosable = mask_logits(logits, None, self.ids)
         chosen = sample(choosable, is_mask, s.keys, at, s.settings)
+        tell_plan(chosen, at, is_mask, probability(real, chosen))
 
         first = jnp.min(jnp.where(is_mask, at, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
         penalty = s.settings.distance_penalty[:, None] * (at - first)

@@ -41,6 +41,7 @@ from refusion_jax.decoding.decoder import LAST_TOKEN
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
+from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
 from refusion_jax.model.transformer import ModelConfig, Transformer
@@ -222,6 +223,9 @@ class Drafting(Continuer):
         if N > 1:
             sure = jnp.exp(jnp.max(choosable, axis=-1) - jax.nn.logsumexp(choosable, axis=-1))
             new |= self._next_drafts(s, likely[:, n:], sure[:, n:], prefixes, accepted, kept)
+            ahead = new["place"][:, None] + 1 + jnp.arange(len(new["sure"][0]))[None]
+            is_new = jnp.arange(ahead.shape[1])[None] < new["drafted"][:, None]
+            tell_plan(new["drafts"], ahead, is_new, new["sure"])
         own = {name: _where(s.active, x, getattr(s, name)) for name, x in new.items()}
         return dataclasses.replace(after, **own), kept
 

@@ -23,6 +23,7 @@ from refusion_jax.decoding.decoder import SLOT_MASK, Decoder
 from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
+from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.transformer import ModelConfig, Transformer
 from refusion_jax.systems.refusion.budget import Sizes
 from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, SlotLayout, slots_a_block, slots_of
@@ -191,6 +192,9 @@ class SlotDecoder(Decoder):
         fold_in = jax.vmap(jax.random.fold_in)
         draws = Draws(fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings)
         readings = read(model, hidden, index, feed, draws, self.ids, sizes, s.work.drafts.shape)
+
+        tell_drafts(s.work.drafts, here.start[:, :, None] + offset, drafts.is_fed)
+        tell_plan(readings[1].token, plan_block.start[:, :, None] + offset, plan.is_fed, readings[1].chance)
 
         work, committed = self.judge(s.work, here, guess, readings, s.settings)
         after = dataclasses.replace(s, cache=kv.write(s.cache, new), work=work)
