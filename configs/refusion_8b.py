@@ -3,8 +3,8 @@
 --config=configs/refusion_8b.py:0.6b              or 1.7b, 4b, 8b, 14b, 32b
 --config=configs/refusion_8b.py:8b,v6e:8x8        the fastest settings for one slice, by `plan`: see SLICES
 
-A step is 128 rows of 4,096 tokens, a run 20,000 steps. None has been trained; `plan` estimates a step of 8B at 2.6 s
-on 32 v5p chips and at 1.1 s on 64 v6e chips, so a run at 14 and 6 hours.
+A step is 128 rows of 4,096 tokens, a run 20,000 steps. None has been trained; `plan` estimates a step of 8B at 2.4 s
+on 32 v5p chips and at 1.0 s on 64 v6e chips, so a run at 13 and 6 hours.
 
 Expects Qwen3's directory, as it is downloaded, in ./Qwen3-8B (0.6B ...) and the data in ./data/*.jsonl, unless
 --config.init_from, --config.data.tokenizer and --config.data.path say otherwise.
@@ -31,13 +31,13 @@ COPIES = {"14b": 2, "32b": 2}
 # than computing everything again (16 of v6e's 31 GiB), 32B 15 % (49 of v5p's 95).
 REMAT = {"14b": "attention", "32b": "products"}
 
-# What is fastest on one slice, by the estimate of `plan` (libtpu 0.0.51): a step of 2,553 ms instead of 2,903 on
-# v5p:2x4x4, 1,298 instead of 1,495 on v5p:4x4x4, 1,064 instead of 1,282 on v6e:8x8, and 1,504 instead of 1,735 on
+# What is fastest on one slice, by the estimate of `plan` (libtpu 0.0.51): a step of 2,428 ms instead of 2,897 on
+# v5p:2x4x4, 1,239 instead of 1,496 on v5p:4x4x4, 1,017 instead of 1,252 on v6e:8x8, and 1,466 instead of 1,755 on
 # v5e:16x16, whose 256 chips need 256 rows. On v5e:8x8 1.6 % were found.
 SLICES = {
-    "8b,v5p:2x4x4": {"remat": "outputs"},
-    "8b,v5p:4x4x4": {"remat": "outputs", "mesh.data": 2},
-    "8b,v6e:8x8": {"remat": "outputs", "mesh.data": 2},
+    "8b,v5p:2x4x4": {"remat": "products"},
+    "8b,v5p:4x4x4": {"remat": "products", "mesh.data": 2},
+    "8b,v6e:8x8": {"remat": "products", "mesh.data": 2},
     "8b,v5e:16x16": {"remat": "products", "mesh.data": 4, "batch_size": 256},
 }
 

@@ -6,6 +6,7 @@ from conftest import causal, forward, tiny_config, tiny_model
 from flax import nnx
 
 from refusion_jax.decoding.cache import stored
+from refusion_jax.model import layers
 from refusion_jax.model.attention import attention
 from refusion_jax.model.int8 import Int8Array, widened
 from refusion_jax.model.key_values import KeyValues
@@ -58,17 +59,24 @@ def test_attention_of_a_query_that_sees_nothing_is_finite_with_finite_gradients(
     assert all(np.isfinite(x).all() for x in (value, *grads))
 
 
-def test_rotation_is_half_split():
-    rotation = rope_rotation(jnp.array([[3]]), size=4, theta=100.0)
-    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    (a, b, c, d), (f0, f1) = x.ravel(), (3.0, 3.0 / 10)
-    expected = [
-        a * np.cos(f0) - c * np.sin(f0),
-        b * np.cos(f1) - d * np.sin(f1),
-        c * np.cos(f0) + a * np.sin(f0),
-        d * np.cos(f1) + b * np.sin(f1),
-    ]
-    np.testing.assert_allclose(rotate(x, rotation).ravel(), expected, rtol=1e-5)
+@pytest.mark.parametrize("kind", ["cpu", "TPU v5"])
+def test_rotation_and_its_gradient_are_those_of_complex_numbers(kind, monkeypatch):
+    """The halves of the first 4 values of a head are real and imaginary parts; the last 2 stay."""
+    monkeypatch.setattr(layers, "device_kind_here", lambda: kind)
+    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 6))
+    w = jax.random.normal(jax.random.key(1), x.shape)
+    rotation = rope_rotation(jnp.array([[3, 0, 7], [1, 2, 900]]), size=4, theta=100.0)
+
+    def expected(x):
+        turned = (x[..., :2] + 1j * x[..., 2:4]) * (rotation[0] + 1j * rotation[1])
+        return jnp.concatenate([turned.real, turned.imag, x[..., 4:]], axis=-1)
+
+    np.testing.assert_allclose(rotation[0][0, 0, 0], np.cos([3.0, 3.0 / 10]), rtol=1e-6)
+    np.testing.assert_allclose(rotate(x, rotation), expected(x), rtol=1e-5, atol=1e-6)
+    got, wanted = (
+        jax.grad(lambda x, turn=turn: (w * turn(x)).sum())(x) for turn in (lambda x: rotate(x, rotation), expected)
+    )
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("inputs", [1, 2])

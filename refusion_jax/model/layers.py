@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -106,9 +107,39 @@ def rope_rotation(positions: Int32[Array, "B T"], size: int, theta: float, scali
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.custom_vjp
 def rotate(x: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-    """Rotates the pairs (i, i + R/2) among the first R of each head (half-split, as Qwen3 does)."""
+    """Rotates the pairs (i, i + R/2) among the first R of each head (half-split, as Qwen3 does); computed in float32.
+
+    Its gradient rotates back, by this very function: autodiff would carry float32 through the copies between layouts.
+    """
+    cos, sin = rotation  # [B, T, 1, R / 2]
+    rest = [(0, 0)] * 3 + [(0, x.shape[-1] - 2 * cos.shape[-1])]
+    cos = jnp.pad(jnp.concatenate([cos, cos], axis=-1), rest, constant_values=1)
+    sin = jnp.pad(jnp.concatenate([-sin, sin], axis=-1), rest)
+    return (x.astype(jnp.float32) * cos + _swapped(x, rotation[0].shape[-1]) * sin).astype(x.dtype)
+
+
+def _swapped(x: Float[Array, "B T N H"], half: int) -> Float[Array, "B T N H"]:
+    """The other value of each pair.
+
+    On TPUs, where parts of a head lie across lanes and are copied to be joined, as a product with a permutation, which
+    is exact: 2 to 4 % of a step of 8B on v6e, v5p and v5e, as compiled.
+    """
+    if device_kind_here().startswith("TPU"):
+        order = np.r_[half : 2 * half, :half, 2 * half : x.shape[-1]]
+        return jnp.matmul(x, jnp.eye(x.shape[-1], dtype=x.dtype)[order], precision=jax.lax.Precision.HIGHEST)
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    return jnp.concatenate([second, first, rest], axis=-1)
+
+
+def _rotate_forward(x: Float[Array, "B T N H"], rotation: Rotation) -> tuple[Float[Array, "B T N H"], Rotation]:
+    return rotate(x, rotation), rotation
+
+
+def _rotate_back(rotation: Rotation, cotangent: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], None]:
     cos, sin = rotation
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+    return rotate(cotangent, (cos, -sin)), None
+
+
+rotate.defvjp(_rotate_forward, _rotate_back)

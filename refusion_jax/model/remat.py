@@ -7,16 +7,14 @@ from collections.abc import Callable
 
 import jax
 
-INPUT, ATTENTION, GATE, UP = "layer_input", "attention", "gate", "up"  # of a layer; GATE and UP: its two wide products
+INPUT, ATTENTION = "layer_input", "attention"  # of a layer
+PROJECTION, GATE, UP = "projection", "gate", "up"  # products: those of attention with weights; the two wide ones
 EXPERT, GATHERED = "expert", "gathered"  # the same products of experts, and their weights from all chips
 
 # From the most memory to the least; None: everything stays.
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
-    "products": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # those with weights
-        jax.checkpoint_policies.save_only_these_names(ATTENTION, EXPERT),
-    ),
+    "products": jax.checkpoint_policies.save_only_these_names(ATTENTION, PROJECTION, GATE, UP, EXPERT),
     "outputs": jax.checkpoint_policies.save_only_these_names(ATTENTION, GATE, UP, EXPERT),
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
     "full": jax.checkpoint_policies.nothing_saveable,

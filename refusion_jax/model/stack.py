@@ -18,7 +18,7 @@ from refusion_jax.model.experts import Load, Router, mixture
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import in_dtype
 from refusion_jax.model.layers import Rotation, linear, rms_norm, rotate, scattered_along_embed, weight
-from refusion_jax.model.remat import GATE, INPUT, REMAT_POLICIES, UP, WITHOUT_GATHERED
+from refusion_jax.model.remat import GATE, INPUT, PROJECTION, REMAT_POLICIES, UP, WITHOUT_GATHERED
 from refusion_jax.model.shape import ModelConfig
 
 
@@ -115,7 +115,7 @@ class Layers(nnx.Module):
 
         def project(h, w, name):
             """Queries, keys or values of all heads, [B, T, heads, H]."""
-            x = product(h, w, f"{name}_proj")
+            x = checkpoint_name(product(h, w, f"{name}_proj"), PROJECTION)
             if family.qkv_bias:
                 x = x + w[f"{name}_bias"][None, None]
             if family.qk_norm and name != "v":
@@ -139,7 +139,7 @@ class Layers(nnx.Module):
             q, k = (rotate(project(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
             heads, kept = attend(q, k, project(h, w, "v"), number)
             w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
-            h = product(heads, w, "o_proj", inputs=2)
+            h = checkpoint_name(product(heads, w, "o_proj", inputs=2), PROJECTION)
             x = x + (norm(h, w["post_attention_norm"], c) if "post_attention_norm" in w else h)
             h = norm(x, w["mlp_norm"], c) if "mlp_norm" in w else x
             load = None
