@@ -11,6 +11,7 @@ counts against the chip's documented peaks, times what published training runs t
 a range, in which 95 % of such runs are expected (`python -m refusion_jax.bench calibration`). These train 7 to 70 B
 parameters in steps of seconds; the range says little about steps of milliseconds. TPU7x and the decoder have the
 roofline alone.
+--what=split searches where to cut a model between a device and a server (refusion_jax/split/README.md).
 --hlo reads the step of another framework, as its compiler wrote it down, and says the same of it.
 Exit code 2 where the run does not fit.
 """
@@ -27,11 +28,13 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import waiting
 from refusion_jax.config import check, explained, names
+from refusion_jax.config.model import model_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
 from refusion_jax.planning.search import FIX_SECONDS, fix_for, fix_for_decode, search
+from refusion_jax.split import report as split_report
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
 from refusion_jax.systems.registry import decoders_for
 
@@ -46,7 +49,7 @@ _SLICES = flags.DEFINE_integer(
     upper_bound=1024,
 )
 _HLO = flags.DEFINE_string("hlo", None, "Instead of --config: the optimized HLO of a step, dumped by any framework")
-_WHAT = flags.DEFINE_enum("what", "train", ["train", "decode"], "What to compile")
+_WHAT = flags.DEFINE_enum("what", "train", ["train", "decode", "split"], "What to compile; split: where to cut")
 _ROWS = flags.DEFINE_float("rows_per_chip", None, "Sets --config.batch_size to this many rows per chip")
 _MEMORY_ONLY = flags.DEFINE_bool(
     "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"
@@ -54,9 +57,13 @@ _MEMORY_ONLY = flags.DEFINE_bool(
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mesh at this batch; name the fastest")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
 _DECODE = command.define_settings(all_settings(), "decode")
+split_report.define_flags(flags.FLAGS)
 
 
 def main() -> None:
+    if _WHAT.value == "split":
+        plan_split()
+        return
     if (_CONFIG.value is None) == (_HLO.value is None) or _TOPOLOGY.value is None:
         raise UserError(
             "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE for the first; "
@@ -95,14 +102,38 @@ def main() -> None:
         show_verdict(record, lambda: fix_for(config, topology, slices, devices))
 
 
+def plan_split() -> None:
+    """Prints where to cut the model of a config between a device and a server; compiles nothing.
+
+    Raises:
+      UserError: naming the flag at fault.
+    """
+    if _CONFIG.value is None:
+        raise UserError("--config=configs/NAME.py: needed with --what=split")
+    for name in ("topology", "hlo", "rows_per_chip", "search", "memory_only", "slices"):
+        if flags.FLAGS[name].value != flags.FLAGS[name].default:
+            raise UserError(f"--{name}: is of no use with --what=split")
+    config = _CONFIG.value
+    check(config)
+    given = command.given(_DECODE)
+    if others := sorted(set(given) - {"method"}):
+        raise UserError(f"--decode.{others[0]}: is of no use with --what=split")
+    method = given.get("method") or decoders_for(config.objective)[0]
+    itemsize = 2 if config.dtype == "bfloat16" else 4
+    records = split_report.plan_split(model_config(config), itemsize, method, flags.FLAGS)
+    split_report.show(records, _JSON.value)
+
+
 def check_use() -> None:
     """Refuses flags that the chosen kind of plan has no use for: its verdict would not be about what they ask for.
 
     Raises:
       UserError: naming the first.
     """
-    others = (flags.FLAGS[name] for name in ("what", "rows_per_chip", "search", "memory_only"))
+    others = (flags.FLAGS[name] for name in ("what", "rows_per_chip", "search", "memory_only", *split_report.FLAGS))
     given = {flag.name for flag in others if flag.value != flag.default}
+    for name in sorted(given & set(split_report.FLAGS)):
+        raise UserError(f"--{name}: is for --what=split")
     given |= {f"decode.{name}" for name in command.given(_DECODE)}
     settings = {f"decode.{name}" for name in _DECODE}
     batch = {"rows_per_chip", "search"}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import random
 import shutil
 import socket
@@ -12,7 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from conftest import PROMPTS, settings, sharp_model
+from conftest import PROMPTS, run, settings, sharp_model
 
 from refusion_jax import decode
 from refusion_jax.cli.errors import Failure, UserError
@@ -24,6 +25,7 @@ from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
 from refusion_jax.split.model import Packing, SplitModel, fingerprint, part_of
 from refusion_jax.split.service import Service
+from refusion_jax.systems.registry import find_decoder
 
 
 @pytest.fixture(scope="module")
@@ -260,3 +262,47 @@ def test_answers_are_those_of_the_whole_model(served, model, key, method):
         link = link_to(served, model, key, layers=layers)
         assert answers(model, link, method, prompts, layers, batch_size=8) == whole
         link.close()
+
+
+def test_the_choice_keeps_both_limits_and_gives_up_least():
+    draw = np.random.default_rng(0)
+    config, decoder = sharp_model().config, find_decoder("refusion")
+    config = dataclasses.replace(config, num_hidden_layers=6)
+    device, server = choice.Machine(1e-3, 1e-4), choice.Machine(2e-4, 1e-6)
+    none = fitted = 0
+    for _ in range(40):
+        network = choice.Network(float(draw.uniform(0, 0.2)), float(10 ** draw.uniform(3, 7)))
+        memory, latency = 10 ** draw.uniform(3, 6, 2), 10 ** draw.uniform(-1, 1)
+        given_up = []
+        for each in sorted(memory):
+            wanted = choice.Wanted(each, latency, 16, 32)
+            found = choice.candidates(config, device, server, 1e-4, network, wanted, decoder)
+            fitting = choice.feasible(found, wanted)
+            chosen = choice.choose(fitting)
+            assert (chosen is None) == (not fitting)
+            if chosen is None:
+                none += 1
+                continue
+            fitted += 1
+            assert chosen.memory <= each
+            assert chosen.answer <= latency
+            given_up.append(sum(chosen.given_up))
+            assert all(sum(x.given_up) >= given_up[-1] for x in fitting)
+            assert all(x.answer >= chosen.answer for x in fitting if x.given_up == chosen.given_up)
+            assert chosen.cache_length >= 48
+        assert given_up == sorted(given_up, reverse=True)  # with more memory no more is given up
+    assert min(none, fitted) > 5
+
+
+def test_plan_says_where_to_cut():
+    flags = ["--what=split", "--config=configs/quickstart.py", "--device_flops=2", "--server=10", "--bandwidth=10"]
+    out, _ = run("plan", *flags, "--rtt=100", "--device_memory=0.001", "--latency=9", "--max_new_tokens=32", "--json")
+    *fitting, chosen = map(json.loads, out.splitlines())
+    assert any(each["layers"] == chosen["layers"] and each["codec"] == chosen["codec"] for each in fitting)
+    assert chosen["tokens_per_second"]["refusion"] > 2.5 * chosen["tokens_per_second"]["ar"]
+    for more, said in (
+        (["--rtt=100"], "--device_memory: needed"),
+        (["--rtt=1", "--device_memory=1e-5"], "nothing keeps"),
+    ):
+        assert said in run("plan", *flags, *more, code=2)[1]
+    assert "--rtt: is for --what=split" in run("plan", flags[1], "--topology=v5e:2x2", "--rtt=3", code=2)[1]

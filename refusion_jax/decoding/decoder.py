@@ -48,6 +48,8 @@ class Decoder(abc.ABC):
     # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same but for the first token of each slot,
     # which a mask at its place predicts. Empty: the models do not write left to right, and grammars are refused.
     next_token: ClassVar[str] = ""
+    # Tokens that a forward yields and feeds with the default settings, as `bench headline --budget=small` counted them.
+    typical: ClassVar[tuple[float, float]] = (1.0, 1.0)
 
     ids: TokenIds
     width: int  # tokens of a row that one forward feeds, at most

@@ -36,7 +36,8 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.split import frames
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.split import choice, frames
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.link import Link, SessionLost
 from refusion_jax.split.model import SplitBatch, SplitModel, fingerprint, part_of
@@ -44,6 +45,7 @@ from refusion_jax.split.server import check_given, define_shared
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for
 
 _OWN = ("weights", "cache")  # are flags of both sides
+_CHOSEN = ("layers", "weights", "cache", "codec")  # by --auto
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -52,6 +54,10 @@ def define_flags(own: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=own)
     text("server", None, "HOST:PORT of the server")
     flags.DEFINE_integer("layers", None, "That this device holds; the server has the rest", 1, flag_values=own)
+    automatic = "Measure the device and the link, and choose --layers, --weights, --cache and --codec"
+    flags.DEFINE_bool("auto", False, automatic, flag_values=own)
+    flags.DEFINE_float("device_memory", 1e6, "With --auto: GiB for weights and cache", 1e-6, flag_values=own)
+    flags.DEFINE_float("latency", 1e6, "With --auto: seconds that an answer may take", 1e-6, flag_values=own)
     codecs = "Hidden states on the link: exact; int8; adaptive: as few bits as keep an error of 0.2 root mean squares"
     flags.DEFINE_enum("codec", "exact", [*CODECS], codecs, flag_values=own)
     flags.DEFINE_float("patience", 60.0, "Seconds in which a lost server must be back", 1, 86400, flag_values=own)
@@ -69,7 +75,11 @@ def main(own: flags.FlagValues) -> None:
       UserError: naming the flag at fault.
       Failure: where the server is lost.
     """
-    check_given(own, "checkpoint", "key", "server", "layers")
+    check_given(own, "checkpoint", "key", "server", *([] if own.auto else ["layers"]))
+    if own.auto and (given := [name for name in (*_CHOSEN,) if own[name].present]):
+        raise UserError(f"--{given[0]}: --auto chooses it")
+    if not own.auto and (given := [name for name in ("device_memory", "latency") if own[name].present]):
+        raise UserError(f"--{given[0]}: is for --auto")
     if (own.prompt is None) == (own.input is None):
         raise UserError("one of --prompt=TEXT and --input=FILE is needed; --help explains")
     address, checkpoint = frames.address_of(own.server), epath.Path(own.checkpoint)
@@ -85,12 +95,14 @@ def main(own: flags.FlagValues) -> None:
     ids, requests = zip(*prompts, strict=True)
     requests = prepare(requests, settings, config)
     decoder = decoder_on_link(requests, config)
-    if own.layers >= config.num_hidden_layers:
+    if not own.auto and own.layers >= config.num_hidden_layers:
         raise UserError(f"--layers={own.layers}: the model has {config.num_hidden_layers}; the server needs some")
     keep_for_user(own.compilation_cache)
     model = load_model(checkpoint, own.dtype)
-    part = part_of(model.rounded(own.weights, own.cache), 0, own.layers)
     stamp = fingerprint(model)
+    if own.auto:
+        choose_way(own, model, stamp, requests, decoder)
+    part = part_of(model.rounded(own.weights, own.cache), 0, own.layers)
     del model
     link = Link(address, Path(own.key), stamp, own.layers, own.codec, own.patience)
 
@@ -115,6 +127,39 @@ def main(own: flags.FlagValues) -> None:
         journal.delete()
     print(summary(link, tokens, time.perf_counter() - began), file=sys.stderr)
     link.close()
+
+
+def choose_way(
+    own: flags.FlagValues, model: Transformer, stamp: bytes, requests: Sequence[Request], decoder: Decoder
+) -> None:
+    """Sets the flags that --auto stands for, by measurements, and says so in a line.
+
+    Raises:
+      UserError: where nothing keeps the limits.
+    """
+    config, itemsize = model.config, model.dtype.itemsize
+    device = choice.Machine(*choice.measure(model))
+    link = Link(frames.address_of(own.server), Path(own.key), stamp, 0, "exact", own.patience)
+    server, network = choice.Machine(link.server.fixed, link.server.each), choice.measure_network(link.probe)
+    link.close()
+    prompt = max(len(request.given[0]) for request in requests)
+    wanted = choice.Wanted(own.device_memory * 2**30, own.latency, prompt, decoder.new_tokens, itemsize)
+    found = choice.candidates(config, device, server, 0.0, network, wanted, type(decoder))
+    chosen = choice.choose(choice.feasible(found, wanted))
+    if chosen is None:
+        raise UserError(
+            f"--auto: nothing keeps both limits: the least memory is {min(x.memory for x in found) / 2**30:.3g} GiB, "
+            f"the shortest answer {min(x.answer for x in found):.3g} s"
+        )
+    for name in _CHOSEN:
+        own[name].value = getattr(chosen, name)
+    print(
+        f"round trip {1e3 * network.rtt:.3g} ms, {network.bandwidth * 8e-6:.3g} Mbit/s; a layer takes "
+        f"{1e3 * device.seconds(1, 1):.3g} ms here and {1e3 * server.seconds(1, 1):.3g} ms there: "
+        f"{' '.join(f'--{name}={own[name].value}' for name in _CHOSEN)}; what binds: "
+        f"{choice.binding(found, chosen, wanted)}",
+        file=sys.stderr,
+    )
 
 
 def settings_of(own: flags.FlagValues, checkpoint: epath.Path) -> Settings:

@@ -55,6 +55,7 @@ class Link:
         self._connection: ssl.SSLSocket | None = None
         self.sent = self.received = self.round_trips = 0  # bytes of frames, and results that were waited for
         self.crossed = self.crossed_exactly = 0  # bytes of hidden states, and what they would be in their own dtype
+        self.fed = 0  # tokens of forwards whose results were waited for
         self.begin()
 
     def begin(self, codec: str = "") -> None:
@@ -139,6 +140,7 @@ class Link:
         self._flush(is_wanted=True)
         result = self._result(number)
         self.round_trips += 1
+        self.fed += int(fed.sum())
         is_fed = np.arange(packing.width)[None] < fed[:, None]
         out = np.zeros(shape.shape, shape.dtype)
         x = self._codec.decode(result.tokens, is_fed.sum(), shape.shape[-1], shape.dtype)

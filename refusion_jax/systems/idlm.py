@@ -149,6 +149,7 @@ class DraftAndCheck(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
+    typical: ClassVar[tuple[float, float]] = (2.56, 7.0)
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

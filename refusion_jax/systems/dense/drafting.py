@@ -95,6 +95,7 @@ class Drafting(Continuer):
     settings: ClassVar[type[DraftSettings]] = DraftSettings
     fills_gaps: ClassVar[bool] = True
     next_token: ClassVar[str] = LAST_TOKEN
+    typical: ClassVar[tuple[float, float]] = (5.32, 16.0)
 
     slot_size: int
     fed_tokens: int  # of a row, at most; 0: what pays

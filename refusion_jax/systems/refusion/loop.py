@@ -86,6 +86,7 @@ class SlotDecoder(Decoder):
     settings: ClassVar[type[SlotSettings]] = SlotSettings
     copies_prefix: ClassVar[bool] = True
     next_token: ClassVar[str] = SLOT_MASK
+    typical: ClassVar[tuple[float, float]] = (3.7, 16.0)
     draws_drafts: ClassVar[bool]  # whether a temperature draws the tokens that are read at drafts
 
     slot_size: int  # K

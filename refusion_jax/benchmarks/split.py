@@ -1,0 +1,293 @@
+"""What one model over two machines reaches, by round trip and bandwidth of the link between them.
+
+  python -m refusion_jax.bench split --key=split.pem --setup='ar runs/ar' --setup='refusion runs/quickstart slot_size=4'
+  python -m refusion_jax.bench split --key=split.pem --setup='ar random' --size=medium
+
+Each --setup is a decoder, a trained model or `random`, and settings of its own. The server runs in a process of its
+own; a proxy on the loopback delays every byte by half of the round trip, and lets as many pass as the bandwidth has,
+in each direction. Prompts are decoded one at a time. It prints for each setup, codec, round trip and bandwidth: tokens
+a second and what `plan --what=split` expects of the measured machines; round trips and bytes for each token; answers
+that are right (problems of the quickstart), and that are those of the whole model.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.batch.visibility import sees
+from refusion_jax.benchmarks.decode import SIZES, random_model, random_prompts, read_setup
+from refusion_jax.checkpoints.load import find_objective, load_model, load_tokenizer
+from refusion_jax.cli.errors import UserError
+from refusion_jax.data import tasks
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.model.key_values import attend_over
+from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.split import choice, frames
+from refusion_jax.split.codec import CODECS, Codec
+from refusion_jax.split.device import decode_split, decoder_on_link
+from refusion_jax.split.link import Link
+from refusion_jax.split.model import SplitModel, fingerprint, part_of
+from refusion_jax.split.service import Service
+from refusion_jax.systems.api import decode
+from refusion_jax.systems.interface import ScoredText
+from refusion_jax.systems.registry import find_system
+
+_SCORED = 24  # problems of which the perplexity is taken
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags of this benchmark."""
+    several = functools.partial(flags.DEFINE_list, flag_values=own)
+    flags.DEFINE_string("key", None, "As for `split server`", flag_values=own)
+    flags.DEFINE_multi_string("setup", None, "A decoder, a model and settings", flag_values=own)
+    flags.DEFINE_enum("size", "medium", [*SIZES], "Shape of random weights", flag_values=own)
+    several("rtts", ["0", "20", "50", "100", "200"], "Milliseconds of a round trip")
+    several("bandwidths", ["1", "10", "100"], "Mbit/s in each direction")
+    several("codecs", [*CODECS], "How hidden states cross")
+    flags.DEFINE_integer("layers", 1, "Of the device", 1, flag_values=own)
+    flags.DEFINE_integer("prompts", 8, "That are decoded in every setting", 1, flag_values=own)
+    flags.DEFINE_integer("max_new_tokens", 32, "Of an answer", 1, flag_values=own)
+
+
+def main(own: flags.FlagValues) -> None:
+    """Prints one JSON object a setting, then a table."""
+    if own.key is None or not own.setup:
+        raise UserError("--key=FILE and --setup='DECODER MODEL [SETTING=VALUE ...]' are needed; --help explains")
+    rtts, bandwidths = ([float(x) for x in values] for values in (own.rtts, own.bandwidths))
+    if unknown := set(own.codecs) - set(CODECS):
+        raise UserError(f"--codecs={min(unknown)}: unknown; known: {', '.join(CODECS)}")
+    table = Table("setup", "codec", "rtt, ms", "Mbit/s", "tokens/s", "planned", "trips", "bytes", "right", "same")
+    for setup in own.setup:
+        for record in measure(setup, own, rtts, bandwidths):
+            print(json.dumps(record), flush=True)
+            right = "" if record["right"] is None else f"{record['right']:.1%}"
+            table.add_row(
+                *(record["setup"], record["codec"], f"{record['rtt_ms']:g}", f"{record['mbit_per_second']:g}"),
+                *(f"{record[name]:.1f}" for name in ("tokens_per_second", "planned_tokens_per_second")),
+                *(f"{record['round_trips_per_token']:.2f}", f"{record['bytes_per_token']:,.0f}"),
+                *(right, f"{record['same']:.1%}"),
+            )
+    Console().print(table)
+
+
+def measure(
+    setup: str, own: flags.FlagValues, rtts: Sequence[float], bandwidths: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    """Yields a record of every codec, round trip and bandwidth."""
+    method, place, *rest = setup.split()
+    checkpoint = None if place == "random" else place
+    shared = {"max_new_tokens": own.max_new_tokens, "batch_size": 1}
+    settings = read_setup(" ".join([method, *rest]), shared, checkpoint)
+    model, problems = load_for_bench(checkpoint, own.size), []
+    if checkpoint:
+        problems, tokenizer = list(tasks.problems("test", own.prompts, seed=0)), load_tokenizer(checkpoint)
+        prompts = tokenizer.encode_prompts([problem.query for problem in problems])
+    else:
+        prompts = random_prompts(own.prompts, 16, model.config)
+    whole = decode(model, prompts, settings).tokens
+    requests = prepare(prompts, settings, model.config)
+    device = choice.Machine(*choice.measure(part_of(model, 0, own.layers)))
+    with _serving(checkpoint, own.size, own.key) as port:
+        shaper = Shaper(port)
+        address, stamp = ("127.0.0.1", shaper.port), fingerprint(model)
+        asking = Link(address, Path(own.key), stamp, 0, "exact", 600)
+        server = choice.Machine(asking.server.fixed, asking.server.each)
+        link = Link(address, Path(own.key), stamp, own.layers, "exact", 600)
+        split = SplitModel(part_of(model, 0, own.layers), link)
+        decoder = decoder_on_link(requests, model.config)
+
+        def run(codec: str) -> dict[str, Any]:
+            link.begin(codec)
+            before, began = counts(link), time.perf_counter()
+            found = dict(decode_split(split, requests, decoder))
+            spent = {"seconds": time.perf_counter() - began}
+            spent |= {name: value - before[name] for name, value in counts(link).items()}
+            answers = [found[i].tokens for i in range(len(requests))]
+            return spent | {"answers": answers, "tokens": sum(map(len, answers))}
+
+        def planned(codec: str, network: choice.Network, spent: dict[str, Any]) -> float:
+            """Seconds of all answers, with the counts of a run."""
+            trips = spent["round_trips"]
+            typical = SimpleNamespace(typical=(spent["tokens"] / trips, spent["fed"] / trips))
+            prompt, tokens = statistics.mean(len(r.prompt) for r in requests), spent["tokens"] / len(requests)
+            wanted = choice.Wanted(0, 0, prompt, tokens, model.dtype.itemsize)
+            args = (model.config, own.layers, codec, device, server, 0.0, network, wanted, typical)
+            return choice.seconds(*args)[1] * len(requests)
+
+        run("exact")  # compiles
+        for codec in own.codecs:
+            quality = perplexity(model, own.layers, CODECS[codec], checkpoint, problems[:_SCORED])
+            # What the host does in a round trip is measured once, on the link as it is.
+            shaper.rtt, shaper.bandwidth = 0.0, 1e12
+            spent = run(codec)
+            network = choice.measure_network(asking.probe)
+            host = max(0.0, (spent["seconds"] - planned(codec, network, spent)) / spent["round_trips"])
+            for rtt, bandwidth in itertools.product(rtts, bandwidths):
+                shaper.rtt, shaper.bandwidth = rtt / 1e3, bandwidth * 1e6 / 8
+                network = choice.measure_network(asking.probe)
+                spent = run(codec)
+                network = dataclasses.replace(network, rtt=network.rtt + host)
+                tokens, answers = spent["tokens"], spent["answers"]
+                right = [tasks.is_correct(p, tokenizer.decode(a)) for p, a in zip(problems, answers, strict=False)]
+                yield {
+                    "benchmark": "split",
+                    "setup": setup,
+                    "codec": codec,
+                    "rtt_ms": rtt,
+                    "mbit_per_second": bandwidth,
+                    "tokens_per_second": tokens / spent["seconds"],
+                    "planned_tokens_per_second": tokens / planned(codec, network, spent),
+                    "round_trips_per_token": spent["round_trips"] / tokens,
+                    "fed_per_round_trip": spent["fed"] / spent["round_trips"],
+                    "bytes_per_token": (spent["sent"] + spent["received"]) / tokens,
+                    "hidden_state_bytes": spent["crossed"] / spent["crossed_exactly"],
+                    "right": statistics.mean(right) if right else None,
+                    "same": statistics.mean(a == b for a, b in zip(answers, whole, strict=True)),
+                    "perplexity": quality,
+                    "tokens": tokens,
+                }
+        asking.close()
+        link.close()
+
+
+def perplexity(
+    model: Transformer, layers: int, codec: Codec, checkpoint: str | None, problems: Sequence[tasks.Problem]
+) -> float | None:
+    """Of the right answers, with hidden states that cross after some layers and come back; None of random weights."""
+    if not checkpoint:
+        return None
+    tokenizer, config = load_tokenizer(checkpoint), model.config
+    forward = find_system(find_objective(Path(checkpoint))).scoring.forward
+    lower, upper = part_of(model, 0, layers), part_of(model, layers, config.num_hidden_layers)
+    total = count = 0.0
+    for problem in problems:
+        (prompt,) = tokenizer.encode_prompts([problem.query])
+        answer = [*tokenizer.encode([problem.response])[0], config.eos_token_id]
+        text = ScoredText(np.array(prompt), np.array(answer), 4, "left_to_right", config.mask_token_id, (0,), "")
+        s = forward(text)
+        visible = sees(s.rank[:, None], s.group[:, None], s.rank[None], s.group[None])[None]
+
+        def through(part, x, s=s, visible=visible):
+            T, first = x.shape[1], part.layers.first
+            over = attend_over(part.empty_cache(1, 1), np.zeros(1, np.int32), jnp.array(visible), Ragged.whole(1, T))
+            return part.through_layers(x, jnp.array(s.positions)[None], lambda *a: over(*a[:3], a[3] - first))[0]
+
+        def crossed(x):
+            x = np.asarray(x)[0]
+            return jnp.array(codec.decode(codec.encode(x), *x.shape, x.dtype))[None]
+
+        x = crossed(through(lower, lower.embedded(jnp.array(s.tokens)[None])))
+        logits = model.logits(crossed(upper.normed(through(upper, x))))[0]
+        chance = jax.nn.log_softmax(logits)[np.arange(len(s)), s.labels]
+        total, count = total - float(np.sum(s.weights * np.asarray(chance))), count + len(answer)
+    return math.exp(total / count)
+
+
+def counts(link: Link) -> dict[str, int]:
+    """What has crossed a link so far."""
+    names = ("sent", "received", "round_trips", "crossed", "crossed_exactly", "fed")
+    return {name: getattr(link, name) for name in names}
+
+
+def load_for_bench(checkpoint: str | None, size: str) -> Transformer:
+    """A trained model, or random weights: the same in every process."""
+    return load_model(checkpoint) if checkpoint else random_model(size, "float32")
+
+
+class _serving:  # noqa: N801  a context
+    """The port of a server in a process of its own, while the context lasts."""
+
+    def __init__(self, checkpoint: str | None, size: str, key: str):
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(checkpoint, size, key, there), daemon=True)
+
+    def __enter__(self) -> int:
+        self._process.start()
+        return self._here.recv()
+
+    def __exit__(self, *_: Any) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(checkpoint: str | None, size: str, key: str, there: Any) -> None:
+    model = load_for_bench(checkpoint, size)
+    service = Service(model, fingerprint(model), 1 << 33, choice.measure)
+    listening = socket.create_server(("127.0.0.1", 0))
+    there.send(listening.getsockname()[1])
+    service.listen(listening, frames.secured(Path(key), is_server=True))
+
+
+@dataclasses.dataclass(eq=False)
+class Shaper:
+    """A proxy of a port of this machine that delays bytes, and lets only so many pass; it can be changed meanwhile."""
+
+    to: int
+    rtt: float = 0.0  # seconds, half of it in each direction
+    bandwidth: float = 1e12  # bytes a second, in each direction
+
+    def __post_init__(self):
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            here, _ = self._listening.accept()
+            there = socket.create_connection(("127.0.0.1", self.to))
+            for a, b in ((here, there), (there, here)):
+                a.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
+
+    def _pass_on(self, a: socket.socket, b: socket.socket) -> None:
+        waiting: collections.deque = collections.deque()
+        there_is = threading.Condition()
+
+        def deliver() -> None:
+            while True:
+                with there_is:
+                    there_is.wait_for(lambda: waiting)
+                    when, some = waiting.popleft()
+                time.sleep(max(0.0, when - time.perf_counter()))
+                try:
+                    if not some:
+                        b.shutdown(socket.SHUT_WR)
+                        return
+                    b.sendall(some)
+                except OSError:
+                    return
+
+        threading.Thread(target=deliver, daemon=True).start()
+        free = 0.0  # when the wire has sent what came before
+        while True:
+            try:
+                some = a.recv(1 << 14)
+            except OSError:
+                some = b""
+            free = max(free, time.perf_counter()) + len(some) / self.bandwidth
+            with there_is:
+                waiting.append((free + self.rtt / 2, some))
+                there_is.notify()
+            if not some:
+                return

@@ -1,0 +1,137 @@
+"""What `plan --what=split` prints: the ways to cut a model that keep the limits, the one that is chosen, and why."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from refusion_jax.cli.errors import UserError
+from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.split.choice import (
+    Candidate,
+    Machine,
+    Network,
+    Wanted,
+    binding,
+    candidates,
+    choose,
+    feasible,
+    seconds,
+)
+from refusion_jax.systems.registry import decoders
+
+flags.disclaim_key_flags()  # they are the calling command's, and stand in its --help
+
+_GIB = 2**30
+# Of the flags: what each is for, the value that it has unless it is given, and the least.
+FLAGS = {
+    "device_memory": (None, "GiB of the device for weights and cache", 1e-6),
+    "device_flops": (None, "GFLOP/s that the device reaches", 1e-6),
+    "server": (None, "GFLOP/s that the server reaches", 1e-6),
+    "bandwidth": (None, "Mbit/s of the link between them", 1e-6),
+    "rtt": (None, "Milliseconds of its round trip", 0.0),
+    "latency": (1e6, "Seconds that an answer may take", 1e-6),
+    "prompt_tokens": (32.0, "Tokens of a prompt", 1.0),
+    "max_new_tokens": (128.0, "Tokens of an answer", 1.0),
+}
+
+
+def define_flags(own: flags.FlagValues) -> None:
+    """The flags that say what there is and what is wanted."""
+    for name, (default, help, least) in FLAGS.items():
+        flags.DEFINE_float(name, default, f"With --what=split: {help}", lower_bound=least, flag_values=own)
+
+
+def plan_split(config: ModelConfig, itemsize: int, method: str, own: flags.FlagValues) -> list[dict[str, Any]]:
+    """One record for every candidate within the limits, and a last one of the choice.
+
+    Args:
+      config: shape of the model.
+      itemsize: bytes of its dtype of computation.
+      method: the decoder by which candidates are compared.
+      own: with the flags of `define_flags`.
+
+    Raises:
+      UserError: where a flag is missing, the decoder does not run over two machines, or nothing keeps the limits.
+    """
+    if missing := [name for name in FLAGS if own[name].value is None]:
+        raise UserError(f"--{' and --'.join(missing)}: needed with --what=split")
+    if config.num_hidden_layers < 2:
+        raise UserError("--config.model.num_hidden_layers=1: a single layer cannot be cut")
+    on_link = {name: each for name, each in decoders().items() if runs_over_two_machines(each)}
+    if method not in on_link:
+        raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
+    wanted = Wanted(
+        own.device_memory * _GIB, own.latency, int(own.prompt_tokens), int(own.max_new_tokens), itemsize
+    )  # fmt: skip
+    device, server = (Machine.of_flops(config, flops * 1e9) for flops in (own.device_flops, own.server))
+    head = 2 * config.vocab_size * config.hidden_size / (own.device_flops * 1e9)
+    network = Network(own.rtt / 1e3, own.bandwidth * 1e6 / 8)
+    found = candidates(config, device, server, head, network, wanted, on_link[method])
+    fitting = feasible(found, wanted)
+    chosen = choose(fitting)
+    if chosen is None:
+        memory, answer = min(each.memory for each in found), min(each.answer for each in found)
+        raise UserError(
+            f"nothing keeps both limits: the least memory is {memory / _GIB:.3g} of --device_memory="
+            f"{own.device_memory:g} GiB, the shortest answer {answer:.3g} of --latency={own.latency:g} s"
+        )
+    speeds = {}
+    for name, each in on_link.items():
+        answer = seconds(config, chosen.layers, chosen.codec, device, server, head, network, wanted, each)[1]
+        speeds[name] = wanted.new_tokens / answer
+    record = _record(chosen) | {"binds": binding(found, chosen, wanted), "tokens_per_second": speeds}
+    return [*({"feasible": True} | _record(each) for each in fitting), {"chosen": True} | record]
+
+
+def runs_over_two_machines(decoder: type[Decoder]) -> bool:
+    """Whether it does nothing but append to the cache of one model."""
+    return decoder.copies_prefix and not decoder.settings.auxiliary_models
+
+
+def _record(each: Candidate) -> dict[str, Any]:
+    own = dataclasses.asdict(each)
+    parts = {f"{name.removeprefix('the ').replace(' ', '_')}_ms": 1e3 * x for name, x in own.pop("parts").items()}
+    return own | {"memory": round(each.memory)} | parts
+
+
+def show(records: list[dict[str, Any]], is_json: bool) -> None:
+    """Prints what `plan_split` returns: as JSON all of it, as a table the best ways to cut at every layer."""
+    if is_json:
+        for record in records:
+            print(json.dumps(record), flush=True)
+        return
+    *fitting, chosen = records
+    table = Table(title=f"{len(fitting)} ways to cut keep the limits; at every layer the one that gives up least")
+    for name in ("layers", "weights", "cache", "codec", "GiB", "cache length", "ms/forward", "s/answer"):
+        table.add_column(name, justify="right")
+    for each in _least_given_up(fitting):
+        shown = each["memory"] / _GIB
+        forward = sum(x for name, x in each.items() if name.endswith("_ms"))
+        table.add_row(
+            *(str(each[name]) for name in ("layers", "weights", "cache", "codec")),
+            *(f"{shown:.3g}", f"{each['cache_length']:,}", f"{forward:.3g}", f"{each['answer']:.3g}"),
+        )
+    Console(soft_wrap=not Console().is_terminal).print(table)
+    print(
+        f"chosen: --layers={chosen['layers']} --weights={chosen['weights']} --cache={chosen['cache']} "
+        f"--codec={chosen['codec']}; what binds: {chosen['binds']}"
+    )
+    for name, speed in sorted(chosen["tokens_per_second"].items(), key=lambda pair: -pair[1]):
+        print(f"  {name:16} {speed:8.2f} tokens/s")
+
+
+def _least_given_up(fitting: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    fields = [field.name for field in dataclasses.fields(Candidate) if field.name != "parts"]
+    by_layers: dict[int, list[dict]] = {}
+    for each in fitting:
+        by_layers.setdefault(each["layers"], []).append(each)
+    for some in by_layers.values():
+        best = choose([Candidate(**{name: each[name] for name in fields}, parts={}) for each in some])
+        wanted = (best.weights, best.cache, best.codec)
+        yield next(each for each in some if (each["weights"], each["cache"], each["codec"]) == wanted)
