@@ -13,6 +13,7 @@ DIR (the --output) will hold rows-*.array_record, manifest.json, dropped.jsonl a
 
 import dataclasses
 import functools
+import logging
 import shlex
 import sys
 import time
@@ -168,8 +169,10 @@ def _runner() -> Callable[[Settings, epath.Path], Runner]:
         if _BEAM_OPTIONS.present:
             raise UserError("--beam_options goes with --runner=beam")
         return functools.partial(Processes, count=count)
+    logging.disable(logging.WARNING)  # it warns that the libraries of BigQuery are not there
     with needs("beam"):
         from refusion_jax.data.beam import BeamRunner
+    logging.disable(logging.NOTSET)
     try:
         return functools.partial(BeamRunner, options=shlex.split(_BEAM_OPTIONS.value), count=count)
     except ValueError as error:
@@ -198,6 +201,8 @@ def main() -> None:
     flag = {flag.name: flag.value for flag in _SHAPING}
     if not _INPUT.value or _OUTPUT.value is None or flag["tokenizer"] is None:
         raise UserError("--input, --output and --tokenizer are needed; --help explains")
+    if is_remote(_OUTPUT.value) and not _OUTPUT.value.startswith("gs://"):
+        raise UserError(f"--output={_OUTPUT.value}: rows are read from a disk or gs:// alone; name a place there")
     if not is_remote(_OUTPUT.value):
         flag_values.check_output("output", Path(_OUTPUT.value), directory=True)
         flag_values.check_apart(_OUTPUT.value, _INPUT.value)

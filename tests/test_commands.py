@@ -180,6 +180,16 @@ BAD = {
         [*PREPARE, "--input={dir}/blank.jsonl", "--workers=1"],
         "--input: no document can be used; the first problem: {dir}/blank.jsonl holds no example",
     ),
+    "filter that is none": (
+        [
+            "prepare",
+            "--input={dir}/good.jsonl",
+            "--output={dir}/new",
+            "--tokenizer={run}/tokenizer.model",
+            "--filters=x",
+        ],
+        "--filters=x: no filter of that name; there are gopher_repetition",
+    ),
     "impossible row length": ([*PREPARE, "--row_length=0"], "row_length"),
     "output that is in use": (
         ["prepare", "--input={dir}/good.jsonl", "--output={run}", "--tokenizer={run}/tokenizer.model"],

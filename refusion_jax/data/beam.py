@@ -36,7 +36,7 @@ class BeamRunner(Runner):
           count: of these.
         """
         self._settings, self._output, self._runner = settings, output, None
-        self._options = options or ["--direct_running_mode=multi_processing", f"--direct_num_workers={count}"]
+        self._options = options or [f"--direct_num_workers={count}"]
         if not options:
             worker = f"{shlex.quote(sys.executable)} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
             self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(worker))

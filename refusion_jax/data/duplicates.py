@@ -13,6 +13,7 @@ import io
 import numpy as np
 from etils import epath
 
+from refusion_jax.cli.paths import is_remote
 from refusion_jax.distributed.storage import write_file
 
 NEAR = 1 << 63
@@ -25,8 +26,9 @@ def save_keys(progress: epath.Path, index: int, keys: np.ndarray) -> None:
 
 
 def load_keys(progress: epath.Path, index: int) -> np.ndarray:
-    """What `save_keys` kept."""
-    return _load(progress / f"digests-{index:05}.npy")
+    """What `save_keys` kept; from a disk no more is read than is looked at."""
+    path = progress / f"digests-{index:05}.npy"
+    return _load(path) if is_remote(path) else np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def save_repeated(progress: epath.Path, index: int, numbers: np.ndarray) -> None:
