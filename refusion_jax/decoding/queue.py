@@ -109,8 +109,8 @@ def stream(
             watch(index, read_answer(requests[index], *progress.of(row), eos_id, is_ended=bool(progress.active[row])))
         done, ended = [row for row in row_of if not progress.active[row]], []
         for row in [row for row in row_of if progress.active[row] and is_over]:
-            record, *_ = progress.of(row)
-            if is_over(row_of[row], reading_order(requests[row_of[row]], record, eos_id, to_gap=True)):
+            so_far, *_ = progress.of(row)
+            if is_over(row_of[row], reading_order(requests[row_of[row]], so_far, eos_id, to_gap=True)):
                 ended.append(row)
         batch.stop(ended)
         finished = [(row_of.pop(row), row in ended, progress.of(row)) for row in [*done, *ended]]
