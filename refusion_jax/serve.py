@@ -56,6 +56,14 @@ _CORS = flags.DEFINE_list("cors", [], "Origins of web pages that may ask from a 
 _HOSTS = flags.DEFINE_list(
     "allowed_host", [], "Names by which a proxy may call it; on the loopback, localhost and its addresses may always"
 )
+_PREFIXES = flags.DEFINE_integer(
+    "prefix_cache_mib",
+    None,
+    "Memory of each device for what prompts begin with, whose keys and values serve others that begin alike; 0: none; "
+    "by default as much as the batch has, or a quarter of what is free besides if that is less",
+    0,
+    2**30,
+)
 _LOG = flags.DEFINE_bool("access_log", False, "Print a JSON line for each request, with its X-Request-Id")
 _CACHE = flags.DEFINE_string(
     "compilation_cache", None, "Directory of compiled programs, or off; by default one in the user's cache directory"
@@ -86,8 +94,9 @@ def main() -> None:
         from refusion_jax.serving.address import listen, most_connections
         from refusion_jax.serving.app import make_app
         from refusion_jax.serving.connections import TimedConnection
-        from refusion_jax.serving.engine import Engine, sized
+        from refusion_jax.serving.engine import Engine
         from refusion_jax.serving.service import Service
+        from refusion_jax.serving.sizes import sized
     checkpoint = epath.Path(_CHECKPOINT.value)
     given = command.given(_SETTINGS)
     given["method"] = choose_method(checkpoint, given.get("method"))
@@ -101,7 +110,8 @@ def main() -> None:
     keep_for_user(_CACHE.value)
 
     model = load_for(checkpoint, settings, _DTYPE.value, mesh)
-    engine = Engine(model, settings, rows)
+    kept = None if _PREFIXES.value is None else _PREFIXES.value << 20
+    engine = Engine(model, settings, rows, prefix_cache=kept)
     seed = given.get("seed") if _SEED.value is None else _SEED.value
     host, port, *_ = listening.getsockname()
     keys = _KEYS.value or [key for key in os.environ.get("REFUSION_API_KEY", "").split(",") if key]

@@ -77,7 +77,7 @@ def test_freed_rows_are_filled_again_and_answers_come_as_they_finish():
 def test_an_admission_prefills_as_many_rows_as_it_admits_up_to_the_next_power_of_two(requests, sizes, monkeypatch):
     """One request of 512 tokens took as long as eight: admission was compiled for an eighth of the rows alone."""
     model, prefilled = sharp_model(), []
-    monkeypatch.setattr(queue, "_admit", lambda *args: prefilled.append(len(args[3].rows)) or args[2])
+    monkeypatch.setattr(queue, "_admit", lambda *args: prefilled.append(len(args[4].rows)) or args[2:4])
     prompts = prepare([[BOS, 5]] * requests, settings("ar", new=8, batch_size=64), model.config)
     batch = queue.RunningBatch(model, decoder_for(prompts, model.config), prompts[0], rows=64)
     rows = batch.admit(prompts)

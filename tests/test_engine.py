@@ -4,13 +4,14 @@ import dataclasses
 import threading
 
 import hypothesis
+import jax
 import pytest
-from conftest import BOS, settings, sharp_model
+from conftest import BOS, compiled, settings, sharp_model
 from helpers import wait_until
 from hypothesis import strategies as st
 
 from refusion_jax import Request, decode
-from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
 from refusion_jax.serving.writer import Writer
@@ -140,6 +141,24 @@ def test_a_row_is_kept_for_callers_that_have_none(engine):
     engine.submit([told.job("short", request_of(engine, [BOS, 9], 4))])
     assert told.wait(1) == ["short"]
     assert len(told.wait(6)) == 7
+
+
+def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine):
+    """The same answers as without, nothing compiled, and no more memory than at first."""
+    engine, model, own = engine
+    header = [BOS, *(5 + i * i % 23 for i in range(63))]
+    prompts = [[*header, 7], *([BOS, 5 + i] * 20 for i in range(6)), [*header, 8], [*header, 7]]
+    told, size = Told(), [x.nbytes for x in jax.tree.leaves(engine._batch._store)]
+    jobs = [told.job(i, request_of(engine, prompt, 8)) for i, prompt in enumerate(prompts)]
+    with compiled() as programs:
+        for job in jobs:
+            engine.submit([job])
+            told.wait(1)
+    assert not programs
+    assert [job.cached for job in jobs] == [0] * 7 + [64] * 2
+    assert [x.nbytes for x in jax.tree.leaves(engine._batch._store)] == size
+    for i, answer in told.finished:
+        assert answer.tokens == decode(model, [prompts[i]], settings("ar", new=8, eos_id=29)).tokens[0]
 
 
 def test_callers_take_turns(engine):

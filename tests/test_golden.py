@@ -22,7 +22,7 @@ from helpers import SHIPPED
 
 from refusion_jax import DecodeSettings, UserError, decode, load_model
 from refusion_jax.batch.batch import loss_terms
-from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import stream
 from refusion_jax.systems.refusion import slots

@@ -21,7 +21,7 @@ from refusion_jax.batch.masking import PADDING
 from refusion_jax.batch.rows import Rows
 from refusion_jax.cli.settings import setting
 from refusion_jax.config import make_objective
-from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.trajectory import forwards_of

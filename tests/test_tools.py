@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import httpx
 import jsonschema
@@ -136,6 +137,17 @@ def test_a_prompt_is_what_the_template_makes_of_tools_calls_and_results(client, 
     assert '"A weather"' in tokenizer.render_chat(rendered, tools=TOOLS)
     (plain,) = tokenizer.encode_chat([tokenizer.render_chat(ASK)])
     assert ask(client, tool_choice="none", max_tokens=1).usage.prompt_tokens == len(plain)
+
+
+def test_a_client_sees_how_much_of_its_prompt_was_known(client, address):
+    """The turns of a conversation begin alike, and all of them with the tools."""
+    turns = [{"role": "user", "content": "What is the number? " * 30}]
+    first = ask(client, turns, max_tokens=4, tool_choice="none").usage
+    again = ask(client, [*turns, *ASK], max_tokens=4, tool_choice="none", n=2, stream=False).usage
+    assert again.prompt_tokens_details.cached_tokens > first.prompt_tokens - 48 > 64
+    figures = httpx.get(f"{address}/metrics").text
+    (hits,) = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (.*)$", figures, re.MULTILINE)
+    assert float(hits) >= 2 * again.prompt_tokens_details.cached_tokens
 
 
 def test_wherever_an_answer_is_cut_its_calls_are_the_same():

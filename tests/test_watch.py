@@ -13,8 +13,8 @@ from conftest import MASK, equipped, run, settings, sharp_model
 from helpers import Letters, write_lines
 
 from refusion_jax import DecodeSettings
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.player import BEGINNING, REFUSED, REPAIRED, VERIFIED, WAITING, Decodings, page
-from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.trajectory import Told, Trajectory
 from refusion_jax.systems import registry

@@ -64,23 +64,21 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
         incomplete block are not valid.
     """
     B, C = given.tokens.shape
-    T = chunk_length
+    T, first, cache = chunk_length, 0, Cache.empty(model, B, C)
+    if given.shared:
+        first, cache = given.shared.length, Cache(split(given.shared.entries), cache.length)
 
     def chunk(i, cache):
         # Where the last chunk would reach beyond the cache, it begins earlier and computes some entries again.
-        at = jnp.minimum(i * T, C - T)
+        at = jnp.minimum(first + i * T, C - T)
         tokens, positions = (jax.lax.dynamic_slice_in_dim(x, at, T, 1) for x in (given.tokens, given.positions))
         block = (at + jnp.arange(T)) // block_size
         visible = (block[:, None] >= block[None])[None]
         _, cache = extend(model, Cache(cache.entries, jnp.full((B,), at)), tokens, positions, visible)
         return cache
 
-    first, cache = 0, Cache.empty(model, B, C)
-    if given.shared:
-        copied = jax.tree.map(lambda x, all: jnp.broadcast_to(x, all.shape), given.shared.entries, cache.entries)
-        first, cache = given.shared.length // T, Cache(split(copied), cache.length)
-    chunks = (jnp.max(given.length) + T - 1) // T
-    cache = jax.lax.fori_loop(first, chunks, chunk, cache)
+    chunks = (jnp.max(given.length) - first + T - 1) // T
+    cache = jax.lax.fori_loop(0, chunks, chunk, cache)
     return Cache(cache.entries, given.length)
 
 

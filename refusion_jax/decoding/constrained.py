@@ -82,18 +82,19 @@ class State(Continuation):
 class Constrained(Continuer):
     """The decoder with its compiled sizes."""
 
-    reach: int  # N, whole slots
+    reach: int  # N
     slot_size: int  # K; 1 without slots
     from_masks: bool  # whether a mask predicts the first token of a slot
 
     @classmethod
-    def of(cls, decoder: Decoder, requests: Sequence[Request], model: ModelConfig) -> Self:
+    def of(cls, decoder: Decoder, requests: Sequence[Request], model: ModelConfig, reach: int = 0) -> Self:
         """The decoder of requests with grammars for the models of another one.
 
         Args:
           decoder: that serves these requests without their grammars.
           requests: from `prepare`.
           model: its shape.
+          reach: N; 0: whole slots of some tokens. With 1 nothing is drafted.
 
         Raises:
           UserError: where the decoder's models have no next token, or a request has gaps or no grammar.
@@ -111,8 +112,8 @@ class Constrained(Continuer):
                 why = "an answer under a grammar has no gaps, and its batch no other answers"
                 raise UserError(f"{request.name}: {why}")
         size, from_masks = s.slot_size, decoder.next_token == SLOT_MASK
-        reach = -(-_REACH // size) * size
-        width = reach * (1 + (from_masks or size > 1))
+        reach = reach or -(-_REACH // size) * size
+        width = reach + (-(-reach // size) * size if from_masks or size > 1 else 0)
         return cls(
             ids=decoder.ids,
             width=width,
@@ -139,15 +140,15 @@ class Constrained(Continuer):
         visible, predicted = jnp.tril(jnp.ones((1, N, N), bool)), place
         if self.width > N:
             start = -(-count // K) * K if self.from_masks else count + s.drafted[:, None]
-            start = start + K * jnp.arange(N // K)[None]  # [B, S]
-            masks = (start[:, :, None] + jnp.arange(K)[None, None]).reshape(len(start), N)
+            start = start + K * jnp.arange((self.width - N) // K)[None]  # [B, S]
+            masks = (start[:, :, None] + jnp.arange(K)[None, None]).reshape(len(start), -1)
             visible = kv.visible_to_masks(N, jnp.minimum(start - count, s.drafted[:, None]), K, K)
             fed = jnp.concatenate([fed, jnp.full_like(masks, self.ids.mask_id)], axis=1)
             at, predicted = (jnp.concatenate([x, masks], axis=1) for x in (at, place))
         begin = s.places.position[:, :1]
         logits, cache = kv.extend(model, s.cache, fed, begin + at, visible)
         if self.from_masks:
-            of_masks = N + jnp.clip(place - start[:, :1], 0, N - 1)
+            of_masks = N + jnp.clip(place - start[:, :1], 0, self.width - N - 1)
             source = jnp.where(place % K == 0, of_masks, offset)
             logits = logits.at[:, :N].set(jnp.take_along_axis(logits, source[:, :, None], axis=1))
         _, choosable = mask_logits(logits, None, self.ids)
@@ -182,14 +183,14 @@ def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:
 class ConstrainedBatch(RunningBatch):
     """A batch whose rows have grammars; it runs one forward at a time."""
 
-    def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int):
-        super().__init__(model, decoder, like, rows)
+    def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int, blocks: int = 0):
+        super().__init__(model, decoder, like, rows, blocks)
         self._matchers: dict[int, Matcher] = {}  # of the rows that are not finished
         self._tokens = np.zeros(rows, np.int32)  # that each row's matcher has consumed
         self._guesses = np.zeros((rows, decoder.new_tokens), np.int32)
 
-    def _admit(self, requests: Sequence[Request]) -> list[int]:
-        rows = super()._admit(requests)
+    def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
+        rows = super()._admit(requests, blocks)
         self._matchers |= {row: one.grammar.deep_copy() for row, one in zip(rows, requests, strict=True)}
         self._tokens[rows], self._guesses[rows] = 0, 0
         for row in rows:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from jaxtyping import Array, Bool, Int32, Key
 
-from refusion_jax.decoding.requests import Layout, Request
+from refusion_jax.decoding.requests import ROUNDING, Layout, Request
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.distributed.sharding import shard_count_here
@@ -88,6 +88,11 @@ class Decoder(abc.ABC):
         """Places of a shard whose logits exist at once, for a batch of so many rows; under `jax.set_mesh`."""
         del model
         return rows // shard_count_here("batch") * self.width
+
+    @property
+    def prefix_block(self) -> int:
+        """Given tokens of which the first so many depend on no later ones, however often; see `prefixes`."""
+        return ROUNDING
 
     @property
     def prefill_width(self) -> int:

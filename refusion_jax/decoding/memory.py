@@ -28,7 +28,7 @@ def admissions(rows: int, mesh: Mesh) -> list[int]:
     return [shards * size for size in (1, 2, 4, 8) if size <= max(1, rows // (REFILL * shards))]
 
 
-def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) -> int:
+def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> int:
     """Bytes on each device besides the weights: the caches of the batch and of the rows that are prefilled at once, and
     the temporaries of the widest forward or of the prefill.
 
@@ -37,6 +37,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
       mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
       rows: of the batch.
       decoder: with its sizes.
+      kept: tokens of what prompts begin with, which are kept for others.
     """
     c, entries = model.config, decoder.cache_length
     batch, tensor = shard_count(mesh, "batch"), shard_count(mesh, "heads")
@@ -52,21 +53,33 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
         return 2 * fed * c.num_attention_heads * (entries + fed) * _FLOAT32  # before and after softmax
 
     temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(decoder.prefill_width))
-    return ((rows + admitted) * entries * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
+    cached = (rows + admitted) * entries + kept
+    return (cached * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
 
 
-def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) -> None:
+def room_besides(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) -> int:
+    """Tokens whose keys and values fit into each device besides a batch; all hosts of the mesh are told the same."""
+    free = _free(mesh) - bytes_needed(model, mesh, rows, decoder)
+    return max(free, 0) * shard_count(mesh, "heads") // bytes_per_token(model.config, model.cache_dtype)
+
+
+def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
     """Refuses a batch that cannot fit. On a mesh of several hosts they all decide alike.
 
+    Args:
+      model: only its shape and dtypes are used.
+      mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
+      rows: of the batch.
+      decoder: with its sizes.
+      kept: tokens of what prompts begin with, which are kept for others.
+
     Raises:
-      SettingError: with the memory needed, the memory there is, and a batch size that fits.
+      SettingError: naming the batch size, and one that would fit.
     """
-    free = free_bytes(mesh.local_devices[0])
-    if mesh.is_multi_process:
-        free = int(multihost_utils.process_allgather(np.array(free, np.float64)).min())
-    if bytes_needed(model, mesh, rows, decoder) <= free:
+    free = _free(mesh)
+    if bytes_needed(model, mesh, rows, decoder, kept) <= free:
         return
-    fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, decoder) <= free]
+    fitting = [n for n in (2**i for i in range(20)) if bytes_needed(model, mesh, n, decoder, kept) <= free]
     fix = f"batch_size={fitting[-1]} would fit" if fitting else "lower cache_length or max_new_tokens"
     raise SettingError(
         "decode",
@@ -74,9 +87,17 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
         rows,
         f"{rows} rows of {decoder.cache_length:,} tokens, of "
         f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need "
-        f"{bytes_needed(model, mesh, rows, decoder) / _GIB:.1f} GiB a device besides the weights; "
+        f"{bytes_needed(model, mesh, rows, decoder, kept) / _GIB:.1f} GiB a device besides the weights; "
         f"{free / _GIB:.1f} GiB are free: {fix}",
     )
+
+
+def _free(mesh: Mesh) -> int:
+    """Free bytes of the device that has the least."""
+    free = free_bytes(mesh.local_devices[0])
+    if mesh.is_multi_process:
+        free = int(multihost_utils.process_allgather(np.array(free, np.float64)).min())
+    return free
 
 
 def free_bytes(device: jax.Device) -> int:

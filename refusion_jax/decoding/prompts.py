@@ -8,7 +8,7 @@ from pathlib import Path
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops

@@ -11,20 +11,22 @@ Axes: B rows of the batch, R rows admitted at once, C cache entries.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import ArrayLike, Bool, Int32, UInt32
+from jaxtyping import Bool, Int32
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding import prefixes
+from refusion_jax.decoding.answers import Answer, read_answer, reading_order
 from refusion_jax.decoding.decoder import Decoder, State
-from refusion_jax.decoding.memory import REFILL, admissions, check_memory
-from refusion_jax.decoding.requests import Given, Request, SharedPrefix, common_prefix
+from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
+from refusion_jax.decoding.newcomers import Newcomers, newcomers
+from refusion_jax.decoding.requests import Given, Request, SharedPrefix
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
@@ -34,18 +36,7 @@ from refusion_jax.model.transformer import Transformer
 
 UNTIL_DONE = np.iinfo(np.int32).max  # forwards of a run that ends with its rows alone
 LOOK = 16  # forwards between two checks of whether the caller stops answers
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One answer. Positions count from the start of the prompt."""
-
-    tokens: list[int]  # in reading order, through the first EOS; with the given tokens of a template after the prompt
-    commit_order: list[int]  # positions of all decoded tokens, in the order of commitment
-    commit_tokens: list[int]  # the tokens at these positions, including any after the first EOS
-    forwards: int  # of the decoding loop; the prefill is not counted
-    rounds: int  # plans that were followed; for decoders that do not plan, forwards
-    finish_reason: str  # "eos", "length", or "stop" where the caller has stopped it
+_KEPT = 4  # beginnings of prompts are kept for others in as much memory as a quarter of the rows
 
 
 def stream(
@@ -80,7 +71,9 @@ def stream(
       UserError: where an answer cannot go on.
     """
     rows = batch_rows(len(requests), batch_size, mesh_of(model))
-    batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows)
+    kept = -(-rows // _KEPT) * decoder.cache_length if len(requests) > 1 and decoder.copies_prefix else 0
+    blocks = kept // decoder.prefix_block if kept and kept <= room_besides(model, mesh_of(model), rows, decoder) else 0
+    batch = (batch_type or RunningBatch)(model, decoder, requests[0], rows, blocks)
     batch.recorded = LOOK if record else 0
     refill, eos_id = -(-batch.rows // REFILL), decoder.ids.eos_id
     row_of, finished = {}, []
@@ -118,45 +111,6 @@ def stream(
     yield from answers()
 
 
-def read_answer(
-    request: Request, record: Record, forwards: np.ndarray, rounds: np.ndarray, eos_id: int, is_ended: bool = False
-) -> Answer:
-    """The answer in the record of one row; one that the caller has stopped ends at its first gap."""
-    positions, tokens = record.positions[: record.count].tolist(), record.tokens[: record.count].tolist()
-    return Answer(
-        tokens=reading_order(request, record, eos_id, is_ended),
-        commit_order=positions,
-        commit_tokens=tokens,
-        forwards=int(forwards),
-        rounds=int(rounds),
-        finish_reason="stop" if is_ended else "eos" if eos_id in tokens else "length",
-    )
-
-
-def reading_order(request: Request, record: Record, eos_id: int, to_gap: bool) -> list[int]:
-    """The tokens after the prompt, through the first EOS; with `to_gap` only those before the first gap."""
-    text = dict(zip(record.positions[: record.count].tolist(), record.tokens[: record.count].tolist(), strict=True))
-    end = min((at for at, token in text.items() if token == eos_id), default=None)
-    text |= {at: token for token, at in zip(*request.given, strict=True) if at >= len(request.prompt)}
-    places = [at for at in sorted(text) if end is None or at <= end]
-    if to_gap:
-        places = [at for number, at in enumerate(places, len(request.prompt)) if number == at]
-    return [text[at] for at in places]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Newcomers:
-    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
-
-    rows: Int32[ArrayLike, "R"]
-    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
-    seeds: UInt32[ArrayLike, "R"]
-    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
-    shared: Int32[ArrayLike, ""]  # leading given tokens of all requests whose keys and values are in ..
-    source: Int32[ArrayLike, ""]  # .. this row of the batch
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class StaticArguments:
     """What is compiled in, compared by identity: hashing the structure of a model takes longer than a small forward."""
@@ -192,7 +146,7 @@ class RunningBatch:
     All hosts of the weights' mesh must make the same calls.
     """
 
-    def __init__(self, model: Transformer, decoder: Decoder, like: Request, rows: int):
+    def __init__(self, model: Transformer, decoder: Decoder, like: Request, rows: int, blocks: int = 0):
         """An empty batch.
 
         Args:
@@ -200,6 +154,7 @@ class RunningBatch:
           decoder: with sizes that serve all requests.
           like: any request; only its structure as arrays matters.
           rows: B, in whole shards.
+          blocks: N, of what prompts begin with, that are kept for others.
 
         Raises:
           UserError: where it does not fit into memory.
@@ -213,49 +168,44 @@ class RunningBatch:
         self._trajectory: Trajectory | None = None
         self.recorded = 0  # forwards of a run, at most, whose trajectory is recorded; 0: none is
         self.failed: dict[int, UserError] = {}  # why the answer in a row cannot go on
-        self._given: dict[int, np.ndarray] = {}  # by row: given tokens and positions whose keys and values are in it
-        check_memory(model, self._mesh, rows, decoder)
+        self._prefixes = prefixes.Prefixes(blocks if decoder.copies_prefix else 0, decoder.prefix_block)
+        self.known = np.zeros(rows, np.int32)  # given tokens of the request in each row that were not computed again
+        check_memory(model, self._mesh, rows, decoder, self._prefixes.count * self._prefixes.size)
         with jax.set_mesh(self._mesh):
             self._state = _empty(self._compiled, self._params, decoder.lay_out([like]), rows)
+            is_kept = self._prefixes.count > 0
+            self._store = _empty_store(self._state, blocks, decoder.prefix_block) if is_kept else None
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Prefills requests in free rows, of which there must be enough, and returns these.
 
-        Leading given tokens that all requests of an admission share with a row, also with a finished one, are copied.
+        Blocks of given tokens that earlier ones began with, too, are copied.
         """
-        rows = []
-        for at in range(0, len(requests), self._sizes[-1]):
-            rows += self._admit(requests[at : at + self._sizes[-1]])
-        return rows
+        rows, waiting = {}, {number: self._prefixes.blocks_of(request) for number, request in enumerate(requests)}
+        while waiting:
+            numbers = [*waiting]
+            group = [numbers[at] for at in self._prefixes.group([*waiting.values()], self._sizes[-1])]
+            rows |= zip(group, self._admit([requests[n] for n in group], [waiting.pop(n) for n in group]), strict=True)
+        return [rows[number] for number in range(len(requests))]
 
     def compile_admissions(self, like: Request) -> None:
         """Compiles admission for every number of rows, by prefilling a request for rows outside the batch."""
         for size in self._sizes:
-            self._prefill(newcomers({self.rows: like}, size, self.rows, self._decoder))
+            self._prefill(newcomers({self.rows: like}, size, self.rows, self._decoder, self._prefixes))
 
-    def _admit(self, requests: Sequence[Request]) -> list[int]:
+    def _admit(self, requests: Sequence[Request], blocks: Sequence[list[bytes]]) -> list[int]:
+        """Prefills requests together, which begin with as many blocks that are known."""
         rows = [self.free.pop() for _ in requests]
-        source, shared = self._find_prefix(requests)
         size = next(size for size in self._sizes if size >= len(requests))
-        self._prefill(newcomers(dict(zip(rows, requests, strict=True)), size, self.rows, self._decoder, shared, source))
-        self._given |= {row: np.array(request.given, np.int32) for row, request in zip(rows, requests, strict=True)}
+        some = dict(zip(rows, requests, strict=True))
+        new = newcomers(some, size, self.rows, self._decoder, self._prefixes, blocks)
+        self.known[rows] = new.known
+        self._prefill(new)
         return rows
 
     def _prefill(self, new: Newcomers) -> None:
         with jax.set_mesh(self._mesh):
-            self._state = _admit(self._compiled, self._params, self._state, new)
-
-    def _find_prefix(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """(row, number of leading given tokens that requests share with it, in whole chunks of the prefill)."""
-        if not self._decoder.copies_prefix:
-            return 0, 0
-        # The last given token of a request may be fed again.
-        common = common_prefix([np.array(request.given, np.int32)[:, :-1] for request in requests])
-        if common.shape[1] < self._decoder.chunk:
-            return 0, 0
-        shared = {row: common_prefix([common, given[:, :-1]]).shape[1] for row, given in self._given.items()}
-        row = max(shared, key=shared.get, default=0)
-        return row, shared.get(row, 0) // self._decoder.chunk * self._decoder.chunk
+            self._state, self._store = _admit(self._compiled, self._params, self._state, self._store, new)
 
     def run(self, finished: int, most: int = UNTIL_DONE) -> None:
         """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""
@@ -271,12 +221,12 @@ class RunningBatch:
             return Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory)))
 
     def stop(self, rows: Sequence[int]) -> None:
-        """Ends rows that are not finished; their keys and values stay until the next request takes the row."""
+        """Ends rows that are not finished."""
         if rows:
             ended = np.zeros(self.rows, bool)
             ended[list(rows)] = True
             with jax.set_mesh(self._mesh):
-                self._state = _release(self._state, ended, self._decoder.copies_prefix)
+                self._state = _release(self._state, ended)
 
 
 def mesh_of(model: Transformer) -> Mesh:
@@ -293,26 +243,10 @@ def batch_rows(requests: int, batch_size: int, mesh: Mesh) -> int:
     return -(-rows // shards) * shards
 
 
-def newcomers(
-    requests: dict[int, Request], R: int, B: int, decoder: Decoder, shared: int = 0, source: int = 0
-) -> Newcomers:
-    """The requests to admit, by row of the batch, padded to R; see `Newcomers`."""
-    some = list(requests.values())
-    some += some[:1] * (R - len(some))
-    return Newcomers(
-        rows=np.array([*requests, *[B] * (R - len(requests))], np.int32),
-        layout=decoder.lay_out(some),
-        seeds=np.array([request.settings.seed for request in some], np.uint32),
-        noise=np.array([request.noise for request in some], np.uint32),
-        shared=np.int32(shared),
-        source=np.int32(source),
-    )
-
-
 def decode_once(graphdef, params, newcomers: Newcomers, rows: int, decoder: Decoder) -> Record:
     """Fills a batch and decodes it to the end, as one function that `plan` can lower and compile."""
     compiled = static_arguments(graphdef, decoder)
-    state = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), newcomers)
+    state, _ = _admit(compiled, params, _empty(compiled, params, newcomers.layout, rows), None, newcomers)
     return _run(compiled, params, state, rows, UNTIL_DONE)[0].record
 
 
@@ -325,16 +259,23 @@ def _empty(compiled: StaticArguments, params, layout, rows: int) -> State:
     return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))))
 
 
-@functools.partial(jax.jit, static_argnames="compiled", donate_argnames="state")
-def _admit(compiled: StaticArguments, params, state: State, new: Newcomers) -> State:
+@functools.partial(jax.jit, static_argnames=("N", "S"))
+def _empty_store(state: State, N: int, S: int) -> KeyValues:
+    """A store of N blocks of S tokens; only the shapes of the state matter."""
+    return prefixes.empty_store(state.cache.entries, N, S)
+
+
+@functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "store"))
+def _admit(
+    compiled: StaticArguments, params, state: State, store: KeyValues | None, new: Newcomers
+) -> tuple[State, KeyValues | None]:
     """Prefills requests and puts them into their rows of the batch; rows outside the batch are dropped."""
     keys = jax.vmap(lambda seed, noise: jax.random.fold_in(jax.random.key(seed), noise))(new.seeds, new.noise)
     layout = new.layout
-    if compiled.decoder.copies_prefix:
-        row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, new.source, 1, 1), state.cache.entries)
-        layout = dataclasses.replace(
-            layout, given=dataclasses.replace(layout.given, shared=SharedPrefix(row, new.shared))
-        )
+    if store:
+        capacity = state.cache.entries.keys.shape[3]
+        shared = SharedPrefix(prefixes.copy(store, new.copied, capacity), new.known)
+        layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, shared=shared))
     started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
     started = jax.tree.map(  # for states that keep their layout
         lambda x: dataclasses.replace(x, shared=None) if isinstance(x, Given) else x,
@@ -345,7 +286,8 @@ def _admit(compiled: StaticArguments, params, state: State, new: Newcomers) -> S
     def put(axis, old, new_rows):
         return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")
 
-    return _placed(_by_batch_axis(put, state, started))
+    store = prefixes.write(store, started.cache.entries, new.written) if store else None
+    return _placed(_by_batch_axis(put, state, started)), store
 
 
 @functools.partial(jax.jit, static_argnames=("compiled", "recorded"), donate_argnames="state")
@@ -376,23 +318,16 @@ def _run(
     return _placed(end), trajectory
 
 
-@functools.partial(jax.jit, static_argnames="copies_prefix", donate_argnames="state")
-def _release(state: State, ended: jax.Array, copies_prefix: bool) -> State:
-    """Clears the rows where `ended` [B] is true, but for their keys and values.
-
-    These keep their length: the forwards that follow write after it, and the prefix that newcomers copy stays whole.
-    """
+@functools.partial(jax.jit, donate_argnames="state")
+def _release(state: State, ended: jax.Array) -> State:
+    """Clears the rows where `ended` [B] is true, but for their keys and values."""
 
     def clear(axis, x):
         if axis or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return jnp.where(ended.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
 
-    cleared = _by_batch_axis(clear, state)
-    if copies_prefix:
-        length = state.cache.length
-        cleared = dataclasses.replace(cleared, cache=dataclasses.replace(cleared.cache, length=length))
-    return _placed(cleared)
+    return _placed(_by_batch_axis(clear, state))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:

@@ -78,10 +78,10 @@ class Request:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedPrefix:
-    """Keys and values of the leading given tokens that all rows share, from a row that was prefilled before."""
+    """Keys and values of leading given tokens, which were computed before."""
 
-    entries: KeyValues  # C entries of one row
-    length: Int32[Array, ""]  # valid entries, a multiple of the prefill's chunk
+    entries: KeyValues  # C entries of each row
+    length: Int32[Array, ""]  # valid entries, of every row
 
 
 @jax.tree_util.register_dataclass
@@ -160,28 +160,8 @@ def text_capacity(requests: Sequence[Request]) -> int:
 
 
 def prefill_chunk(requests: Sequence[Request]) -> int:
-    """Given tokens per forward of the prefill. A long shared prefix is at least one chunk, so that it can be copied."""
-    given = max(len(request.given[0]) for request in requests)
-    chunk, shared = min(_CHUNK, rounded_up(given)), shared_prefix(requests) // ROUNDING * ROUNDING
-    return min(chunk, shared) if 2 * shared >= given else chunk
-
-
-def shared_prefix(requests: Sequence[Request]) -> int:
-    """Number of leading given tokens that all requests have in common, at the same positions.
-
-    The last given token of a request is never counted, since a decoder may feed it again. 0 for a single request.
-    """
-    given = [np.array(request.given, np.int32)[:, :-1] for request in requests]
-    return common_prefix(given).shape[1] if len(given) > 1 else 0
-
-
-def common_prefix(arrays: Sequence[Int32[np.ndarray, "2 _"]]) -> Int32[np.ndarray, "2 _"]:
-    """The leading columns, tokens and positions, in which all of these arrays are equal."""
-    first, length = arrays[0], min(array.shape[1] for array in arrays)
-    for other in arrays[1:]:
-        differs = (first[:, :length] != other[:, :length]).any(axis=0)
-        length = int(differs.argmax()) if differs.any() else length
-    return first[:, :length]
+    """Given tokens per forward of the prefill."""
+    return min(_CHUNK, rounded_up(max(len(request.given[0]) for request in requests)))
 
 
 def check_no_templates(requests: Sequence[Request]) -> None:

@@ -20,9 +20,9 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import track
 from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.journal import Journal
 from refusion_jax.decoding.prompts import tokens_of
-from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops

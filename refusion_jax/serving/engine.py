@@ -12,35 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.decoding.answers import Answer, read_answer
 from refusion_jax.decoding.constrained import Matcher, batch_type
-from refusion_jax.decoding.queue import Answer, batch_rows, mesh_of, read_answer
+from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.serving.sizes import kept_blocks
 from refusion_jax.systems.api import decoder_for
 
 LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
 MOST_WAITING = 4096  # jobs besides those in the batch
-_NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
-
-
-def sized(settings: Settings, model: ModelConfig, most: int = 2**31) -> Settings:
-    """The settings with what an engine needs: room for a text, by default all that the model reads, and new tokens.
-
-    Args:
-      settings: as given.
-      model: its shape.
-      most: tokens that a text has room for, unless the settings say so.
-
-    Raises:
-      SettingError: where the model does not read as many tokens as the settings say.
-    """
-    reads = model.max_position_embeddings
-    if settings.cache_length > reads:
-        settings.refuse("cache_length", f"the model reads {reads} tokens")
-    room, multiple = settings.cache_length or min(reads, most), settings.for_model(model).multiple
-    fitting = max(min(_NEW_TOKENS, room // 2) // multiple, 1) * multiple
-    return dataclasses.replace(settings, cache_length=room, max_new_tokens=settings.max_new_tokens or fitting)
 
 
 class BusyError(RuntimeError):
@@ -57,13 +39,21 @@ class Job:
     is_watched: bool  # whether to report also while the answer is written
     by_forward: bool = False  # whether to report after each forward; the device waits for the host then
     is_over: bool = False  # answered, or not wanted any more
+    cached: int = 0  # leading tokens of the prompt whose keys and values were there already
     caller: object = None  # the same for all jobs that were submitted together
 
 
 class Engine:
     """A model with its batch of rows, decoded by a thread of its own."""
 
-    def __init__(self, model: Transformer, settings: Settings, rows: int, grammar: Matcher | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        settings: Settings,
+        rows: int,
+        grammar: Matcher | None = None,
+        prefix_cache: int | None = None,
+    ):
         """Allocates the cache of all rows; the forwards are compiled by `start`.
 
         Args:
@@ -72,6 +62,7 @@ class Engine:
             for, and `cache_length` the most that prompt and answer may have; both are set.
           rows: decoded at once.
           grammar: any, for an engine of requests with grammars.
+          prefix_cache: bytes on each device for what prompts begin with; None: what `sizes.kept_blocks` says.
 
         Raises:
           UserError: where these do not fit together or into memory.
@@ -96,10 +87,12 @@ class Engine:
             model.config,
         )
         decoder = decoder_for(self._largest, model.config)
-        self._model, self._second, self._making = model, None, threading.Lock()
+        self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
         model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
         self._decoder = decoder
-        self._batch = batch_type(decoder)(model, decoder, self._largest[0], batch_rows(rows, rows, mesh_of(model)))
+        rows = batch_rows(rows, rows, mesh_of(model))
+        blocks = kept_blocks(model, decoder, rows, prefix_cache)
+        self._batch = batch_type(decoder)(model, decoder, self._largest[0], rows, blocks)
         self._waiting: collections.deque[collections.deque[Job]] = collections.deque()  # those of each caller
         self._rows: dict[int, Job] = {}
         self._changed = threading.Condition()
@@ -157,7 +150,7 @@ class Engine:
     def constrained(self, grammar: Matcher) -> "Engine":
         """The engine of requests with grammars, made and compiled for the first of them.
 
-        It has a quarter of the rows and a cache of its own, so that other answers neither change nor wait for grammars.
+        It has a quarter of the rows, and caches of its own, so that other answers neither change nor wait for grammars.
 
         Args:
           grammar: of the request.
@@ -168,7 +161,8 @@ class Engine:
         with self._making:
             if self._second is None or self._second.failure:
                 rows = batch_rows(-(-self._batch.rows // 4), self._batch.rows, mesh_of(self._model))
-                second = Engine(self._model, self.settings, rows, grammar)
+                kept = self._prefix_cache and self._prefix_cache // 4
+                second = Engine(self._model, self.settings, rows, grammar, kept)
                 second.start(failed=lambda: None)
                 self._second = second
         return self._second
@@ -244,7 +238,10 @@ class Engine:
             some = self._take(len(batch.free), is_idle=not rows and not read)
             if some is None:
                 return
-            rows |= zip(batch.admit([job.request for job in some]), some, strict=True)
+            admitted = batch.admit([job.request for job in some])
+            rows |= zip(admitted, some, strict=True)
+            for row in admitted:
+                rows[row].cached = int(batch.known[row])
             if rows:
                 by_forward = any(job.by_forward for job in rows.values())
                 # 0 forwards show what an admission commits.

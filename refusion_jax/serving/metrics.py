@@ -26,6 +26,8 @@ class Metrics:
             gauge = make(Gauge, f"vllm:num_requests_{name}", text)
             gauge.set_function(lambda key=key: engine.load[key])
         self._model = model
+        self._given = make(Counter, "vllm:prefix_cache_queries", "Tokens of prompts of decoded answers")
+        self._cached = make(Counter, "vllm:prefix_cache_hits", "Those whose keys and values were there already")
         self._success = make(Counter, "vllm:request_success", "Finished answers", ("finished_reason",))
         self._prompt = make(Counter, "vllm:prompt_tokens", "Tokens of prompts")
         self._generated = make(Counter, "vllm:generation_tokens", "Tokens of answers")
@@ -38,6 +40,11 @@ class Metrics:
     def asked(self, prompt_tokens: int) -> None:
         """Counts a request."""
         self._prompt.inc(prompt_tokens)
+
+    def prefilled(self, given: int, cached: int) -> None:
+        """Hears how many tokens the prompt of an answer has, and for how many nothing was computed."""
+        self._given.inc(given)
+        self._cached.inc(cached)
 
     def began(self, seconds: float) -> None:
         """Hears how long the first tokens of a stream took."""

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.queue import Answer
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.serving.engine import BusyError, Job
 from refusion_jax.serving.errors import error_body
 from refusion_jax.serving.protocol import Chat, Completion, StreamOptions
@@ -71,6 +71,8 @@ class Reply:
             if delta.finish_reason:
                 missing -= 1
                 metrics.finished(delta.finish_reason, len(delta.tokens), answer.forwards if answer else 0, seconds)
+                if answer:
+                    metrics.prefilled(len(self._choices[number].prompt), self._jobs[number].cached)
             yield number, delta, answer
 
     def _forget(self) -> None:
@@ -164,12 +166,14 @@ class Reply:
             fields |= {"forwards": answer.forwards, "rounds": answer.rounds}
         return fields
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         given = sum(len(one.prompt) for one in self._choices[:: self._body.n])
+        cached = sum(job.cached for job in self._jobs[:: self._body.n])
         return {
             "prompt_tokens": given,
             "completion_tokens": sum(self._tokens),
             "total_tokens": given + sum(self._tokens),
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def _job(self, number: int, one: Choice, put: Callable, is_watched: bool) -> Job:

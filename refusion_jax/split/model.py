@@ -21,7 +21,8 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.queue import Newcomers, Progress, RunningBatch
+from refusion_jax.decoding.newcomers import Newcomers
+from refusion_jax.decoding.queue import Progress, RunningBatch
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import Transformer, Wrapper
@@ -119,20 +120,21 @@ class SplitModel(Wrapper):
 
 
 class SplitBatch(RunningBatch):
-    """A batch that tells the server which rows are filled. `link` is that of its model.
+    """A batch that tells the server which rows are filled, and keeps no prefixes. `link` is that of its model.
 
     Raises:
       Failure, UserError: where the server cannot be asked any more, instead of any answer.
     """
 
-    def __init__(self, model: SplitModel, decoder: Any, like: Any, rows: int):
+    def __init__(self, model: SplitModel, decoder: Any, like: Any, rows: int, blocks: int = 0):
+        del blocks  # the server has none
         self._link = model.link
         super().__init__(model, decoder, like, rows)
         self._link.start(rows, decoder.cache_length)
 
     def _prefill(self, new: Newcomers) -> None:
         given = np.where(new.rows < self.rows, new.layout.given.length, 0)
-        self._link.admit(given, int(new.source), int(new.shared))
+        self._link.admit(given, source=0, shared=0)
         super()._prefill(new)
         jax.block_until_ready(self._state)
         self._link.place(new.rows)

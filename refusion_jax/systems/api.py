@@ -9,10 +9,10 @@ from typing import Any
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import Setting, declared
 from refusion_jax.decoding import queue
+from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.auxiliary import check_auxiliaries
 from refusion_jax.decoding.constrained import Constrained, batch_type
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.queue import Answer
 from refusion_jax.decoding.requests import Request, check_no_templates, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.trajectory import Trajectory

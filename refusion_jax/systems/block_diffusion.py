@@ -40,6 +40,7 @@ Axes: B rows, T row length, C text length, K block size, V vocabulary.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -174,6 +175,11 @@ class BlockByBlock(Continuer):
     def width_for(cls, requests: Sequence[Request]) -> int:
         """K."""
         return requests[0].settings.block_size
+
+    @property
+    def prefix_block(self) -> int:
+        """Whole blocks of the model."""
+        return math.lcm(super().prefix_block, self.width)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
         """The initial state: prompts are cached in whole blocks, except the one that predicts the first new token."""

@@ -1,0 +1,64 @@
+"""Requests that are about to be prefilled, as the arrays that the program of an admission takes.
+
+Axes: R requests admitted at once, M blocks of a text.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import ArrayLike, Int32, UInt32
+
+from refusion_jax.decoding import prefixes
+from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.requests import Request
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Newcomers:
+    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
+
+    rows: Int32[ArrayLike, "R"]
+    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
+    seeds: UInt32[ArrayLike, "R"]
+    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
+    known: Int32[ArrayLike, ""]  # leading given tokens of each request whose keys and values are in the store ..
+    copied: Int32[ArrayLike, "R M"]  # .. at these places; see `prefixes`
+    written: Int32[ArrayLike, "R M"]  # where its new blocks are to be stored
+
+
+def newcomers(
+    requests: dict[int, Request],
+    R: int,
+    B: int,
+    decoder: Decoder,
+    store: prefixes.Prefixes = prefixes.NONE,
+    blocks: Sequence[list[bytes]] = (),
+) -> Newcomers:
+    """The requests to admit, by row of the batch, padded to R; see `Newcomers`.
+
+    Args:
+      requests: to admit.
+      R: rows of the admission.
+      B: rows of the batch.
+      decoder: with its sizes.
+      store: of what prompts begin with.
+      blocks: that each request begins with, as many of them in the store.
+    """
+    some = list(requests.values())
+    some += some[:1] * (R - len(some))
+    blocks = [*blocks, *[[]] * (R - len(blocks))]
+    known = store.known(blocks[0])
+    copied, written = store.use(blocks, known, decoder.cache_length // store.size if store.count else 0)
+    return Newcomers(
+        rows=np.array([*requests, *[B] * (R - len(requests))], np.int32),
+        layout=decoder.lay_out(some),
+        seeds=np.array([request.settings.seed for request in some], np.uint32),
+        noise=np.array([request.noise for request in some], np.uint32),
+        known=np.int32(known * store.size),
+        copied=copied,
+        written=written,
+    )

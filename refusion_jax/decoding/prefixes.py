@@ -1,0 +1,131 @@
+"""What prompts begin with, kept for prompts to come: the keys and values of blocks of given tokens.
+
+Prompts that begin alike have the same keys and values there. A store of fixed size holds them in blocks, whatever has
+become of the rows that computed them. Newcomers copy the blocks that they begin with, prefill the rest, and leave their
+own blocks in the store, where the least recently used are overwritten.
+
+Axes: R requests admitted at once, N blocks of the store, M blocks of a text, S tokens of a block; L layers, C cache
+entries, K key/value heads, H head size.
+"""
+
+import collections
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from refusion_jax.decoding.requests import Request
+from refusion_jax.distributed.sharding import constrain
+from refusion_jax.model.key_values import KeyValues
+
+
+class Prefixes:
+    """Which blocks are in the store, and where."""
+
+    def __init__(self, count: int, size: int):
+        """An empty store of N blocks of S tokens."""
+        self.count, self.size = count, size
+        self._places: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
+
+    def blocks_of(self, request: Request) -> list[bytes]:
+        """The names of the whole blocks that a request begins with; each stands for all given up to its end.
+
+        The last given token is in none of them, since a decoder may feed it again.
+        """
+        given, name, names = np.array(request.given, np.int32), b"", []
+        for end in range(self.size, given.shape[1] * (self.count > 0), self.size):
+            name = hashlib.blake2b(name + given[:, end - self.size : end].tobytes(), digest_size=16).digest()
+            names.append(name)
+        return names
+
+    def known(self, blocks: Sequence[bytes]) -> int:
+        """How many of the blocks that a request begins with are in the store."""
+        return next((number for number, block in enumerate(blocks) if block not in self._places), len(blocks))
+
+    def group(self, waiting: Sequence[Sequence[bytes]], most: int) -> list[int]:
+        """Which requests to prefill together, the first among them: those that have as much left to compute.
+
+        A request whose next block another one computes waits for that.
+
+        Args:
+          waiting: the blocks of each.
+          most: requests at once.
+        """
+        known, chosen, computed = [self.known(blocks) for blocks in waiting], [], set()
+        for number, blocks in enumerate(waiting):
+            new = set(blocks[known[number] : known[number] + 1])
+            if known[number] == known[0] and not new & computed and len(chosen) < most:
+                chosen.append(number)
+                computed |= new
+        return chosen
+
+    def use(self, texts: Sequence[Sequence[bytes]], known: int, M: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the places of the blocks to copy, those to write the new ones to), [R, M] each.
+
+        Args:
+          texts: the blocks of requests that are admitted together.
+          known: how many of each are in the store.
+          M: blocks of a text, at most. Places that are not used are 0 and N.
+        """
+        copied, written = np.zeros((len(texts), M), np.int32), np.full((len(texts), M), self.count, np.int32)
+        self._touch(texts)  # before any is overwritten
+        own = {block for blocks in texts for block in blocks}
+        for row, blocks in enumerate(texts):
+            copied[row, : len(blocks[:known])] = [self._places[block] for block in blocks[:known]]
+            for depth, block in enumerate(blocks[known:], known):
+                if block not in self._places and self._has_room(own):
+                    written[row, depth] = self._places[block] = self._next()
+        self._touch(texts)
+        return copied, written
+
+    def _touch(self, texts: Sequence[Sequence[bytes]]) -> None:
+        """These are used now, first blocks last: no other one is found without them."""
+        for block in (block for blocks in texts for block in reversed(blocks) if block in self._places):
+            self._places.move_to_end(block)
+
+    def _has_room(self, kept: set[bytes]) -> bool:
+        """Whether there is a place that is unused, or whose block is none of these."""
+        return len(self._places) < self.count or next(iter(self._places)) not in kept
+
+    def _next(self) -> int:
+        """A place that is unused, else that of the least recently used block, which is forgotten."""
+        is_full = len(self._places) == self.count
+        return self._places.popitem(last=False)[1] if is_full else len(self._places)
+
+
+NONE = Prefixes(0, 1)
+
+
+def empty_store(entries: KeyValues, N: int, S: int) -> KeyValues:
+    """Room for blocks of entries like these, [L, N, K, S, H]."""
+    return split(jax.tree.map(lambda x: jnp.zeros((x.shape[0], N, x.shape[2], S, x.shape[4]), x.dtype), entries))
+
+
+def split(store: KeyValues) -> KeyValues:
+    """Shards a store by heads; all parts of the batch have all blocks."""
+    return jax.tree.map(lambda x: constrain(x, "layers", None, "kv_heads", None, None), store)
+
+
+def copy(store: KeyValues, places: Int32[Array, "R M"], C: int) -> KeyValues:
+    """The entries of R rows that begin with these blocks of the store, [L, R, K, C, H]."""
+
+    def of(x: jax.Array) -> jax.Array:
+        rows = jnp.moveaxis(x[:, places], 2, 3)  # [L, R, K, M, S, H]
+        rows = rows.reshape(*rows.shape[:3], -1, rows.shape[-1])
+        return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, C - rows.shape[3]), (0, 0)))
+
+    return jax.tree.map(of, store)
+
+
+def write(store: KeyValues, entries: KeyValues, places: Int32[Array, "R M"]) -> KeyValues:
+    """The store with the blocks of R rows, [L, R, K, C, H], at these places; those outside it are dropped."""
+
+    def of(old: jax.Array, new: jax.Array) -> jax.Array:
+        blocks = new[:, :, :, : places.shape[1] * old.shape[3]]
+        blocks = blocks.reshape(*blocks.shape[:3], -1, *old.shape[3:])
+        return old.at[:, places].set(jnp.moveaxis(blocks, 3, 2), mode="drop")
+
+    return split(jax.tree.map(of, store, entries))
