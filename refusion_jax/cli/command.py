@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import errno
+import gc
 import io
 import os
 import re
@@ -110,6 +111,8 @@ def guard(main: Callable[[], None]) -> None:
     130  interrupted from the keyboard
     141  nobody reads what is printed any more (`... | head -1`), which is no fault: nothing is said
     """
+    gc.freeze()  # what is imported so far
+    gc.enable()
     try:
         main()
         if sys.stdout:

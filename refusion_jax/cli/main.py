@@ -1,5 +1,6 @@
 """`refusion NAME ...` runs a command, as `python -m refusion_jax.NAME ...` does."""
 
+import gc
 import importlib.util
 import pkgutil
 import runpy
@@ -31,4 +32,5 @@ def _run() -> None:
         return
     if name not in _COMMANDS:
         raise UserError(f"refusion {name!r}: unknown; known: {', '.join(_COMMANDS)}")
+    gc.disable()  # while it is imported, as of `python -m`
     runpy.run_module(f"refusion_jax.{name}", run_name="__main__", alter_sys=True)
