@@ -10,7 +10,7 @@ from conftest import PROMPTS, settings, sharp_model
 
 from refusion_jax import decode
 from refusion_jax.distributed import sharding
-from refusion_jax.model import cache_kernel
+from refusion_jax.model import cache_kernel, key_values
 from refusion_jax.model.attention import cached_attention
 from refusion_jax.model.cache_kernel import cache_attention
 
@@ -62,7 +62,7 @@ def test_split_over_rows_and_heads_the_kernel_is_the_definition():
 def test_decoders_write_the_same_text_by_the_kernel(method, monkeypatch):
     expected = decode(sharp_model(1), PROMPTS, settings(method, new=8))
     jax.clear_caches()
-    monkeypatch.setattr(cache_kernel, "serves", lambda keys, tokens: keys.shape[3] > 0)
+    monkeypatch.setattr(key_values, "is_for_kernel", lambda keys, tokens: keys.shape[3] > 0)
     monkeypatch.setattr(cache_kernel, "cache_attention", interpreted)
     assert decode(sharp_model(1), PROMPTS, settings(method, new=8)) == expected
     jax.clear_caches()

@@ -17,9 +17,10 @@ from refusion_jax import DecodeSettings
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip, free_tokens
-from refusion_jax.model import cache_kernel
+from refusion_jax.model import key_values
 from refusion_jax.model.key_values import key_counts
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.planning import hlo
 from refusion_jax.planning.compiler import compile_program, prepare_environment, tpu_devices
 from refusion_jax.planning.costs import collective_kind, count
@@ -105,7 +106,7 @@ def lower_forward(rows: int, tokens: int) -> jax.stages.Lowered:
 
     By XLA alone, as with a cache in int8; it runs in a process of its own, where nothing else is compiled.
     """
-    cache_kernel.serves = lambda *_: False
+    key_values.is_for_kernel = lambda *_: False
     mesh = sharding.make_mesh({}, tpu_devices("v5e:2x2", 1)[:1])
     config = ModelConfig(1024, 512, LAYERS, 4, 1, HEAD, 1024, 1e4, 1e-6, True, 4096, 1000, 0, 1, 2, 3)
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), "bfloat16"))

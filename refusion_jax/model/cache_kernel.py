@@ -20,24 +20,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.distributed import sharding
-from refusion_jax.model.int8 import is_int8
 
 _KEYS = 512  # cached entries of a block: 128 KiB in bfloat16, which a chip fetches while it multiplies the one before
 _QUERIES = 256  # that are multiplied at once
-_MOST_NEW = 512  # tokens of a row: their mask, and their scores, must fit into vector memory
 _LEAST_NEW = 8  # keys in a product; Mosaic of libtpu 0.0.51 fails on a single one
-# Up to so many rows of a chip XLA keeps the scores on the chip: a forward of 8B on eight v5e moves 1.04 times its
-# weights and cache (by the kernel 1.06), with 32 rows 4.07 times (1.16).
-_ROWS_OF_XLA = 8
 _HIDDEN = float(jnp.finfo(jnp.float32).min)
-
-
-def serves(cached: Array, tokens: int) -> bool:
-    """Whether the kernel is for this device, these cached keys, [L, B, K, S, H], and so many new tokens of a row."""
-    if not sharding.device_kind_here().startswith("TPU") or is_int8(cached):
-        return False
-    rows = cached.shape[1] // sharding.shard_count_here("batch")
-    return rows > _ROWS_OF_XLA and cached.shape[3] > 0 and tokens <= _MOST_NEW
 
 
 def cache_attention(

@@ -11,6 +11,8 @@ All of them compute what `attention` does with `Visibility.mask`, the dense defi
 Axes: B rows, T row length, N query heads, K key/value heads, H head size.
 """
 
+import types
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,7 +20,6 @@ from refusion_jax.batch.visibility import BIDIRECTIONAL, CAUSAL, Visibility
 from refusion_jax.distributed import sharding
 from refusion_jax.model import triton
 from refusion_jax.model.attention import attention
-from refusion_jax.model.splash import SMALLEST_TILE, splash_attention
 
 BACKENDS = ("xla", "splash", "triton")
 
@@ -36,7 +37,7 @@ def backend_for(platform: str, length: int, head_dim: int, dtype: str) -> str:
       head_dim: size of a head.
       dtype: of computation.
     """
-    if platform == "tpu" and length % SMALLEST_TILE == 0:
+    if platform == "tpu" and length % _splash().SMALLEST_TILE == 0:
         return "splash"
     if platform == "gpu" and length % triton.TILE == 0 and head_dim in triton.HEAD_DIMS and dtype == "bfloat16":
         return "triton"
@@ -59,7 +60,7 @@ def packed_attention(
       backend: one of BACKENDS; splash serves patterns alone, triton two of them, and what they do not goes to xla.
     """
     if backend == "splash" and visibility.pattern:
-        return splash_attention(q, k, v, visibility)
+        return _splash().splash_attention(q, k, v, visibility)
     T, is_split = q.shape[1], sharding.shard_count_here("length") > 1
     if backend == "triton" and visibility.pattern in (CAUSAL, BIDIRECTIONAL) and not is_split:
         return triton.triton_attention(q, k, v, visibility)
@@ -67,6 +68,12 @@ def packed_attention(
     ends = [*range(block, T, block), T]
     heads = [_block(q, k, v, visibility, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
     return jnp.concatenate(heads, axis=1)
+
+
+def _splash() -> types.ModuleType:
+    from refusion_jax.model import splash  # Pallas: 0.1 s that other devices need not wait for
+
+    return splash
 
 
 def _block(
