@@ -35,7 +35,7 @@ from refusion_jax.cli.progress import progress
 from refusion_jax.config.model_card import model_card
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.storage import read_file, remove, write_file
-from refusion_jax.model import huggingface, peft
+from refusion_jax.model import huggingface, huggingface_config, peft
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.systems.interface import SHARED_CODE
 from refusion_jax.systems.registry import releases, systems
@@ -72,7 +72,7 @@ def to_orbax(source: epath.Path, target: epath.Path, dtype: str, mask_token_id: 
       UserError: where the directory cannot be read, or nobody names a mask token.
     """
     tokenizer = find_tokenizer(source, mask_token_id)
-    config = huggingface.read_model_config(source, tokenizer, mask_token_id, releases())
+    config = huggingface_config.read_model_config(source, tokenizer, mask_token_id, releases())
     if config.mask_token_id < 0:
         raise UserError(f"{source}/config.json has no mask_token_id; name one with --mask_token_id")
     _, params = abstract_transformer(config, dtype, mesh_over_all(config.hidden_size))

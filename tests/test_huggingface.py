@@ -21,7 +21,7 @@ from refusion_jax import DecodeSettings, UserError, decode, load_model, load_tok
 from refusion_jax.checkpoints.load import check_fits, choose_method, read_model_config
 from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.distributed import sharding
-from refusion_jax.model import huggingface
+from refusion_jax.model import huggingface, huggingface_config
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.tensor_files import Tensors
 
@@ -232,10 +232,10 @@ def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):
 
 def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):
     path = saved(tmp_path / "theirs")
-    own = huggingface.read_model_config(path)
+    own = huggingface_config.read_model_config(path)
     assert own.pad_token_id >= 0
     change_config(path, pad_token_id=own.eos_token_id)
-    again = huggingface.read_model_config(path)
+    again = huggingface_config.read_model_config(path)
     assert (again.pad_token_id, again.eos_token_id) == (-1, own.eos_token_id)
 
 
@@ -245,7 +245,7 @@ def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
     config["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
     del config["rope_theta"]
     (path / "config.json").write_text(json.dumps(config))
-    assert huggingface.read_model_config(path).rope_theta == 5e5
+    assert huggingface_config.read_model_config(path).rope_theta == 5e5
 
 
 def change_config(path, **changes):
@@ -389,7 +389,7 @@ import sys, threading, time
 from pathlib import Path
 import jax
 from flax import nnx
-from refusion_jax.model import huggingface
+from refusion_jax.model import huggingface, huggingface_config
 from refusion_jax.model.transformer import Transformer
 
 def anonymous():
@@ -397,7 +397,7 @@ def anonymous():
     return int(fields["RssAnon"].split()[0]) * 1024
 
 path, peak, running = Path(sys.argv[1]), 0, True
-config = huggingface.read_model_config(path)
+config = huggingface_config.read_model_config(path)
 device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 state = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))))
 target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)

@@ -18,11 +18,12 @@ from refusion_jax.decoding.auxiliary import check_vocabulary, lacking, missing, 
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import absolute
-from refusion_jax.model import huggingface, peft
+from refusion_jax.model import huggingface, huggingface_config, peft
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.model.families import OPTIONAL
 from refusion_jax.model.lora import Lora, combine
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import decoders_for, default_system, plain_system, releases
 
 
@@ -85,7 +86,7 @@ def load_for(
 
 def is_foreign(path: epath.Path) -> bool:
     """Whether a directory is of a kind that others write: of Hugging Face, or of adapters by `peft`."""
-    return huggingface.is_huggingface(path) or peft.is_peft(path)
+    return huggingface_config.is_huggingface(path) or peft.is_peft(path)
 
 
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
@@ -118,14 +119,14 @@ def read_model_config(path: epath.Path) -> ModelConfig:
       UserError: where there is none.
     """
     path = _model_place(path)
-    if huggingface.is_huggingface(path):
-        return huggingface.read_model_config(path, find_tokenizer(path), releases=releases())
+    if huggingface_config.is_huggingface(path):
+        return huggingface_config.read_model_config(path, find_tokenizer(path), releases=releases())
     return run_directory.read_model_config(find_step(path)[0])
 
 
 def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
     """Weights with the shapes, dtypes and shardings of the target."""
-    if huggingface.is_huggingface(path):
+    if huggingface_config.is_huggingface(path):
         return huggingface.load_params(path, target, releases=releases())
     if peft.is_peft(path):
         lora, trained = peft.load(path, target)
@@ -172,7 +173,7 @@ def read_dtype(path: epath.Path) -> str:
       UserError: where there is none.
     """
     path = _model_place(path)
-    return huggingface.read_dtype(path) if huggingface.is_huggingface(path) else stored_dtype(path)
+    return huggingface.read_dtype(path) if huggingface_config.is_huggingface(path) else stored_dtype(path)
 
 
 def load_tokenizer(path: epath.PathLike) -> Tokenizer:
@@ -214,7 +215,7 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:
         window = there.max_position_embeddings
         raise UserError(f"--config.row_length must be at most {window}, to which local layers of {path} attend")
-    is_padded = huggingface.is_huggingface(_model_place(path)) and there.vocab_size < config.vocab_size
+    is_padded = huggingface_config.is_huggingface(_model_place(path)) and there.vocab_size < config.vocab_size
     if there.vocab_size != config.vocab_size and not is_padded:
         raise UserError(f"--config.model.vocab_size={config.vocab_size}: {path} has {there.vocab_size}")
 
@@ -233,8 +234,8 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
     file = find_tokenizer_file(directory)
     if file is None:
         return None
-    if mask_token_id is None and huggingface.is_huggingface(directory):
-        mask_token_id = huggingface.read_config(directory, releases()).mask_token_id
+    if mask_token_id is None and huggingface_config.is_huggingface(directory):
+        mask_token_id = huggingface_config.read_config(directory, releases()).mask_token_id
     elif mask_token_id is None and (directory / "model.json").exists():
         mask_token_id = run_directory.read_model_config(directory).mask_token_id
     return load_tokenizer_file(file, MASK_PIECE if mask_token_id in (None, -1) else mask_token_id)
@@ -243,7 +244,7 @@ def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokeni
 def tokenizer_place(path: epath.Path) -> epath.Path:
     """The directory that holds the tokenizer of a run or model, if any."""
     path = _model_place(path)
-    return path if huggingface.is_huggingface(path) else find_step(path)[0]
+    return path if huggingface_config.is_huggingface(path) else find_step(path)[0]
 
 
 def find_objective(path: epath.Path) -> str | None:
@@ -252,8 +253,8 @@ def find_objective(path: epath.Path) -> str | None:
     A Hugging Face directory without a mask token is a plain language model; one line says so.
     """
     path = _model_place(path)
-    if huggingface.is_huggingface(path):
-        named = huggingface.read_config(path, releases()).refusion_jax.objective
+    if huggingface_config.is_huggingface(path):
+        named = huggingface_config.read_config(path, releases()).refusion_jax.objective
         if named or not _lacks_mask(path):
             return named
         plain = plain_system().name
@@ -264,7 +265,7 @@ def find_objective(path: epath.Path) -> str | None:
 
 
 def _lacks_mask(path: epath.Path) -> bool:
-    if huggingface.read_config(path, releases()).mask_token_id is not None:
+    if huggingface_config.read_config(path, releases()).mask_token_id is not None:
         return False
     tokenizer = find_tokenizer(path)
     return tokenizer is None or tokenizer.adds_mask

@@ -3,226 +3,26 @@
 import functools
 import json
 import math
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pydantic
 from etils import epath
 from flax import nnx
 from safetensors.numpy import save_file
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import track
-from refusion_jax.data.interface import Tokenizer
-from refusion_jax.distributed.json_files import read_json, to_type
 from refusion_jax.distributed.storage import replacing, write_file
-from refusion_jax.model.families import FAMILIES, OPTIONAL, Release
-from refusion_jax.model.shape import ModelConfig, to_model_config
+from refusion_jax.model.huggingface_config import NONE, Config, Releases, describe, read_with_names
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.tensor_files import INDEX, Tensors
 from refusion_jax.model.tensor_layout import Part, layout, tensor_names
 from refusion_jax.model.transformer import Transformer
 
-_SECTION = "refusion_jax"  # of a config.json that we write: what transformers has no words for
-_OURS = ("shifted", "block_size")  # of ModelConfig
-_COPIED = (  # of config.json into ModelConfig and back
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
-)
-_FULL = "full_attention"
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
-_IGNORED = (  # keys of config.json that change nothing, in what authors released
-    *("_name_or_path", "architectures", "auto_map", "attention_dropout", "initializer_range", "torch_dtype", "dtype"),
-    *("transformers_version", "use_cache", "max_window_layers", "sliding_window", "layer_types"),
-)
 SHARD_BYTES = 4 << 30  # of the shards we write
-
-Releases = Mapping[str, Sequence[Release]]  # by the name of the system
-NONE: Releases = types.MappingProxyType({})
-
-
-class _Ours(pydantic.BaseModel):
-    """What `save` says of a model in words of ours."""
-
-    objective: str | None = None
-    shifted: bool = False
-    block_size: int = 0
-
-
-class Config(pydantic.BaseModel):
-    """What we read of a config.json; defaults are those of transformers."""
-
-    model_config = pydantic.ConfigDict(strict=True)
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: pydantic.PositiveInt
-    num_key_value_heads: int | None = None  # as many as query heads
-    head_dim: int | None = None  # all heads together are as wide as the model
-    intermediate_size: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None  # where transformers 5 keeps both
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 32768
-    query_pre_attn_scalar: int = 0
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = True
-    router_aux_loss_coef: float = 0.001
-    first_k_dense_replace: int = 0
-    num_shared_experts: int = 0
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-    partial_rotary_factor: float = 1.0
-    rope_local_base_freq: float | None = None
-    sliding_window: int | None = None
-    sliding_window_pattern: int | None = None
-    layer_types: list[str] | None = None
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    mask_token_id: int | None = None
-    refusion_jax: _Ours = _Ours()
-
-
-def is_huggingface(path: epath.Path) -> bool:
-    """Whether a directory is meant as a Hugging Face model; a run of ours has a config.json, too."""
-    return (path / "config.json").exists() and not (path / "model.json").exists()
-
-
-def read_model_config(
-    path: epath.Path, tokenizer: Tokenizer | None = None, mask_token_id: int | None = None, releases: Releases = NONE
-) -> ModelConfig:
-    """The shape that config.json describes.
-
-    Args:
-      path: the directory.
-      tokenizer: of the model; rows of the embedding after its ids are padding and never predicted. Where it has more
-        ids than the embedding has rows, the result has rows for all of them (a multiple of 128, to split evenly).
-      mask_token_id: by default config.json's, else the tokenizer's; -1 in the result where nobody has one.
-      releases: as for `read_config`.
-
-    Raises:
-      UserError: as `read_config`.
-    """
-    file, given = path / "config.json", read_config(path, releases)
-    theta, scaling, local = _rope(file, given)
-    shape = {name: getattr(given, name) for name in (*_COPIED, *OPTIONAL)}
-    if local:  # attention to all of so many tokens is attention in a window
-        shape["max_position_embeddings"] = min(given.sliding_window or 2**28, given.max_position_embeddings)
-    shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
-    shape["head_dim"] = given.head_dim or given.hidden_size // given.num_attention_heads
-    if mask_token_id is None:
-        mask_token_id = given.mask_token_id
-    if mask_token_id is None and tokenizer:
-        mask_token_id = tokenizer.mask_id
-    mask = -1 if mask_token_id is None else mask_token_id
-    if tokenizer and tokenizer.size > given.vocab_size:
-        shape["vocab_size"] = -(-tokenizer.size // 128) * 128
-    if not -1 <= mask < shape["vocab_size"]:
-        raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
-    ids = {name: _first(getattr(given, name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    if ids["pad_token_id"] == ids["eos_token_id"]:
-        ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
-    described = {
-        "family": given.model_type,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "local_rope": local,
-        "query_pre_attn_scalar": given.query_pre_attn_scalar,
-        "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
-        "mask_token_id": mask,
-    }
-    ours = {name: getattr(given.refusion_jax, name) for name in _OURS}
-    return to_model_config(file, shape | ids | described | ours)
-
-
-def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
-    """config.json in the terms of the family whose layers the model has.
-
-    Args:
-      path: the directory.
-      releases: what authors released, by the name of the system.
-
-    Raises:
-      UserError: where it cannot be read, or describes something else than a family or release that we read.
-    """
-    return _read_config(path, releases)[0]
-
-
-def _read_config(path: epath.Path, releases: Releases) -> tuple[Config, Mapping[str, str]]:
-    """(config.json, the names of tensors that the release has of its own)."""
-    file = path / "config.json"
-    given = read_json(file)
-    model_type = str(given.get("model_type"))
-    released = {} if _SECTION in given else releases  # what we wrote is a model of its family
-    found = [(system, one) for system, some in released.items() for one in some if one.model_type == model_type]
-    found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
-    system, release = found[0] if found else (None, Release(model_type, model_type))
-    family = FAMILIES.get(release.family)
-    fixed = dict(family.activation | family.fixed if family else {"model_type": ""}) | release.fixed
-    fixed["quantization_config"] = None
-    for key, value in fixed.items():
-        if family is None or given.get(key, value) != value:
-            raise UserError(
-                f"{file}: {key}={json.dumps(given.get(key))[:60]} is not supported; of Hugging Face models "
-                f"we read those of model_type {', '.join([*FAMILIES, *_model_types(releases)])} with that "
-                f"family's defaults"
-            )
-    known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
-    known -= set(OPTIONAL) - family.defaults.keys()
-    if system and (unknown := sorted(given.keys() - known)):
-        raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
-    renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
-    given = family.defaults | release.defaults | given | renamed
-    if system:
-        ours = {key: given[key] for key in _OURS if key in given}
-        given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
-    given = {key: value for key, value in given.items() if key in Config.model_fields}
-    return to_type(given, Config, f"{file} cannot be read"), release.names
-
-
-def _model_types(releases: Releases) -> list[str]:
-    return sorted({one.model_type for some in releases.values() for one in some})
-
-
-def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-    """(rope_theta, rope_scaling, local_rope) of a ModelConfig."""
-    new = given.rope_parameters or {}
-    local = new.get("sliding_attention", {}).get("rope_theta", given.rope_local_base_freq)
-    new = new.get("full_attention", new)
-    scaling = given.rope_scaling or new
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    names = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}.get(kind)
-    if names is None or not all(name in scaling for name in names):
-        raise UserError(
-            f"{file}: rope_scaling={json.dumps(scaling)[:90]} is not supported; we read linear and that of Llama 3"
-        )
-    every = given.sliding_window_pattern
-    if local and given.layer_types:
-        every = [*given.layer_types, _FULL].index(_FULL) + 1
-        if given.layer_types != _layer_types(len(given.layer_types), every):
-            raise UserError(f"{file}: layer_types={json.dumps(given.layer_types)[:90]} do not alternate evenly")
-    theta = new.get("rope_theta", given.rope_theta)
-    return theta, tuple(scaling[name] for name in names), (local, every) if local else ()
-
-
-def _layer_types(layers: int, every: int) -> list[str]:
-    return [_FULL if layer % every == 0 else "sliding_attention" for layer in range(1, layers + 1)]
-
-
-def _first(token_id: int | list[int] | None) -> int:
-    """-1 where there is none; the first of several."""
-    return -1 if token_id in (None, []) else token_id[0] if isinstance(token_id, list) else token_id
 
 
 def load_params(
@@ -239,13 +39,13 @@ def load_params(
       path: the Hugging Face directory.
       target: shapes, dtypes and shardings of our weights; rows that their embedding lacks become zeros.
       progress: called after each part of a weight.
-      releases: as for `read_config`.
+      releases: as for `huggingface_config.read_config`.
 
     Raises:
       UserError: as `Tensors`; where a tensor would be left over; and where a weight is infinite or not a number, in the
         file or in the target's dtype.
     """
-    tensors, (config, renamed) = Tensors(path), _read_config(path, releases)
+    tensors, (config, renamed) = Tensors(path), read_with_names(path, releases)
     weights = dict(layout(target, config.model_type, renamed, config.vocab_size))
     _refuse_others(tensors, config, renamed, {part.tensor for parts in weights.values() for part in parts})
 
@@ -361,8 +161,8 @@ def save(model: Transformer, path: epath.PathLike, objective: str | None = None)
     total = sum(size for size, _ in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(path / INDEX, json.dumps(index, indent=2) + "\n")
-    ours = {name: getattr(model.config, name) for name in _OURS} | ({"objective": objective} if objective else {})
-    write_file(path / "config.json", json.dumps(_their_config(model) | {_SECTION: ours}, indent=2) + "\n")
+    described = describe(model.config, str(jax.tree.leaves(nnx.state(model))[0].dtype), objective)
+    write_file(path / "config.json", json.dumps(described, indent=2) + "\n")
 
 
 def _their_tensors(params: dict[str, Any], config: ModelConfig) -> dict[str, tuple[int, Callable[[], np.ndarray]]]:
@@ -383,35 +183,3 @@ def _on_host(parts: list[tuple[Part, jax.Array]]) -> np.ndarray:
     parts = sorted(parts, key=lambda item: item[0].rows.start)
     rows = [part.theirs(jax.device_get(weight[part.index])) for part, weight in parts]
     return np.concatenate(rows) if len(rows) > 1 else rows[0]
-
-
-def _their_config(model: Transformer) -> dict[str, Any]:
-    c = model.config
-    family = FAMILIES[c.family]
-    token_ids = {name: getattr(c, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")}
-    kind = {1: "linear", 4: "llama3"}.get(len(c.rope_scaling))
-    scaling = {"rope_type": kind, **dict(zip(_LLAMA3, c.rope_scaling, strict=False))} if kind else None
-    local = {}
-    if "rope_local_base_freq" in family.defaults:
-        theta, every = c.local_rope or (c.rope_theta, 1)
-        local = {
-            "rope_local_base_freq": theta,
-            "layer_types": _layer_types(c.num_hidden_layers, int(every)),
-            "sliding_window": c.max_position_embeddings,
-            "query_pre_attn_scalar": c.query_pre_attn_scalar or c.head_dim,
-        }
-    return {
-        "architectures": [family.architecture],
-        "model_type": c.family,
-        **family.activation,
-        **family.fixed,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "torch_dtype": str(jax.tree.leaves(nnx.state(model))[0].dtype),
-        **{key: getattr(c, key) for key in (*_COPIED, *(key for key in OPTIONAL if key in family.defaults))},
-        "rope_theta": c.rope_theta,
-        "rope_scaling": scaling,
-        **local,
-        **{name: None if token < 0 else token for name, token in token_ids.items()},  # some families have defaults
-    }
