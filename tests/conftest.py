@@ -46,7 +46,8 @@ from refusion_jax.batch.visibility import CAUSAL, Visibility
 from refusion_jax.config import default_config
 from refusion_jax.decoding.auxiliary import with_auxiliaries
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import find_decoder
 
 # No other process asks for what a test compiles in this one: to write it would take a tenth of the time that it took.

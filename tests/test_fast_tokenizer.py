@@ -13,7 +13,7 @@ from refusion_jax.config.model import model_config
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.decoding.sampling import mask_logits
 from refusion_jax.decoding.settings import TokenIds
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"

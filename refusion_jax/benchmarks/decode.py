@@ -37,7 +37,8 @@ from refusion_jax.decoding.prompts import read_prompts
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, all_settings, decoder_for, read_settings, stream
 from refusion_jax.systems.registry import default_system
 

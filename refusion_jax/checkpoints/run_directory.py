@@ -16,8 +16,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.lora import Lora, read_lora
-from refusion_jax.model.shape import to_model_config
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig, to_model_config
 from refusion_jax.systems.registry import default_system
 
 

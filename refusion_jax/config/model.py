@@ -11,7 +11,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, default_config
 from refusion_jax.config.run_config import read_config
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.registry import find_system
 
 

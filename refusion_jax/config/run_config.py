@@ -18,7 +18,7 @@ from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.registry import find_system
 
 _FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "samples.jsonl", "left_out.json")

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float32
 
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import ModelConfig, Transformer, Wrapper
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer, Wrapper
 
 _SAME = ("num_tokens", "pad_token_id", "bos_token_id", "eos_token_id")
 

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 from refusion_jax.decoding.requests import Given
 from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.key_values import KeyValues
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 
 @jax.tree_util.register_dataclass

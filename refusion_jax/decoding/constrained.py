@@ -43,7 +43,8 @@ from refusion_jax.decoding.sampling import mask_logits, put, sample
 from refusion_jax.decoding.trajectory import tell_drafts
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import sharding
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 _REACH = 8  # N, at least: with `{"key": "` in byte pairs three or four tokens are forced at a time
 

@@ -21,7 +21,8 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, put
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 
 @jax.tree_util.register_dataclass

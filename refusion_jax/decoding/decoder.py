@@ -14,7 +14,8 @@ from refusion_jax.decoding.requests import ROUNDING, Layout, Request
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.distributed.sharding import shard_count_here
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 LAST_TOKEN, SLOT_MASK = "last token", "slot mask"
 

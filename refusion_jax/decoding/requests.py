@@ -15,7 +15,7 @@ from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import scope
 from refusion_jax.decoding.settings import Settings, TracedSettings
 from refusion_jax.model.key_values import KeyValues
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 
 ROUNDING = 32  # cache lengths are multiples of this, so that few programs are compiled
 _CHUNK = 256  # given tokens per forward of the prefill, at most

@@ -14,7 +14,7 @@ from jaxtyping import ArrayLike
 
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.cli.settings import declared, scope, setting
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 
 _MOST_NEW_TOKENS = 128  # unless asked for
 _NEVER_CHOSEN = 3  # tokens at most: mask, padding, and EOS before what is given

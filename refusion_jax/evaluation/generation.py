@@ -16,7 +16,8 @@ from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
 
 _SHORTEST_PROMPT = 16  # tokens of a truncated prompt, at least

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from refusion_jax.cli.errors import SettingError
 from refusion_jax.distributed.sharding import mesh_axes, shard_count, sharding
 from refusion_jax.model.int8 import Int8Array, is_int8
-from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer, logical_axes
 
 
 def abstract_transformer(

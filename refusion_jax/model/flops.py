@@ -3,7 +3,7 @@
 Axes: D hidden size, N query heads, K key/value heads, H head size.
 """
 
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 
 
 def train_flops_per_token(c: ModelConfig, keys_seen: float) -> float:

@@ -23,7 +23,7 @@ from typing import Self
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.distributed.chips import Chip
 from refusion_jax.model.flops import weights_in_layers
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 
 BATCH_SIZES = tuple(2**i for i in range(9))
 _DTYPE, _ITEMSIZE = "bfloat16", 2  # of weights, cache and activations

@@ -8,7 +8,8 @@ from refusion_jax.decoding.memory import room_besides
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.sharding import shard_count
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 _NEW_TOKENS = 256  # of an answer, unless the settings say otherwise
 

@@ -45,7 +45,8 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import System
 

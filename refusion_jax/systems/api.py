@@ -17,7 +17,8 @@ from refusion_jax.decoding.requests import Request, check_no_templates, check_sa
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.distributed.json_files import parse_json
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
 

@@ -62,7 +62,8 @@ from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, probability, sample
 from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.families import Release
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 32  # as in the paper

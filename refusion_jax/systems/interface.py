@@ -23,7 +23,8 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.families import Release
 from refusion_jax.model.flops import train_flops_per_token
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `System.custom_generate` imports
 PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted

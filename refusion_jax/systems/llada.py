@@ -42,7 +42,8 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, ScoredText, ScoredTokens, Scoring, System
 

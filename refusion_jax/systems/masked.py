@@ -28,7 +28,8 @@ from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, tex
 from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.decoding.trajectory import tell_plan
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 _WIDTHS = 4  # number of compiled widths, at most
 

@@ -16,7 +16,8 @@ from refusion_jax.distributed import sharding
 from refusion_jax.distributed.xla_options import compiler_options
 from refusion_jax.model.lora import Lora, add_adapters, combine, read_lora
 from refusion_jax.model.packed_attention import backend_for
-from refusion_jax.model.transformer import ModelConfig, Transformer, logical_axes
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer, logical_axes
 from refusion_jax.systems.interface import Objective, train_flops_per_row
 from refusion_jax.training.optimizer import make_optimizer, make_schedule
 from refusion_jax.training.train_step import TrainState, init_state, make_train_step, state_shardings

@@ -28,7 +28,7 @@ from refusion_jax.distributed.profiling import Profile
 from refusion_jax.distributed.storage import LogDirectory
 from refusion_jax.distributed.watchdog import Watchdog
 from refusion_jax.distributed.xla_options import versions
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.training import events, recovery
 from refusion_jax.training.loop import RollBack
 from refusion_jax.training.metrics import MetricsWriter

@@ -44,7 +44,8 @@ from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 
 # (slots drafted at once, 0 for a single mask; prefixes followed by masks) -> share of the drafts that are accepted, as
 # measured with slots of 8 (benchmarks/results/dense.md).

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refusion_jax.decoding.requests import Request
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.interface import ConfigSection, Scoring, System
 from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill

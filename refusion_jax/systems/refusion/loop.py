@@ -24,7 +24,8 @@ from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chu
 from refusion_jax.decoding.sampling import Record
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
-from refusion_jax.model.transformer import ModelConfig, Transformer
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.budget import Sizes
 from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, SlotLayout, slots_a_block, slots_of
 from refusion_jax.systems.refusion.feed import Draws, Feed, Part, Reading, pack, read, run

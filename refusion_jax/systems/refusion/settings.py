@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import settings as shared
-from refusion_jax.model.transformer import ModelConfig
+from refusion_jax.model.shape import ModelConfig
 
 INFILLS = THRESHOLD, EXACT, AUTO = "threshold", "exact", "auto"
 ORDERS = CONFIDENCE, LEFT_TO_RIGHT, RANDOM = "confidence", "left_to_right", "random"
