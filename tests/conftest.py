@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import logging
@@ -28,7 +29,8 @@ os.environ["NPROC"] = "32"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="refusion-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-# Programs that one command compiles are there for the next one.
+# Programs that one command compiles are there for the next one, and so is its bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] + "/programs"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
@@ -97,10 +99,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+def pytest_collection():
+    """What is imported stays: no collector of garbage needs to look at it."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """Tracing makes so many objects that the collector of garbage would take a tenth of the time."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -185,10 +193,13 @@ def compiled() -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory) -> Path:
-    """The directory of a finished tiny run."""
-    workdir = tmp_path_factory.mktemp("trained") / "run"
-    run("train", *TINY_RUN, f"--workdir={workdir}")
+def trained_run() -> Path:
+    """The directory of a finished tiny run, which no test changes: all workers share it."""
+    workdir = Path(os.environ["XDG_CACHE_HOME"]) / "trained"
+    with open(f"{workdir}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (workdir / "checkpoints" / "60").exists():
+            run("train", *TINY_RUN, f"--workdir={workdir}")
     return workdir
 
 

@@ -68,11 +68,13 @@ class ForkServer:
 
 def main() -> None:
     """Serves until nobody asks any more."""
+    gc.disable()  # what is imported stays
     for module in pkgutil.walk_packages(refusion_jax.__path__, "refusion_jax."):
         name = module.name.removeprefix("refusion_jax.")
         if name not in (*COMMANDS, "data.beam") and not name.startswith("benchmarks."):
             importlib.import_module(module.name)
     gc.freeze()  # or a collection in a fork would copy all that it shares with this process
+    gc.enable()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         asked = json.loads(line)

@@ -72,9 +72,15 @@ def loop(x, w):
 
 
 SOFTMAX, SIGMOID = experts.Router(CHOSEN, True), experts.Router(CHOSEN, True, "sigmoid", GROUPS, OPEN, SCALE)
-TILES = (1, 4)  # of TPUs and GPUs, and of CPUs
-CASES = [(SOFTMAX, mesh, tile) for mesh in MESHES for tile in TILES]
-CASES += [(SIGMOID, MESHES[0], 4), (SIGMOID, MESHES[1], 1)]
+TPU, CPU = 1, 4  # tiles of each
+CASES = [(SOFTMAX, MESHES[0], TPU), (SOFTMAX, MESHES[0], CPU), (SOFTMAX, MESHES[1], CPU), (SOFTMAX, MESHES[2], TPU)]
+CASES += [(SIGMOID, MESHES[0], CPU), (SIGMOID, MESHES[1], TPU)]
+
+
+@functools.cache
+def value_and_gradients(router, mixture):
+    """Of a mixture's outputs and weights."""
+    return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(mixture(x, w))), (0, 1)))(*inputs(router))
 
 
 @pytest.mark.parametrize(("router", "mesh", "tile"), CASES, ids=str)
@@ -85,13 +91,10 @@ def test_value_and_gradient_are_those_of_a_loop_over_experts(router, mesh, tile,
     def ours(x, w):
         return experts.mixture(x, w, router, jax.nn.silu, None)[0]
 
-    def gradients(f):
-        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(*inputs(router))
-
     with jax.default_matmul_precision("highest"):
-        expected = gradients(loop)
+        expected = value_and_gradients(router, loop)
         with jax.set_mesh(sharding.make_mesh(mesh, devices)):
-            found = gradients(ours)
+            found = value_and_gradients(router, ours)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()), found, expected)
 
 
@@ -111,7 +114,7 @@ def one_step(family: str, accumulation: int = 1, remat: str = "none", **mesh: in
 
 
 FULL = {"remat": "full", "accumulation": 2, "expert": 2, "fsdp": 4}
-SPLIT = [("qwen3_moe", {"remat": "products", "accumulation": 4}), ("qwen3_moe", FULL), ("llada2_moe", FULL)]
+SPLIT = [("qwen3_moe", {"remat": "products", "accumulation": 4}), ("llada2_moe", FULL)]
 
 
 @pytest.mark.parametrize(("family", "how"), [*SPLIT, ("qwen3_moe", {"expert": 2, "tensor": 2, "sequence": 2})], ids=str)
@@ -206,7 +209,7 @@ def test_decoding_with_a_cache_is_decoding_without_one_also_on_a_mesh(shape, tmp
     out = decode(model, PROMPTS, own)
     for request, tokens in zip(prepare(PROMPTS, own, model.config), out.tokens, strict=True):
         assert tokens == find_system("ar").references["ar"](model, request)["tokens"]
-    for weights in ("same", "int8"):
+    for weights in ("same", "int8") if shape is LLADA2 else ("same",):
         expected = out if weights == "same" else decode(load_model(tmp_path / "model", weights="int8"), PROMPTS, own)
         mesh = sharding.make_mesh({"expert": 2, "fsdp": 2, "tensor": 2})
         assert decode(load_model(tmp_path / "model", mesh=mesh, weights=weights), PROMPTS, own) == expected

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,7 @@ def user(tmp_path_factory, trained_run):
     for path, code in FILES:
         (home / path).write_text(code)
     (home / "runs").mkdir()
-    (home / "runs" / "quickstart").symlink_to(trained_run)
+    shutil.copytree(trained_run, home / "runs" / "quickstart")
     (home / "prompts.jsonl").write_text('{"prompt": "Sort 3 1."}\n{"prompt_ids": [1, 7, 9]}\n')
     for command in WRITES:
         shell(command, home)
