@@ -18,6 +18,11 @@ default decoder of another model.
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
 decodes what is missing; then OUTPUT is written, whole and in the order of the prompts, and OUTPUT.partial deleted.
 
+Several processes, on one machine or on many that share a disk, answer parts of the prompts; killed, each goes on by its
+own command. The last one to finish writes the same OUTPUT as a single process would:
+
+  for i in 1 2 3 4; do python -m refusion_jax.generate ... --output=answers.jsonl --part=$i/4 & done; wait
+
 Compiled programs are kept in $XDG_CACHE_HOME/refusion_jax/compiled (~/.cache by default), which is used only where
 nobody else can write to it: the second call with the same sizes starts in seconds.
 
@@ -33,6 +38,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +64,7 @@ from refusion_jax.cli.progress import track
 from refusion_jax.cli.settings import declared, scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.journal import Journal, read_records
 from refusion_jax.decoding.player import BEGINNING, MOST, Decodings, page
 from refusion_jax.decoding.prompts import check_characters, encode_prompt, read_prompts, to_record
 from refusion_jax.decoding.requests import Request, prepare
@@ -77,6 +83,9 @@ _CHECKPOINT = flags.DEFINE_string(
 _INPUT = flags.DEFINE_string("input", None, "JSONL file of prompts")
 _PROMPT = flags.DEFINE_string("prompt", None, "One prompt, instead of --input")
 _OUTPUT = flags.DEFINE_string("output", None, "JSONL file of answers; stdout by default")
+_PART = flags.DEFINE_string(
+    "part", None, "Answer part I of N of the prompts alone, such as 2/4; the process that ends last writes the --output"
+)
 _WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings of up to 16 prompts in a browser")
 _COMPARE = flags.DEFINE_string(
     "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown beside"
@@ -210,6 +219,21 @@ def decode_whole(asked: Asked, mesh: Mesh, stops: Stops) -> Decodings:
     return decodings
 
 
+def parts_of(output: Path | None, text: str) -> tuple[int, list[Path]]:
+    """(number from 0 of a part I/N, journals of all N parts).
+
+    Raises:
+      UserError: where this is no part, or the output no file on a disk, by way of which the parts come together.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text)
+    part, count = map(int, found.groups()) if found else (1, 0)
+    if part > count:
+        raise UserError(f"--part={text}: give I/N, such as 2/4, with I from 1 to N")
+    if output is None or _WATCH.value:
+        raise UserError(f"--part={text}: needs an --output that is a file on a disk, and makes no --watch page")
+    return part - 1, [output.with_name(f"{output.name}.partial-{i}-of-{count}") for i in range(1, count + 1)]
+
+
 class InOrder:
     """Passes on what comes in any order, in order, as soon as all before it is there."""
 
@@ -279,9 +303,13 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         journal = None
         target = Path(os.path.realpath(output)) if output and not is_remote(output) else None
-        if target and (target.is_file() or not target.exists()):  # to etils a device is a file, too
-            partial = target.with_name(f"{target.name}.partial")
-            journal = Journal(partial, describe_call(ids, requests), range(len(requests)))
+        if target and not (target.is_file() or not target.exists()):  # to etils a device is a file, too
+            target = None
+        mine, parts = parts_of(target, _PART.value) if _PART.value is not None else (0, [])
+        if target:
+            partial = parts[mine] if parts else target.with_name(f"{target.name}.partial")
+            call = describe_call(ids, requests)
+            journal = Journal(partial, call, range(len(requests)))
             stack.callback(journal.close)
             add, records = journal.add, journal.records
         elif output and is_remote(output):
@@ -293,9 +321,10 @@ def main() -> None:
 
         # 3. What is not answered yet is decoded; for a page, everything.
         watched = Decodings(asked.name, tokenizer) if watch else None
-        todo = [i for i in range(len(requests)) if watched or i not in records]
-        if done := len(requests) - len(todo):
-            print(f"{journal.path}: {done} of {len(requests)} answers are there, going on", flush=True)
+        own = range(len(requests))[mine :: len(parts) or None]
+        todo = [i for i in own if watched or i not in records]
+        if done := len(own) - len(todo):
+            print(f"{journal.path}: {done} of {len(own)} answers are there, going on", flush=True)
         if todo:
             screen = Screen(requests[0], tokenizer, asked.decoder.ids.eos_id) if is_for_people() else None
             answers = stream(
@@ -308,7 +337,7 @@ def main() -> None:
             if screen:
                 with screen:
                     answers = list(answers)
-            for at, answer in track(answers, "decoding", len(requests), done) if _INPUT.value else answers:
+            for at, answer in track(answers, "decoding", len(own), done) if _INPUT.value else answers:
                 record = to_record(ids[todo[at]], answer, tokenizer, stops)
                 add(todo[at], record)
                 if watched:
@@ -318,6 +347,12 @@ def main() -> None:
         if watched:
             beside = [watched, decode_whole(rival, mesh, stops)] if rival else [watched]
             write_file(watch, page([(id, [of.scenes[i] for of in beside]) for i, id in enumerate(ids)]))
+        if parts:
+            records = {key: record for path in parts for key, record in read_records(path, call).items()}
+            if left := len(requests) - len(records):
+                print(f"{journal.path}: {len(own)} answers; {left} are left to other parts")
+                return
+            stack.callback(lambda: [path.unlink(missing_ok=True) for path in parts])
         if journal or (output and is_remote(output)):
             write_file(output, "".join(to_line(records[i]) for i in range(len(requests))))
             if journal:

@@ -97,6 +97,23 @@ def test_a_killed_call_decodes_only_what_is_missing(many, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+def test_parts_that_processes_answer_make_the_file_of_one_and_a_killed_one_goes_on(many, tmp_path):
+    flags, output = [*many, f"--output={tmp_path}/out.jsonl"], tmp_path / "out.jsonl"
+    run("generate", *many, f"--output={tmp_path}/one.jsonl")
+    kill_when_answered(start("generate", *flags, "--part=2/3"), tmp_path / "out.jsonl.partial-2-of-3")
+    for part in (1, 3):
+        out, _ = run("generate", *flags, f"--part={part}/3")
+        assert "are left to other parts" in out
+        assert not output.exists()
+    out, _ = run("generate", *flags, "--part=2/3")
+    assert re.search(r"partial-2-of-3: \d+ of 67 answers are there, going on", out)
+    assert output.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "one.jsonl", "out.jsonl"]
+    for part, given in (("4/3", flags), ("0/3", flags), ("1", flags), ("1/2", many)):
+        _, err = run("generate", *given, f"--part={part}", code=2)
+        assert err.startswith(f"error: --part={part}: ")
+
+
 def test_a_reader_that_has_enough_ends_it_quietly(many):
     process = start("generate", *many)
     assert json.loads(process.stdout.readline())["id"] == "n0"

@@ -95,10 +95,12 @@ class Journal:
         self.close()
 
 
-def read_records(path: Path) -> dict[int | str, dict[str, Any]]:
-    """The answers in a journal that another process may be writing; empty if there is no such file."""
+def read_records(path: Path, call: dict[str, str] | None = None) -> dict[int | str, dict[str, Any]]:
+    """The answers in a journal that another process may be writing; none if it is not there, or of another `call`."""
     with contextlib.suppress(FileNotFoundError):
-        return _records(path.read_bytes())
+        content = path.read_bytes()
+        if call is None or next(parse_log(content), {}).get("call") == call:
+            return _records(content)
     return {}
 
 
