@@ -121,6 +121,26 @@ def test_a_chat_is_the_prompt_of_its_turns(client, library):
     assert "".join(e.choices[0].delta.content or "" for e in events) == whole.choices[0].message.content
 
 
+def test_the_newer_api_gives_the_answer_of_a_chat(client):
+    turns = [{"role": "user", "content": "Sort 3 1."}, {"role": "assistant", "content": "1 3"}]
+    turns.append({"role": "user", "content": [{"type": "input_text", "text": "Sort 5 2."}]})
+    asked = [*turns[:2], {"role": "user", "content": "Sort 5 2."}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "system", "content": "Be short."}, *asked], max_tokens=8, seed=0
+    )
+    how = {"model": "tiny", "instructions": "Be short.", "input": turns, "max_output_tokens": 8, "store": False}
+    whole = client.responses.create(**how)
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.status == {"stop": "completed", "length": "incomplete"}[chat.choices[0].finish_reason]
+    used = whole.usage.input_tokens, whole.usage.output_tokens
+    assert used == (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+    with client.responses.stream(**how) as events:
+        assert (
+            "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+        )
+    assert client.responses.create(model="tiny", input="Sort 5 2.").output_text
+
+
 def test_several_prompts_and_answers_in_one_request(client, library):
     ids = library[1].encode_prompts(TEXTS[:2])
     how = {"model": "tiny", "max_tokens": 12, "temperature": 2.0, "n": 2, "seed": 3}
@@ -215,6 +235,19 @@ def test_log_probabilities_are_the_likelihood_of_the_answer_and_of_the_echoed_pr
     for own, top in list(zip(found, choice.logprobs.top_logprobs, strict=True))[1:]:
         assert own in top.values()
         assert len(top) == 1 + (own != max(top.values()))
+
+
+def test_a_chat_tells_the_log_probabilities_of_a_completion(client, library):
+    turns = [{"role": "user", "content": TEXTS[0]}]
+    how = {"model": "tiny", "max_tokens": 9}
+    (chat,) = client.chat.completions.create(messages=turns, **how, logprobs=True, top_logprobs=1).choices
+    (ids,) = library[1].encode_prompts([(("user", TEXTS[0]),)])
+    (plain,) = client.completions.create(prompt=ids, **how, logprobs=1).choices
+    assert [one.token for one in chat.logprobs.content] == plain.logprobs.tokens
+    found = [one.logprob for one in chat.logprobs.content]
+    assert found == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
+    for one, own in zip(chat.logprobs.content, found, strict=True):
+        assert one.top_logprobs[0].logprob >= own - 1e-6
 
 
 def test_a_prompt_begins_as_in_training_unless_the_client_says_otherwise(client, library):

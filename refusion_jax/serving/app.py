@@ -16,6 +16,7 @@ from refusion_jax.serving.errors import handle_errors
 from refusion_jax.serving.page import page
 from refusion_jax.serving.protocol import Chat, Completion, Detokenize, Tokenize
 from refusion_jax.serving.reply import Reply
+from refusion_jax.serving.responses import TextReply, TextRequest
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
@@ -88,11 +89,24 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
             return await reply.stream(lambda delta: {"delta": _said(delta)}, begins_with_role=True)
 
         async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
+            scores: list[dict[str, Any] | None] = [None] * len(choices)
+            if body.logprobs:
+                tokens, how = [delta.tokens for delta in answers], {"limiter": one_at_a_time}
+                found = await anyio.to_thread.run_sync(service.scores, choices, tokens, False, True, **how)
+                scores = [_of_chat(own, body.top_logprobs) for own in found]
             empty = [{"role": "assistant", "content": None if delta.calls else ""} for delta in answers]
-            said = zip(empty, answers, strict=True)
-            return [{"message": message | _said(delta), "logprobs": None} for message, delta in said]
+            said = zip(empty, answers, scores, strict=True)
+            return [{"message": message | _said(delta), "logprobs": own} for message, delta, own in said]
 
         return await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields)
+
+    @app.post("/v1/responses", **_documented(TextRequest))
+    async def responses(body: Annotated[TextRequest, _parsed(TextRequest)], request: Request):
+        _check_model(body.model, service)
+        chat = body.chat
+        chat.seed = service.seed_of(chat)
+        reply = await anyio.to_thread.run_sync(TextReply, service, body, chat)
+        return await reply.stream(_said) if body.stream else await reply.respond(request)
 
     # What lm-eval's local-completions asks to tokenize as the model does.
 
@@ -120,12 +134,27 @@ def _said(delta: Delta) -> dict[str, Any]:
     return ({"content": delta.text} if delta.text else {}) | ({"tool_calls": delta.calls} if delta.calls else {})
 
 
+def _of_chat(scores: dict[str, Any], best: int) -> dict[str, Any]:
+    """The `logprobs` of a completion as those of a chat, with so many of the most probable tokens of each place."""
+
+    def one(token: str, log_p: float) -> dict[str, Any]:
+        return {"token": token, "logprob": log_p, "bytes": [*token.encode()]}
+
+    places = zip(scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True)
+    content = [
+        one(token, log_p) | {"top_logprobs": [one(*pair) for pair in [*top.items()][:best]]}
+        for token, log_p, top in places
+    ]
+    return {"content": content, "refusal": None}
+
+
+_SMALL = 1 << 13  # bytes, of which any take a millisecond at most
 _REFERENCE = "#/components/schemas/{model}"
 
 
 def _schemas(service: Service) -> dict[str, Any]:
     """What /openapi.json tells of the bodies, with this server's defaults and the settings of its decoder."""
-    bodies = [(kind, "validation") for kind in (Completion, Chat, Tokenize, Detokenize)]
+    bodies = [(kind, "validation") for kind in (Completion, Chat, TextRequest, Tokenize, Detokenize)]
     schemas = models_json_schema(bodies, ref_template=_REFERENCE)[1]["$defs"]
     for kind in (Completion, Chat):
         fields = schemas[kind.__name__]["properties"]
@@ -141,15 +170,14 @@ def _documented(kind: type[BaseModel]) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": {"content": {"application/json": schema}, "required": True}}}
 
 
-async def _raw(request: Request) -> bytes:
-    return await request.body()
-
-
 def _parsed(kind: type[BaseModel]) -> Any:
-    """The body of a request. It is parsed and validated in another thread, where a large one holds nobody up."""
+    """The body of a request. A large one is parsed and validated in another thread, where it holds nobody up."""
 
-    def parse(raw: Annotated[bytes, Depends(_raw)]) -> BaseModel:
-        return kind.model_validate_json(raw)
+    async def parse(request: Request) -> BaseModel:
+        raw = await request.body()
+        if len(raw) <= _SMALL:
+            return kind.model_validate_json(raw)
+        return await anyio.to_thread.run_sync(kind.model_validate_json, raw)
 
     return Depends(parse)
 

@@ -2,11 +2,10 @@
 
 import asyncio
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 
-class TimedConnection(H11Protocol):
+class TimedConnection(AutoHTTPProtocol):
     """uvicorn's connection, closed where a request is not whole in time; uvicorn itself waits for ever."""
 
     seconds = 60.0  # from the connection, or from the first byte of a later request, to the last byte of its body
@@ -29,7 +28,8 @@ class TimedConnection(H11Protocol):
         self._stop()
 
     def _watch(self) -> None:
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):  # whole
+        cycle = self.cycle  # of the last request whose head is there
+        if cycle and not cycle.more_body and not cycle.response_complete:  # the request is whole
             self._stop()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.seconds, self.transport.close)

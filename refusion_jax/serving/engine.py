@@ -22,6 +22,7 @@ from refusion_jax.serving.sizes import kept_blocks
 from refusion_jax.systems.api import decoder_for
 
 LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
+SOON = 2  # the same while a row is free, for whoever comes
 MOST_WAITING = 4096  # jobs besides those in the batch
 
 
@@ -245,7 +246,8 @@ class Engine:
             if rows:
                 by_forward = any(job.by_forward for job in rows.values())
                 # 0 forwards show what an admission commits.
-                batch.run(len(batch.free) + 1, int(not some) if by_forward else LOOK)
+                most = int(not some) if by_forward else SOON if batch.free else LOOK
+                batch.run(len(batch.free) + 1, most)
             for job, outcome, is_finished in read:
                 self._report(job, outcome, is_finished)
             read = []

@@ -12,6 +12,7 @@ _MOST_PARTS = 1024  # messages of a conversation, and texts to choose from
 _MOST_TOOLS = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
 _ANY_OBJECT = {"type": "object"}
+_NOT_STREAMED = "logprobs: answers are scored when they are finished, which is not for a stream"
 
 
 class StreamOptions(Strict):
@@ -153,7 +154,7 @@ class Completion(_Body):
     @model_validator(mode="after")
     def _fields_fit_together(self) -> "Completion":
         if self.stream and self.logprobs is not None:
-            raise ValueError("logprobs: answers are scored when they are finished, which is not for a stream")
+            raise ValueError(_NOT_STREAMED)
         if self.suffix is not None and self.constraints:
             raise ValueError("suffix: an answer that has to follow a grammar has no text after it")
         if self.suffix is not None and not self.max_tokens:
@@ -174,8 +175,8 @@ class Chat(_Body):
 
     messages: list[Message] = Field(min_length=1, max_length=_MOST_PARTS)
     max_completion_tokens: int | None = Field(None, ge=0, le=2**24, description="Another name of max_tokens")
-    logprobs: Literal[False] = False
-    top_logprobs: Literal[0] = 0
+    logprobs: bool = Field(False, description="Slots are scored in text order")
+    top_logprobs: int = Field(0, ge=0, le=1, description="1: the most probable token at each place, too")
     chat_template_kwargs: TemplateArguments = Field(default_factory=TemplateArguments)
     tools: list[Tool] = Field(default_factory=list, max_length=_MOST_TOOLS, description="What the model may call")
     tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
@@ -211,6 +212,14 @@ class Chat(_Body):
             raise ValueError("tool_choice: required needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError("tool_choice: names none of the tools")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_answers_are_scored(self) -> Self:
+        if self.logprobs and self.stream:
+            raise ValueError(_NOT_STREAMED)
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs")
         return self
 
     @model_validator(mode="after")
