@@ -113,7 +113,7 @@ BAD = {
     "two configs": (["train", "--config=a.py", "--config=b.py"], "--config=a.py --config=b.py: give one config, and"),
     "unknown benchmark": (["bench", "speed"], "bench 'speed': unknown; known: "),
     "unknown flag of a benchmark": (["bench", "decode", "--rows=1"], "Unknown command line flag 'rows'"),
-    "serving nothing": (["bench", "serve"], "--checkpoint=: name a training run's directory"),
+    "a grammar for nobody": (["bench", "structured"], "--checkpoint=: name a training run's directory"),
     "unknown rounding": ([*GENERATE, "--prompt=x", "--decode.weights=int4"], "--decode.weights=int4: "),
     "prompts of a benchmark that are none": (
         ["bench", "decode", "--prompts={dir}/blank.jsonl"],

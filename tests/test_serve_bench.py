@@ -14,7 +14,16 @@ def test_every_client_gets_the_same_answers(trained_run):
     ]
     for load in loads:  # the same problems, and so the same answers
         assert (load["requests"], load["tokens"], load["accuracy"]) == (8, loads[0]["tokens"], loads[0]["accuracy"])
-        assert 0 < load["first_ms"] <= load["answer_ms"] <= load["answer_ms_95"]
+        assert 0 < load["first_ms"] <= load["whole_ms"] <= load["whole_ms_95"]
+        assert load["of_decode"] > 0
+
+
+def test_requests_arrive_at_random_and_goodput_is_the_share_in_time(trained_run):
+    flags = ["--rate=50", "--requests=12", "--rows=4", "--setup=refusion slot_size=4"]
+    out, _ = run("bench", "serve", f"--checkpoint={trained_run}", *flags, "--slo_first_ms=1e6", "--slo_between_ms=1e6")
+    (load,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert (load["requests"], load["goodput"]) == (12, 1)
+    assert 0 < load["first_ms"] <= load["whole_ms"]
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_started(trained_run):

@@ -13,6 +13,7 @@ forward and milliseconds per forward; `bytes` of weights and cache in their dtyp
 takes. Compilation time is printed separately.
 """
 
+import dataclasses
 import functools
 import json
 import time
@@ -199,9 +200,9 @@ def shape_of(size: str) -> ModelConfig:
     return ModelConfig(V, D, L, N, K, H, F, 1e6, 1e-6, tied, 40960, V, **special)
 
 
-def random_model(size: str, dtype: str) -> Transformer:
-    """A model of a named shape with random weights, made on the device."""
-    config = shape_of(size)
+def random_model(size: str, dtype: str, **changes: Any) -> Transformer:
+    """A model of a named shape, but for these changes, with random weights, made on the device."""
+    config = dataclasses.replace(shape_of(size), **changes)
 
     @jax.jit
     def init():

@@ -1,147 +1,179 @@
 """Measures the server under load: tokens and requests per second, and how long clients wait.
 
   python -m refusion_jax.bench serve --checkpoint=runs/quickstart --setup='refusion slot_size=4'
-  python -m refusion_jax.bench serve --checkpoint=runs/quickstart --clients=1,64 --rows=32 --setup=sequential
+  python -m refusion_jax.bench serve --size=small --new_tokens=64 --clients=8,32 --setup=sequential
+  python -m refusion_jax.bench serve --size=small --new_tokens=256 --rate=2 --slo_first_ms=500 --slo_between_ms=50
 
-The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it. A real server decodes
-held-out ones for --clients clients, each of which asks for one answer after the other; once they wait for whole
-answers, once they read streams. Clients are threads of this process; on the device of the server they compute nothing,
-on its cores they do. `bench decode --prompts=FILE` measures decoding without a server.
+The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it; without one the weights are
+random and end no answer. A real server decodes held-out problems for --clients clients, each of which asks for one
+answer after the other; once they wait for whole answers, once they read streams. In turns with them this process
+decodes the same prompts without a server: of_decode is the rate of the server by that. Clients are threads of this
+process; on the device of the server they compute nothing, on its cores they do.
+
+With --rate requests arrive at random times instead, a Poisson process, with lengths like those of ShareGPT, as streams;
+goodput is the share of them whose first text and whose tokens after it came in time.
 """
 
-import concurrent.futures
 import contextlib
-import dataclasses
-import http.client
 import json
 import signal
-import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from absl import flags
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.benchmarks.decode import read_setup
+from refusion_jax.benchmarks._clients import Clients, Seen, arrivals
+from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup
+from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import flag_values
-from refusion_jax.cli.errors import Failure, UserError, needs
+from refusion_jax.cli.errors import Failure, needs
 from refusion_jax.data import tasks
-from refusion_jax.data.problems import Problem
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
+from refusion_jax.decoding.requests import prepare
+from refusion_jax.model import huggingface
+from refusion_jax.systems.api import stream
 from refusion_jax.systems.registry import default_system
 
-MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
-_OF_CLIENTS = ("requests_per_second", "first_ms", "answer_ms", "answer_ms_95")
+_ROOM = 1024  # tokens of a text, for random weights
+_SHOWN = {"clients": "clients", "rate": "rate", "how": "how", "accuracy": "right", "tokens_per_second": "tokens/s"}
+_SHOWN |= {"of_decode": "of decode", "goodput": "goodput", "first_ms": "first, ms", "between_ms": "between, ms"}
+_SHOWN |= {"whole_ms": "answer, ms", "whole_ms_95": "95 %, ms"}
 
 
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_string("checkpoint", None, "A run on the built-in problems, or one step of it", flag_values=own)
+    flags.DEFINE_enum("size", "tiny", [*SIZES], "Shape of random weights, without a checkpoint", flag_values=own)
     flags.DEFINE_list("clients", ["1", "8", "32"], "Clients at once, each measured", flag_values=own)
     flags.DEFINE_integer("requests", 400, "Of all clients together, each time", 1, 100_000, flag_values=own)
     flags.DEFINE_integer("rows", 8, "Rows of the server's batch", 1, 4096, flag_values=own)
+    flags.DEFINE_integer("new_tokens", 32, "Of an answer, at most; problems take 25", 1, 2**20, flag_values=own)
+    flags.DEFINE_integer("repeats", 1, "Turns of each; the median counts", 1, 1000, flag_values=own)
+    flags.DEFINE_float("rate", 0.0, "Requests a second that arrive at random, without --clients", 0.0, flag_values=own)
+    flags.DEFINE_float("slo_first_ms", 1000.0, "With --rate: in which the first text is wanted", 0.0, flag_values=own)
+    flags.DEFINE_float("slo_between_ms", 100.0, "With --rate: for each token after it", 0.0, flag_values=own)
     method = next(iter(default_system().decoders))
     flags.DEFINE_string("setup", method, "A decoder and settings of its own", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:
     """Prints one JSON object a measurement, then a table."""
-    if not own.checkpoint:
-        raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
     clients = flag_values.read_counts("clients", own.clients)
-    read_setup(own.setup, {"max_new_tokens": MAX_NEW_TOKENS}, own.checkpoint)  # refused before anything is started
+    read_setup(own.setup, {"max_new_tokens": own.new_tokens}, own.checkpoint)  # refused before anything is started
     with needs("serve"):
         import fastapi  # noqa: F401  # by the server
-    table = Table("clients", "how", "right", "tokens/s", "requests/s", "first, ms", "answer, ms", "95 %, ms")
-    for record in measure(own.checkpoint, own.setup, own.rows, clients, own.requests):
-        print(json.dumps(record), flush=True)
-        right, tokens = f"{record['accuracy']:.1%}", f"{record['tokens_per_second']:,.0f}"
-        table.add_row(
-            str(record["clients"]),
-            record["how"],
-            right,
-            tokens,
-            *(f"{record[name]:,.1f}" for name in _OF_CLIENTS),
-        )
+    with contextlib.ExitStack() as stack:
+        checkpoint = own.checkpoint or _random(own.size, stack.enter_context(tempfile.TemporaryDirectory()))
+        address = stack.enter_context(_serving(checkpoint, own))
+        records = list(_at_rate(address, own) if own.rate else _by_clients(address, checkpoint, clients, own))
+    shown = {name: title for name, title in _SHOWN.items() if name in records[0]}
+    table = Table(*shown.values())
+    for record in records:
+        values = (record[name] for name in shown)
+        table.add_row(*(f"{x:,.{0 if x >= 100 else 2}f}" if isinstance(x, float) else str(x) for x in values))
     Console().print(table)
 
 
-def measure(checkpoint: str, setup: str, rows: int, clients: Sequence[int], requests: int) -> Iterator[dict[str, Any]]:
-    """Yields a record of each load."""
-    problems = list(tasks.problems("test", requests, seed=0))
-    with _serving(checkpoint, setup, rows) as address:
-        load(address, problems, max(clients), is_stream=False)  # not counted
-        for count in clients:
-            for is_stream in (False, True):
-                yield load(address, problems, count, is_stream)
-
-
-def load(address: tuple[str, int], problems: Sequence[Problem], clients: int, is_stream: bool) -> dict[str, Any]:
-    """Has clients ask for the answers to all problems, and measures what they see."""
-    here = threading.local()
-
-    def ask(problem: Problem) -> _Seen:
-        if not hasattr(here, "connection"):
-            here.connection = http.client.HTTPConnection(*address, timeout=600)
-        return _ask(here.connection, problem, is_stream)
-
-    began = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-        seen = list(pool.map(ask, problems))
-    seconds = time.perf_counter() - began
-    whole = sorted(one.whole for one in seen)
-    return {
-        "benchmark": "serve",
-        "clients": clients,
-        "how": "stream" if is_stream else "whole",
-        "requests": len(problems),
-        "accuracy": sum(tasks.is_correct(p, one.text) for p, one in zip(problems, seen, strict=True)) / len(problems),
-        "tokens": sum(one.tokens for one in seen),
-        "tokens_per_second": sum(one.tokens for one in seen) / seconds,
-        "requests_per_second": len(problems) / seconds,
-        "first_ms": 1e3 * statistics.median(one.first for one in seen),
-        "answer_ms": 1e3 * statistics.median(whole),
-        "answer_ms_95": 1e3 * whole[int(0.95 * len(whole))],
+def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagValues) -> Iterator[dict[str, Any]]:
+    """Yields a record of each number of clients, for whole answers and streams, in turns with decoding here."""
+    problems = list(tasks.problems("test", own.requests, seed=0))
+    bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in problems]
+    usage = {"include_usage": True}
+    asked = {
+        "whole": [body | {"stream": False} for body in bodies],
+        "stream": [body | {"stream": True, "stream_options": usage} for body in bodies],
     }
+    decode = _decoding(checkpoint, [problem.query for problem in problems], own)
+    decode()  # compiles; not counted, as the first turn of the clients
+    Clients(address, max(clients)).ask_all(asked["whole"])
+    for count in clients:
+        turns = {how: [] for how in asked}
+        for _ in range(own.repeats):
+            plain = decode()
+            for how, these in asked.items():
+                began = time.perf_counter()
+                seen = Clients(address, count).ask_all(these)  # anew: the server closes connections that are idle
+                turns[how].append((seen, time.perf_counter() - began, plain))
+        for how, some in turns.items():
+            record = {"benchmark": "serve", "clients": count, "how": how, "requests": len(problems)}
+            seen = some[-1][0]
+            right = [tasks.is_correct(p, one.text) for p, one in zip(problems, seen, strict=True)]
+            record |= {"accuracy": float(np.mean(right)), "tokens": sum(one.tokens for one in seen)}
+            rates = [record["tokens"] / seconds for _, seconds, _ in some]
+            record["tokens_per_second"] = float(np.median(rates))
+            record["of_decode"] = float(np.median([r / plain for r, (*_, plain) in zip(rates, some, strict=True)]))
+            record["requests_per_second"] = float(np.median([len(problems) / seconds for _, seconds, _ in some]))
+            record |= _waits([one for seen, *_ in some for one in seen])
+            print(json.dumps(record), flush=True)
+            yield record
 
 
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-    text: str
-    tokens: int
-    first: float  # seconds to the first text
-    whole: float  # seconds to its end
+def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
+    """Yields the record of requests that arrive at random."""
+    times, bodies = arrivals(own.requests, own.rate, _ROOM if not own.checkpoint else 64, own.new_tokens)
+    how = {"stream": True, "stream_options": {"include_usage": True}}
+    Clients(address, 16).ask_all([body | how for body in bodies[:16]])  # not counted
+    began = time.perf_counter()
+    seen = Clients(address, min(own.requests, 512)).ask_at(times, [body | how for body in bodies])
+    seconds, tokens = time.perf_counter() - began, sum(one.tokens for one in seen)
+    good = [1e3 * one.first <= own.slo_first_ms and 1e3 * one.between <= own.slo_between_ms for one in seen]
+    record = {"benchmark": "serve", "rate": own.rate, "requests": len(seen), "tokens": tokens}
+    record |= {"tokens_per_second": tokens / seconds, "goodput": float(np.mean(good))} | _waits(seen)
+    print(json.dumps(record), flush=True)
+    yield record
 
 
-def _ask(connection: http.client.HTTPConnection, problem: Problem, is_stream: bool) -> _Seen:
-    body = {"prompt": problem.query, "max_tokens": MAX_NEW_TOKENS, "stream": is_stream}
-    body |= {"stream_options": {"include_usage": True}} if is_stream else {}
-    began, first = time.perf_counter(), None
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise Failure(f"the server answers {answer.status}: {answer.read().decode(errors='replace')[:300]}")
-    text, tokens = "", 0
-    for line in answer if is_stream else [b"data: " + answer.read()]:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line.removeprefix(b"data: "))
-        text += "".join(choice["text"] for choice in event["choices"])
-        first = first or (time.perf_counter() if text else None)
-        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    ended = time.perf_counter()
-    return _Seen(text, tokens, (first or ended) - began, ended - began)
+def _waits(seen: list[Seen]) -> dict[str, float]:
+    """How long clients waited, in milliseconds."""
+    found = {}
+    for name in ("first", "between", "whole"):
+        waits = [1e3 * getattr(one, name) for one in seen]
+        found |= {f"{name}_ms": float(np.median(waits)), f"{name}_ms_95": float(np.quantile(waits, 0.95))}
+    return found
+
+
+def _decoding(checkpoint: str, texts: list[str], own: flags.FlagValues) -> Callable[[], float]:
+    """A function that decodes texts as the server does, and returns tokens a second."""
+    model, tokenizer = load_model(checkpoint), load_tokenizer(epath.Path(checkpoint))
+    shared = {"max_new_tokens": own.new_tokens, "batch_size": own.rows}
+    shared["cache_length"] = model.config.max_position_embeddings
+    settings = read_setup(own.setup, shared, own.checkpoint)
+    requests = prepare(tokenizer.encode_prompts(texts), settings, model.config)
+
+    def decode() -> float:
+        began = time.perf_counter()
+        tokens = sum(len(answer.tokens) for _, answer in stream(model, requests))
+        return tokens / (time.perf_counter() - began)
+
+    return decode
+
+
+def _random(size: str, directory: str) -> str:
+    """Writes random weights and a tokenizer of the built-in problems, as a Hugging Face directory."""
+    texts = [f"{problem.query}\n{problem.response}\n" for problem in tasks.problems("train", 2000, seed=0)]
+    tokenizer = SentencePieceTokenizer.train(texts, 512)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("bos", "pad", "mask")}
+    ids["eos_token_id"] = tokenizer.pad_id  # which no decoder writes
+    sizes = {"vocab_size": tokenizer.size, "num_tokens": tokenizer.size, "max_position_embeddings": _ROOM}
+    huggingface.save(random_model(size, "float32", **ids, **sizes), directory)
+    for name, content in tokenizer.files.items():
+        (epath.Path(directory) / name).write_bytes(content)
+    return directory
 
 
 @contextlib.contextmanager
-def _serving(checkpoint: str, setup: str, rows: int) -> Iterator[tuple[str, int]]:
+def _serving(checkpoint: str, own: flags.FlagValues) -> Iterator[tuple[str, int]]:
     """(host, port) of a server of its own process, while the context lasts."""
-    method, *settings = setup.split()
-    settings += [f"method={method}", f"batch_size={rows}", f"max_new_tokens={MAX_NEW_TOKENS}"]
+    method, *settings = own.setup.split()
+    settings += [f"method={method}", f"batch_size={own.rows}", f"max_new_tokens={own.new_tokens}"]
     flags = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
     command = [sys.executable, "-m", "refusion_jax.serve", *flags]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:

@@ -1,0 +1,104 @@
+"""Clients of a server: one that asks and measures, many that ask one after the other, and arrivals at random times."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import http.client
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from refusion_jax.cli.errors import Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a client saw of an answer."""
+
+    text: str
+    tokens: int
+    first: float  # seconds to the first text
+    whole: float  # seconds to its end
+
+    @property
+    def between(self) -> float:
+        """Seconds between two tokens after the first text, on average; pieces of a stream have several."""
+        return (self.whole - self.first) / max(self.tokens - 1, 1)
+
+
+class Clients:
+    """Threads that ask the server at an address, each over a connection of its own that is kept."""
+
+    def __init__(self, address: tuple[str, int], count: int):
+        self._address, self._own = address, threading.local()
+        self._pool = concurrent.futures.ThreadPoolExecutor(count)
+
+    def ask_all(self, bodies: Sequence[dict[str, Any]]) -> list[Seen]:
+        """Each client takes the next request as soon as it has the answer to the last one."""
+        return list(self._pool.map(self._ask, bodies))
+
+    def ask_at(self, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[Seen]:
+        """Requests are sent at these seconds from now, whatever has been answered until then."""
+        began, asked = time.perf_counter(), []
+        for at, body in zip(times, bodies, strict=True):
+            time.sleep(max(0.0, began + at - time.perf_counter()))
+            asked.append(self._pool.submit(self._ask_anew, body))
+        return [one.result() for one in asked]
+
+    def _ask(self, body: dict[str, Any]) -> Seen:
+        if not hasattr(self._own, "connection"):
+            self._own.connection = self._connection()
+        return _ask(self._own.connection, body)
+
+    def _ask_anew(self, body: dict[str, Any]) -> Seen:
+        """By somebody new, since the server closes connections that are idle."""
+        with contextlib.closing(self._connection()) as connection:
+            return _ask(connection, body)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self._address, timeout=600)
+
+
+def _ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Seen:
+    began, first = time.perf_counter(), None
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise Failure(f"the server answers {answer.status}: {answer.read().decode(errors='replace')[:300]}")
+    text, tokens = "", 0
+    for line in answer if body["stream"] else [b"data: " + answer.read()]:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        text += "".join(choice["text"] for choice in event["choices"])
+        first = first or (time.perf_counter() if text else None)
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    ended = time.perf_counter()
+    return Seen(text, tokens, (first or ended) - began, ended - began)
+
+
+def arrivals(count: int, rate: float, room: int, most: int) -> tuple[list[float], list[dict[str, Any]]]:
+    """(seconds at which requests arrive, their prompts and lengths), always the same.
+
+    Arrivals are a Poisson process. Prompts and answers have log-normal lengths with the medians and tails of ShareGPT's
+    conversations, about 60 and 150 tokens, cut to what is served.
+
+    Args:
+      count: requests.
+      rate: a second.
+      room: tokens of a prompt and its answer, at most.
+      most: tokens of an answer, at most.
+    """
+    draw = np.random.default_rng(0)
+    times = np.cumsum(draw.exponential(1 / rate, count))
+    answers = np.clip(draw.lognormal(np.log(150), 1.0, count), 1, min(most, room - 1)).astype(int)
+    prompts = np.clip(draw.lognormal(np.log(60), 1.5, count), 1, room - answers).astype(int)
+    bodies = [
+        {"prompt": draw.integers(5, 300, length).tolist(), "max_tokens": int(new), "add_special_tokens": False}
+        for length, new in zip(prompts, answers, strict=True)
+    ]
+    return times.tolist(), bodies
