@@ -46,7 +46,6 @@ from pathlib import Path
 import jax
 from absl import flags
 from etils import epath
-from jax.sharding import Mesh
 
 from refusion_jax.checkpoints.directory import find_step
 from refusion_jax.checkpoints.load import (
@@ -74,7 +73,7 @@ from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.serving.terminal import Screen, printable
-from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, stream
+from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for, play, stream
 from refusion_jax.systems.registry import decoders, decoders_for, default_system, find_decoder
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -209,16 +208,6 @@ def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Ask
         raise UserError(f"--compare={compare}: {error}") from error
 
 
-def decode_whole(asked: Asked, mesh: Mesh, stops: Stops) -> Decodings:
-    """Decodes for a page alone."""
-    decodings = Decodings(asked.name, asked.tokenizer)
-    model = load_for(asked.checkpoint, asked.settings, _DTYPE.value, mesh)
-    for at, answer in stream(model, asked.requests, asked.decoder, record=decodings.record):
-        kept = to_record(asked.ids[at], answer, asked.tokenizer, stops)["tokens"]
-        decodings.add(at, asked.requests[at], answer, len(kept))
-    return decodings
-
-
 def parts_of(output: Path | None, text: str) -> tuple[int, list[Path]]:
     """(number from 0 of a part I/N, journals of all N parts).
 
@@ -345,7 +334,10 @@ def main() -> None:
 
         # 4. The finished files, in the order of the prompts.
         if watched:
-            beside = [watched, decode_whole(rival, mesh, stops)] if rival else [watched]
+            beside = [watched]
+            if rival:
+                model = load_for(rival.checkpoint, rival.settings, _DTYPE.value, mesh)
+                beside.append(play(model, rival.requests, rival.tokenizer, rival.name, stops))
             write_file(watch, page([(id, [of.scenes[i] for of in beside]) for i, id in enumerate(ids)]))
         if parts:
             records = {key: record for path in parts for key, record in read_records(path, call).items()}

@@ -5,7 +5,8 @@
 Prints accuracy (the whole worked answer must be right), tokens per forward and tokens per second (one prompt at a time,
 unless --decode.batch_size says otherwise), for every decoder of the system that the model was trained for
 (those that need a further model, if they are given one); then three answers, part by part (of a slot model, slot by
-slot) in the order of writing. The same figures go to DIR/report.json.
+slot) in the order of writing. The same figures go to DIR/report.json, and a page that plays these answers, as each
+decoder writes them, to DIR/decodings.html.
 """
 
 import itertools
@@ -27,10 +28,12 @@ from refusion_jax.config.run_config import read_config
 from refusion_jax.data import tasks
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.auxiliary import missing
+from refusion_jax.decoding.player import page
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode
+from refusion_jax.systems.api import Decoded, DecodeSettings, all_settings, decode, play
 from refusion_jax.systems.registry import decoders_for
 from refusion_jax.training.metrics import read_metrics
 
@@ -153,6 +156,17 @@ def written_parts(decoded: Decoded, index: int, tokenizer: Tokenizer, size: int)
     return [(1 + order.index(i), tokenizer.decode(tokens[i * size : (i + 1) * size])) for i in sorted(order)]
 
 
+def played(workdir: Path, methods: list[str], queries: list[str], given: dict[str, Any]) -> str:
+    """A page of some answers of each decoder."""
+    tokenizer, beside = load_tokenizer(workdir), []
+    for method in methods:
+        settings = DecodeSettings(method, max_new_tokens=MAX_NEW_TOKENS, **given)
+        model = load_for(workdir, settings)
+        requests = prepare(tokenizer.encode_prompts(queries), settings, model.config)
+        beside.append(play(model, requests, tokenizer, method))
+    return page([(i, [of.scenes[i] for of in beside]) for i in range(len(queries))])
+
+
 def main() -> None:
     workdir = Path(_WORKDIR.value)
     started = time.time() if _STARTED.value is None else _STARTED.value
@@ -164,7 +178,11 @@ def main() -> None:
     problems = list(tasks.problems("test", _PROBLEMS.value, seed=0))
     given = _DEFAULTS | command.given(_SETTINGS)
     figures, settings, decoded = report(workdir, seconds, problems, given, started)
-    show(figures, problems, decoded, load_tokenizer(workdir), settings.unit)
+    tokenizer = load_tokenizer(workdir)
+    show(figures, problems, decoded, tokenizer, settings.unit)
+    shown = examples(problems, decoded, tokenizer, settings.unit) or range(3)  # those that are wrong are shown, too
+    queries = [problems[i].query for i in shown]
+    write_file(workdir / "decodings.html", played(workdir, figures["decoders"], queries, given))
     write_file(workdir / "report.json", json.dumps(figures, indent=2) + "\n")
 
 

@@ -3,8 +3,8 @@
   python -m refusion_jax.report --workdir=runs/mine --output=report
   python -m refusion_jax.report --workdir=runs/mine,runs/other --output=report
 
-DIR (the --output) will hold index.html, which loads nothing else, and each chart as a PNG. Needs
-pip install -e '.[plots]'.
+DIR (the --output) will hold index.html, which loads nothing else, each chart as a PNG, and answers.html, which plays
+how the runs decoded answers to tasks. Needs pip install -e '.[plots]'.
 """
 
 import re
@@ -16,8 +16,9 @@ from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.flag_values import check_output, check_page
 from refusion_jax.cli.progress import track
+from refusion_jax.decoding import player
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.training.run_report import BEGINNING, MOST, draw, page, read_run, sections
+from refusion_jax.training.run_report import BEGINNING, MOST, draw, page, played, read_run, sections
 
 _WORKDIR = flags.DEFINE_list("workdir", None, f"Directories of runs, {MOST} at most, with commas between")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory of the page and its charts: made, or written over")
@@ -32,6 +33,7 @@ def main() -> None:
     check_output("output", output, directory=True)
     target = output / "index.html"
     check_page("output", target, BEGINNING)
+    check_page("output", output / "answers.html", player.BEGINNING)
     with needs("plots"):
         import matplotlib  # noqa: F401  before anything is read
     runs = [read_run(number, workdir) for number, workdir in enumerate(_WORKDIR.value, 1)]
@@ -40,6 +42,8 @@ def main() -> None:
     for number, chart in enumerate(track(charts, "drawing"), 1):
         draw(chart)
         write_file(output / f"{number:03}-{re.sub(r'[^a-zA-Z0-9.-]+', '_', chart.title)[:80]}.png", chart.png)
+    if scenes := played(runs):
+        write_file(output / "answers.html", player.page(scenes).encode(errors="replace"))
     write_file(target, page(runs, shown).encode(errors="replace"))
     print(f"{target} shows {len(runs)} run{'s' * (len(runs) > 1)} in {len(charts)} charts")
 

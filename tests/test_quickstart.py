@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
@@ -43,6 +44,8 @@ def test_a_model_learns_the_problems_and_decodes_them_several_tokens_at_a_time(w
         assert set(report[method]) == {"accuracy", "tokens_per_forward", "tokens_per_second"}
         assert f"{report[method]['accuracy']:.1%}" in out
     assert report["problems"] == 200
+    page = (workdir / str(steps) / "decodings.html").read_text()
+    assert re.findall('"system":"(.*?)"', page) == ["refusion", "sequential"] * 3
     assert report["refusion"]["accuracy"] >= least
     assert report["sequential"]["accuracy"] >= least
     assert report["refusion"]["tokens_per_forward"] > tokens

@@ -57,13 +57,16 @@ def others(tmp_path_factory, trained_run):
         record |= {"eval_loss": 2.0, "eval_loss_ar": 1.5, "eval_bits_per_byte": 3.0, "eval_sums_exact_match": 0.5}
         record |= {f"eval_loss_mdm_slot_size_{size}": 1.0 / size for size in (16, 4, 8)}
     sample = {"task": "sums", "problem": 0, "asked": "1 + 1?", "answered": "3", "right": "2"}
-    samples = [{"step": step} | sample | {"answered": f"at {step}"} for step in (10, 20)]
+    scene = {"system": "it", "prompt": HOSTILE, "groups": [[["3", 0, 0]]], "counts": [0, 1], "words": [HOSTILE]}
+    scene |= {"drafts": [[[0, 0, 1]]], "plans": [[]]}
+    samples = [{"step": step} | sample | {"answered": f"at {step}", "scene": scene} for step in (10, 20)]
+    hostile_sample = dict.fromkeys(sample, HOSTILE) | {"problem": 1}
     wrong = [None, -1e999, float("nan"), 10**400, "1", [], {"x": 1}, True, 1e29, -0.5]
     strange = [{"step": i, "tokens": 10 * i, "loss": x, f"eval_{HOSTILE}": i} for i, x in enumerate(wrong)]
     strange += [{"step": 90, "tokens": wrong[3], "loss": 1.0}, {"step": 91, "tokens": 900, "eval_\ud800$x$": 2.0}]
     for workdir, metrics, answers in (
         (live, records, samples),
-        (hostile, strange, [{"step": 1} | dict.fromkeys(sample, HOSTILE) | {"problem": 1}, {"step": "x"} | sample]),
+        (hostile, strange, [{"step": 1, "scene": scene | {"counts": ["x"]}} | hostile_sample, {"step": "x"} | sample]),
     ):
         workdir.mkdir()
         shutil.copy(trained_run / "events.jsonl", workdir)
@@ -83,7 +86,11 @@ def test_a_page_shows_what_runs_have_recorded(trained_run, others, tmp_path):
     out, err = run("report", f"--workdir={trained_run},{live}", f"--output={tmp_path}/new")
     page = Page((tmp_path / "new" / "index.html").read_text())
     assert not page.tags & {"script", "iframe", "img", "object", "form"}
-    assert all(link.startswith(("#", "data:,")) for link in page.loads)
+    assert all(link.startswith(("#", "data:,", "answers.html")) for link in page.loads)
+    assert page.loads.count("answers.html#prompt-0") == 1
+    played = (tmp_path / "new" / "answers.html").read_text()
+    assert HOSTILE not in played
+    assert re.findall('"system":"(.*?)"', played) == [f"2 {live}, step 20: it"]
     names = [f"1 {trained_run}", f"2 {live}"]
     cells = page.of("td")
     assert (cells[1], cells[10]) == ("60 of 60", "40 of 80")
@@ -91,7 +98,7 @@ def test_a_page_shows_what_runs_have_recorded(trained_run, others, tmp_path):
     charts = ["loss", "loss_ar", "loss_mdm", "eval_bits_per_byte", "eval_loss", "eval_loss_ar"]
     charts += [f"eval_loss_mdm_slot_size, {names[1]}", "eval_sums_exact_match", "grad_norm", "learning_rate"]
     charts += ["tokens_per_second"]  # a CPU has no MFU
-    assert page.of("h3") == [*charts, *names, "sums, problem 0"]
+    assert page.of("h3") == [*charts, *names, "sums, problem 0 "]
     assert page.of("pre") == ["1 + 1?", "2", "at 20"]
     assert describe(account(read_events((live / "events.jsonl").read_text()))).partition(":")[0] in page.of("p")
     config = cells[18:]

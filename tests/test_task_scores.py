@@ -62,6 +62,10 @@ def test_tasks_are_scored_while_training_which_does_not_notice(trained_run, task
         (step, i) for step in (55, 60) for i in range(5)
     ]
     assert [sample["answered"] for sample in kept[5:]] == [sample["resps"][0][0] for sample in samples[:5]]
+    for sample, own in zip(kept[5:], samples[:5], strict=True):  # which report plays
+        counts = sample["scene"]["counts"]
+        assert len(counts) == len(sample["scene"]["drafts"]) + 1 == own["decoding"][0]["forwards"] + 1
+        assert counts[-1] >= own["decoding"][0]["tokens"]
 
 
 def test_tasks_that_cannot_be_scored_while_training_are_refused_before_it(trained_run, tasks, tmp_path):

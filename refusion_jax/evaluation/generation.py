@@ -16,6 +16,7 @@ from refusion_jax.decoding.memory import check_memory
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import DecodeSettings, decoder_for, stream
@@ -73,7 +74,10 @@ def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
 
 
 def generate(
-    model: Transformer, requests: Sequence[Request], is_over: Callable[[int, list[int]], bool] | None
+    model: Transformer,
+    requests: Sequence[Request],
+    is_over: Callable[[int, list[int]], bool] | None,
+    record: Callable[[int, Trajectory], object] | None = None,
 ) -> Iterator[tuple[int, Answer, float]]:
     """Decodes requests, each with its own settings, and yields answers as they finish.
 
@@ -83,6 +87,7 @@ def generate(
       model: from `load_model`.
       requests: with settings.
       is_over: (index of the request, its tokens so far) -> whether to stop; None: never.
+      record: told (index of the request, trajectory), as for `queue.stream`.
 
     Yields:
       (index of the request, its answer, seconds since the last answer without compilation).
@@ -90,7 +95,8 @@ def generate(
     for numbers, some in by_program(requests, model.config):
         began, compiled = time.monotonic(), _compiling.seconds
         ends = is_over and (lambda at, tokens, numbers=numbers: is_over(numbers[at], tokens))
-        for at, answer in stream(model, some, is_over=ends):
+        tells = record and (lambda at, part, numbers=numbers: record(numbers[at], part))
+        for at, answer in stream(model, some, is_over=ends, record=tells):
             now, compiled_now = time.monotonic(), _compiling.seconds
             seconds = max(now - began - (compiled_now - compiled), 0.0)
             began, compiled = now, compiled_now  # the device decodes while the caller works

@@ -22,10 +22,12 @@ from refusion_jax.data.fast_tokenizer import tokenizer_hash
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.prompts import tokens_of
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
+from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.evaluation.generation import check_fits, generate, settings_for, shorten
 from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.evaluation.likelihood import likelihoods
@@ -66,6 +68,7 @@ class EvaluatedModel(TemplateLM):
         thinking: bool | None = None,
         scoring: dict[str, Any] | None = None,
         alive: Callable[[], None] = lambda: None,
+        played: int = 0,
     ):
         """Wraps a model.
 
@@ -81,12 +84,13 @@ class EvaluatedModel(TemplateLM):
           thinking: `enable_thinking` of the chat template; None: as in training.
           scoring: slot_size, order, draws and seed of `likelihoods`, where they differ from the defaults.
           alive: called after every answer.
+          played: problems of each task, from the first, whose answers are kept forward by forward, for a page.
         """
         super().__init__()
         self.model, self.name, self._method, self._flags = model, name, method, flags
         self._tokenizer, self.chat = tokenizer, chat
         self.thinking = tokenizer.thinking if thinking is None else thinking
-        self._scoring, self._alive = scoring or {}, alive
+        self._scoring, self._alive, self._played = scoring or {}, alive, played
         self._room = model.config.max_position_embeddings
         self._identity = [name, fingerprint, tokenizer_hash(tokenizer)]
         self._journal = journal
@@ -158,8 +162,22 @@ class EvaluatedModel(TemplateLM):
             return bool(until.texts) and until.is_certain(self._tokenizer.decode(tokens[: some[at].limit]))
 
         looking = is_over if any(a.until.texts for a in some) else None
-        for at, answer, seconds in _shown(generate(self.model, wanted, looking), len(wanted), "decoding"):
-            self._keep(some[at].key, self._record(some[at], answer, seconds))
+        played = {at for at, number in enumerate(missing) if requests[number].doc_id < self._played}
+        decodings = Decodings(self._method, self._tokenizer)
+
+        def record(at: int, trajectory: Trajectory) -> None:
+            if at in played:
+                decodings.record(at, trajectory)
+
+        answers = generate(self.model, wanted, looking, record if self._played else None)
+        for at, answer, seconds in _shown(answers, len(wanted), "decoding"):
+            kept = self._record(some[at], answer, seconds)
+            if at in played:
+                decodings.add(at, wanted[at], answer, kept["tokens"])
+                # What is planned is left out: without it, a log of many steps stays small.
+                scene = dataclasses.replace(decodings.scenes[at], plans=[[] for _ in range(answer.forwards)])
+                kept["scene"] = dataclasses.asdict(scene)
+            self._keep(some[at].key, kept)
             self.cache_hook.add_partial("generate_until", requests[missing[at]].args, self.known[some[at].key]["text"])
         records = hosts.exchange([self.known[samples[number].key] for number in own], len(samples))
         self.known |= {a.key: record for a, record in zip(samples, records, strict=True)}  # with those of other hosts

@@ -8,39 +8,41 @@ from typing import Any
 
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.cli.settings import Setting, declared
+from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.auxiliary import check_auxiliaries
 from refusion_jax.decoding.constrained import Constrained, batch_type
 from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.player import Decodings
+from refusion_jax.decoding.prompts import to_record
 from refusion_jax.decoding.requests import Request, check_no_templates, check_same_program, prepare
 from refusion_jax.decoding.settings import Settings
+from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.distributed.json_files import parse_json
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
 
+_NO_STOPS = Stops(())
 
-class DecodeSettings:
-    """`DecodeSettings(method, **settings)` makes the settings of a decoder.
+
+def DecodeSettings(method: str = "", **settings: Any) -> Settings:  # noqa: N802  it stands for the class of each decoder
+    """The settings of a decoder; by default of the first one of the default system.
 
     The same keywords may be used for several decoders: settings that only other decoders have are checked and dropped.
+
+    Raises:
+      SettingError: for a setting that no decoder has, or an impossible value.
     """
-
-    def __new__(cls, method: str = "", **settings: Any) -> Settings:
-        """The settings of a decoder; by default of the first one of the default system.
-
-        Raises:
-          SettingError: for a setting that no decoder has, or an impossible value.
-        """
-        method = method or next(iter(default_system().decoders))
-        own, every = find_decoder(method).settings, all_settings()
-        for name in [name for name in settings if name not in declared(own)]:
-            if name not in every:
-                raise SettingError("decode", name, settings[name], f"no decoder has this; known: {', '.join(every)}")
-            every[name].check("decode", name, settings.pop(name))
-        return own(method=method, **settings)
+    method = method or next(iter(default_system().decoders))
+    own, every = find_decoder(method).settings, all_settings()
+    for name in [name for name in settings if name not in declared(own)]:
+        if name not in every:
+            raise SettingError("decode", name, settings[name], f"no decoder has this; known: {', '.join(every)}")
+        every[name].check("decode", name, settings.pop(name))
+    return own(method=method, **settings)
 
 
 def all_settings() -> dict[str, Setting]:
@@ -155,6 +157,17 @@ def stream(
     decoder = decoder or decoder_for(requests, model.config)
     model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
     return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, record, batch_type(decoder))
+
+
+def play(
+    model: Transformer, requests: Sequence[Request], tokenizer: Tokenizer | None, name: str, stops: Stops = _NO_STOPS
+) -> Decodings:
+    """Decodes requests from `prepare` for a page, under the name of the system there; see `stream`."""
+    decodings = Decodings(name, tokenizer)
+    for at, answer in stream(model, requests, record=decodings.record):
+        kept = to_record(at, answer, tokenizer, stops)["tokens"]
+        decodings.add(at, requests[at], answer, len(kept))
+    return decodings
 
 
 def decoder_for(requests: Sequence[Request], model: ModelConfig) -> Decoder:

@@ -4,6 +4,7 @@ The page loads nothing, and its charts take the colours of the reader's theme. A
 directories of the runs, and escaped.
 """
 
+import contextlib
 import dataclasses
 import html
 import io
@@ -23,7 +24,9 @@ from etils import epath
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import default_config, flatten
 from refusion_jax.config.run_config import read_config
+from refusion_jax.decoding import player
 from refusion_jax.distributed.append_log import parse_log
+from refusion_jax.distributed.json_files import to_type
 from refusion_jax.training import events
 from refusion_jax.training.metrics import SAMPLES, read_metrics
 
@@ -216,13 +219,27 @@ def _goodput(run: Run) -> tuple[str, str, list[tuple[str, float, str]]]:
 
 
 def _answers(runs: Sequence[Run]) -> list[tuple]:
-    """(task, problem, asked, right, (run, sample) of each run), by the last answer of each."""
+    """(task, problem, asked, right, [(run, sample) of each run]), by the last answer of each."""
     found: dict[tuple, list[tuple[Run, dict]]] = {}
     for run in runs:
         last = {(s["task"], s["problem"]): s for s in run.samples}
         for s in last.values():
             found.setdefault((s["task"], s["problem"], s["asked"], s["right"]), []).append((run, s))
     return [(*key, found[key]) for key in sorted(found)]
+
+
+def played(runs: Sequence[Run]) -> list[tuple[str, list[player.Scene]]]:
+    """What the player shows of `_answers`: (task and problem, the decodings of the runs side by side)."""
+    found = []
+    for task, problem, *_, given in _answers(runs):
+        scenes = []
+        for run, sample in given:
+            with contextlib.suppress(UserError):  # of another version
+                scene = to_type(sample.get("scene"), player.Scene, "scene")
+                scenes.append(dataclasses.replace(scene, system=f"{run.name}, step {sample['step']}: {scene.system}"))
+        if scenes:
+            found.append((f"{task} {problem}", scenes))
+    return found
 
 
 def _differences(runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -247,6 +264,7 @@ def page(runs: Sequence[Run], shown: Sequence[tuple[str, str, list[Chart]]]) -> 
             sections=shown,
             goodput=[_goodput(run) for run in runs if run.events],
             answers=_answers(runs),
+            played=[id for id, _ in played(runs)],
             differences=_differences(runs),
             colors=_COLORS,
         )

@@ -89,7 +89,7 @@ class TaskScores:
         model = nnx.merge(self._graphdef, for_decoding(params))
         has_template = self._tokenizer.has_chat_template
         how = {"method": self._method, "flags": self._settings, "chat": has_template, "alive": alive}
-        return EvaluatedModel(model, self._tokenizer, name="the model in training", **how)
+        return EvaluatedModel(model, self._tokenizer, name="the model in training", played=_SAMPLES, **how)
 
 
 @contextlib.contextmanager
@@ -138,11 +138,15 @@ def scores_of(results: dict[str, Any]) -> dict[str, float]:
 
 
 def samples_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The first answers of each task that generates any: task, problem (number), asked, answered, right."""
+    """The first answers of each task that generates any: task, problem (number), asked, answered, right, scene.
+
+    The scene is what a page plays, see decoding/player.py.
+    """
     found = []
     for task in results["decoding"]["tasks"]:
         samples = {sample["doc_id"]: sample for sample in results["samples"][task]}  # one of several filters
         for problem, sample in sorted(samples.items())[:_SAMPLES]:
             texts = {"asked": sample["arguments"][0][0], "answered": sample["resps"][0][0], "right": sample["target"]}
-            found.append({"task": task, "problem": problem} | {name: str(text) for name, text in texts.items()})
+            texts = {name: str(text) for name, text in texts.items()}
+            found.append({"task": task, "problem": problem, "scene": sample["decoding"][0].get("scene")} | texts)
     return found

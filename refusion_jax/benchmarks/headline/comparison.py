@@ -3,6 +3,7 @@
 All training comes before all decoding, so that this process holds no device while its child processes train.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -18,6 +19,7 @@ from refusion_jax.benchmarks.headline import results
 from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
 from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Experiment, Point, Run
 from refusion_jax.benchmarks.headline.measure import (
+    PLAYED,
     PROXY_PROBLEMS,
     PROXY_REPEATS,
     REPEATS,
@@ -36,7 +38,9 @@ from refusion_jax.cli import command
 from refusion_jax.cli.progress import track
 from refusion_jax.data.families import mixture
 from refusion_jax.decoding.journal import Journal
+from refusion_jax.decoding.player import Decodings, Scene, page
 from refusion_jax.distributed.compiled_code import keep_for_user
+from refusion_jax.distributed.json_files import read_json_lines, to_type
 from refusion_jax.distributed.storage import write_file
 
 
@@ -81,6 +85,7 @@ class Comparison:
         for curve in measured:
             found.tpu_estimates += tpu_estimates(_near_best(curve, found.points), self._budget.problems)
         self._write(found)
+        self._play(chosen, runs)
         return found
 
     def _write(self, found: Results) -> None:
@@ -168,20 +173,39 @@ class Comparison:
                 point = self._point(curve, measured)
 
                 def make(run: Run = run, point: Point = point) -> dict[str, Any]:
-                    record, texts, _ = score(self._mixture, self._test, self._subject(run, point), self._budget)
-                    self._keep_answers(f"{run.name} {point}", texts)
+                    subject = self._subject(run, point)
+                    decodings = Decodings(f"{run.name} {point}", subject.tokenizer)
+                    record, texts, _ = score(self._mixture, self._test, subject, self._budget, decodings=decodings)
+                    self._keep_answers(f"{run.name} {point}", texts, decodings)
                     return _about(run, point) | record
 
                 found.append(self._stored(f"test {run.name}: {point}", make))
                 jax.clear_caches()
         return found
 
-    def _keep_answers(self, name: str, texts: list[str]) -> None:
+    def _keep_answers(self, name: str, texts: list[str], decodings: Decodings) -> None:
         lines = [
-            json.dumps({"query": problem.query, "response": problem.response, "answer": text})
+            {"query": problem.query, "response": problem.response, "answer": text}
             for problem, text in zip(self._test, texts, strict=True)
         ]
-        write_file(self._directory / "answers" / f"{name}.jsonl", "\n".join(lines) + "\n")
+        for index, scene in decodings.scenes.items():
+            lines[index]["scene"] = dataclasses.asdict(scene)
+        write_file(self._answers(name), "".join(json.dumps(line) + "\n" for line in lines))
+
+    def _answers(self, name: str) -> Path:
+        return self._directory / "answers" / f"{name}.jsonl"
+
+    def _play(self, chosen: list[tuple[Curve, Measured]], runs: list[Run]) -> None:
+        """Writes a page of the first test problems, as the first model of each curve has decoded them."""
+        names = {}
+        for curve, measured in chosen:
+            run = next(run for run in runs if (run.system, run.start) == (curve.system, curve.start))
+            names.setdefault(curve.name, f"{run.name} {self._point(curve, measured)}")
+        kept = [[line.get("scene") for _, line in read_json_lines(self._answers(name))] for name in names.values()]
+        shown = [scenes[:PLAYED] for scenes in kept if scenes[0]]  # an older session kept none
+        rows = [[to_type(scene, Scene, "answers") for scene in row] for row in zip(*shown, strict=True)]
+        if rows:
+            write_file(self._directory / "decodings.html", page(list(enumerate(rows))))
 
     def _timed(self, chosen: Iterable[tuple[Curve, Measured]], runs: list[Run], shape: str = "") -> list[Timed]:
         """The speeds of points in interleaved repeats, on the models of the first seed.

@@ -16,12 +16,14 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.problems import Mixture, Problem
 from refusion_jax.decoding.answers import Answer
+from refusion_jax.decoding.player import Decodings
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for, stream
 
 REPEATS = 9  # a small model decodes the timed problems in 0.2 s, and single repeats differ by a fifth
 PROXY_REPEATS, PROXY_PROBLEMS = 5, 24  # where a forward takes longer
+PLAYED = 6  # problems of the page that plays decodings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +52,26 @@ def check_fit(problems: list[Problem], tokenizer: Tokenizer, budget: Budget) -> 
 class _Queue:
     """Problems that a subject decodes, some at a time."""
 
-    def __init__(self, problems: list[Problem], subject: Subject, budget: Budget, batch_size: int):
-        """Makes the requests, and compiles."""
+    def __init__(
+        self,
+        problems: list[Problem],
+        subject: Subject,
+        budget: Budget,
+        batch_size: int,
+        decodings: Decodings | None = None,
+    ):
+        """Makes the requests, and compiles; `decodings` are told what each forward does."""
         settings = subject.point.settings(budget.new_tokens, batch_size)
         prompts = subject.tokenizer.encode_prompts([problem.query for problem in problems])
-        self._model = subject.model
+        self._model, self._record = subject.model, decodings.record if decodings else None
         self.requests = prepare(prompts, settings, self._model.config)
         self.decoder = decoder_for(self.requests, self._model.config)
-        dict(stream(self._model, self.requests[:batch_size], self.decoder))
+        dict(stream(self._model, self.requests[:batch_size], self.decoder, record=self._record))
 
     def decode(self) -> tuple[list[Answer], float]:
         """The answers in order, and tokens per second."""
         began = time.perf_counter()
-        answers = dict(stream(self._model, self.requests, self.decoder))
+        answers = dict(stream(self._model, self.requests, self.decoder, record=self._record))
         seconds = time.perf_counter() - began
         return [answers[i] for i in range(len(answers))], sum(len(a.tokens) for a in answers.values()) / seconds
 
@@ -73,15 +82,30 @@ class _Queue:
 
 
 def score(
-    mixture: Mixture, problems: list[Problem], subject: Subject, budget: Budget, repeats: int = 1
+    mixture: Mixture,
+    problems: list[Problem],
+    subject: Subject,
+    budget: Budget,
+    repeats: int = 1,
+    decodings: Decodings | None = None,
 ) -> tuple[dict[str, Any], list[str], float]:
     """Accuracy of the answers, decoding many prompts at a time.
+
+    Args:
+      mixture: of the problems.
+      problems: to decode.
+      subject: that decodes them.
+      budget: with the tokens of an answer.
+      repeats: that are timed.
+      decodings: get the first answers, for a page.
 
     Returns:
       (the fields of `results.Scored` about the answers, their texts, median of tokens per second).
     """
-    queue = _Queue(problems, subject, budget, BATCH_SIZES[-1])
+    queue = _Queue(problems, subject, budget, BATCH_SIZES[-1], decodings)
     answers, speed = queue.decode_repeatedly(repeats)
+    for index in range(min(PLAYED, len(problems))) if decodings else ():
+        decodings.add(index, queue.requests[index], answers[index])
     texts, right = [subject.tokenizer.decode(answer.tokens) for answer in answers], collections.defaultdict(list)
     for problem, text in zip(problems, texts, strict=True):
         right[problem.family].append(mixture.is_correct(problem, text))
