@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Installs into .venv with what the tests need, checks the style and runs the tests.
+# Installs into .venv with what the tests need, checks style and types, and runs the tests.
 #   bash launch/test.sh [pytest arguments]
 set -euo pipefail
 source "$(dirname "$0")/install.sh" "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/mypy
 # Three files at a time: most tests wait for a compiler that uses one core, and some for processes; with two at a time,
 # a sixth of two cores is idle. A worker that dies is not replaced: pytest-xdist then hands out its finished files again,
 # and waits for ever at the end.

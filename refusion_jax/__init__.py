@@ -3,6 +3,17 @@
 import gc
 import importlib
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the types of what `__getattr__` finds
+    from refusion_jax.checkpoints.load import load_model as load_model
+    from refusion_jax.checkpoints.load import load_tokenizer as load_tokenizer
+    from refusion_jax.cli.errors import UserError as UserError
+    from refusion_jax.decoding.requests import Request as Request
+    from refusion_jax.evaluation.likelihood import log_likelihood as log_likelihood
+    from refusion_jax.systems.api import Decoded as Decoded
+    from refusion_jax.systems.api import DecodeSettings as DecodeSettings
+    from refusion_jax.systems.api import decode as decode
 
 __version__ = "0.1.0"
 
@@ -26,7 +37,7 @@ _HOME = {
 __all__ = list(_HOME)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

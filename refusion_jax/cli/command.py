@@ -47,7 +47,8 @@ def run(
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
-        argv = sys.argv = [argv[0], *expand_flagfiles(argv[1:])]  # `drill` passes its flags to `train`
+        # `drill` passes its flags to `train`.
+        argv = sys.argv = [argv[0], *map(find_config, expand_flagfiles(argv[1:]))]
         if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
             raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
         if HELP_FLAGS & set(argv):
@@ -208,6 +209,16 @@ def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
             hint = f"did you mean --{close[0]}?" if close else "--help with this --config lists them"
             return UserError(f"--{name} is no config key; {hint}")
     return None
+
+
+def find_config(argument: str) -> str:
+    """The argument; where it is --config=configs/NAME.py, and that is not here, with the file of the package."""
+    flag, _, value = argument.partition("=")
+    file, package = value.partition(":")[0], Path(__file__).parents[1]
+    is_config = flag.lstrip("-") == "config" and file.startswith("configs/")
+    if is_config and not os.path.isfile(file) and (package / file).is_file():
+        return f"{flag}={package / value}"
+    return argument
 
 
 def config_flag(argv: Sequence[str]) -> str:

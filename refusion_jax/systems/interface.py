@@ -35,8 +35,15 @@ class Objective(abc.ABC):
 
     shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it
 
-    coefficients: Mapping[str, float]  # weight of each loss term in the total
-    pattern: Pattern  # who attends to whom; an upper bound where that is random. FLOPs are counted by it
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Weight of each loss term in the total."""
+        raise AttributeError("coefficients")
+
+    @property
+    def pattern(self) -> Pattern:
+        """Who attends to whom; an upper bound where that is random. FLOPs are counted by it."""
+        raise AttributeError("pattern")
 
     @abc.abstractmethod
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -142,7 +149,8 @@ class System:
 
     def objective_by_default(self) -> Objective:
         """Its objective, with the default of every key."""
-        return self.objective(mask_id=0, **{name: key.default for name, key in self.section.keys.items()})
+        make: Any = self.objective  # of which only the subclass says what it takes
+        return make(mask_id=0, **{name: key.default for name, key in self.section.keys.items()})
 
 
 def train_flops_per_row(objective: Objective, model: ModelConfig, row_length: int) -> float:

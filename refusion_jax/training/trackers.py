@@ -197,7 +197,8 @@ class TensorBoard:
 
     def __init__(self, session: TrackedSession):
         self._directory, self._first_step, self._files = session.logs / "tensorboard", session.first_step + 1, 0
-        self._writer, self._flushed = None, time.monotonic()
+        self._writer: EventsWriter | None = None
+        self._flushed = time.monotonic()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Adds one point to each curve."""
@@ -292,4 +293,8 @@ class Trackio:
         self._run.finish()
 
 
-_TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
+_TRACKERS: dict[str, Callable[[TrackedSession], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}

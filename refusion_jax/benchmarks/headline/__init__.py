@@ -13,6 +13,7 @@ chooses on other problems, and writes to DIR:
                  decoding with 8B parameters on TPUs
   report.md      table, conclusions, and which of the papers' claims hold
   answers/       the answers to the problems that score the chosen settings, as JSONL
+  decodings.html plays the first of these answers, all systems side by side
   plots/*.svg    accuracy against tokens per forward and tokens per second, loss and bits per byte against tokens, the
                  estimates against the batch size; they need pip install -e '.[plots]'
 
@@ -132,7 +133,7 @@ def _read_config(file: str) -> ml_collections.ConfigDict:
     Raises:
       UserError: where there is none.
     """
-    holder, argv = flags.FlagValues(), [f"--config={file}"]
+    holder, argv = flags.FlagValues(), [command.find_config(f"--config={file}")]
     if fault := command.config_fault(argv, ()):
         raise fault
     config_flags.DEFINE_config_file("config", None, flag_values=holder)
