@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from refusion_jax import Request, decode
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.stops import Stops
-from refusion_jax.serving.engine import MOST_WAITING, BusyError, Engine, Job
+from refusion_jax.serving.engine import MOST_WAITING, Engine
+from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.serving.writer import Writer
 
 # What is certain of a text that is still written.

@@ -18,30 +18,13 @@ from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.serving.sizes import kept_blocks
 from refusion_jax.systems.api import decoder_for
 
 LOOK = 8  # forwards between two reports to those who are shown an answer as it is written
 SOON = 2  # the same while a row is free, for whoever comes
 MOST_WAITING = 4096  # jobs besides those in the batch
-
-
-class BusyError(RuntimeError):
-    """No more can be decoded now."""
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A request, and who is told of its answer; called from the engine's thread."""
-
-    request: Request  # from `Engine.check`
-    report: Callable[[Answer, bool], bool]  # (answer so far, whether it is finished) -> whether to go on
-    fail: Callable[[Exception], None]
-    is_watched: bool  # whether to report also while the answer is written
-    by_forward: bool = False  # whether to report after each forward; the device waits for the host then
-    is_over: bool = False  # answered, or not wanted any more
-    cached: int = 0  # leading tokens of the prompt whose keys and values were there already
-    caller: object = None  # the same for all jobs that were submitted together
 
 
 class Engine:

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.answers import Answer
-from refusion_jax.serving.engine import BusyError, Job
 from refusion_jax.serving.errors import error_body
+from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.serving.protocol import Chat, Completion, StreamOptions
 from refusion_jax.serving.service import Choice, Service
 from refusion_jax.serving.writer import Delta

@@ -10,7 +10,7 @@ from fastapi import Request
 from pydantic import Field, model_validator
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.serving.engine import BusyError
+from refusion_jax.serving.jobs import BusyError
 from refusion_jax.serving.protocol import Chat
 from refusion_jax.serving.reply import Reply
 from refusion_jax.serving.service import Service
