@@ -10,6 +10,7 @@ size.
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -67,8 +68,6 @@ def part_of(model: Transformer, first: int, end: int) -> Transformer:
 
 def fingerprint(model: Transformer) -> bytes:
     """16 bytes that differ between models: from their shape, and the first values of every weight."""
-    import hashlib
-
     content = hashlib.blake2b(repr(model.config).encode(), digest_size=16)
     for weight in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
         content.update(np.asarray(weight.reshape(-1)[:4096], np.float32).tobytes())

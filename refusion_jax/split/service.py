@@ -271,7 +271,8 @@ class Service:
     def _compute(self) -> None:
         waiting: list[_Job] = []
         while True:
-            waiting.append(self._jobs.get()) if not waiting else None
+            if not waiting:
+                waiting.append(self._jobs.get())
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting.append(self._jobs.get_nowait())
