@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.serving.jobs import BusyError
@@ -69,7 +69,10 @@ class TextRequest(Strict):
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:
-        _ = self.chat
+        try:
+            _ = self.chat
+        except ValidationError as error:  # one sentence of it
+            raise ValueError(error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")) from error
         return self
 
     @property
