@@ -122,7 +122,7 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, m
     server = http.server.ThreadingHTTPServer(("localhost", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{server.server_port}")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which other tests have set
     flags = [f"--tokenizer={tokenizer_file}", "--workers=1", f"--output={tmp_path}/out"]
     process = start("prepare", "--input=hf://datasets/o/n@v1", *flags)
     out, err = process.communicate(timeout=120)
