@@ -5,12 +5,17 @@ import importlib.util
 import pkgutil
 import runpy
 import sys
+from pathlib import Path
 
 import refusion_jax
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 
-_COMMANDS = sorted(module.name for module in pkgutil.iter_modules(refusion_jax.__path__) if not module.ispkg)
+_COMMANDS = sorted(
+    module.name
+    for module in pkgutil.iter_modules(refusion_jax.__path__)
+    if not module.ispkg or Path(refusion_jax.__file__).with_name(module.name).joinpath("__main__.py").exists()
+)
 
 
 def main() -> None:
