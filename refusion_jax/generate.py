@@ -12,7 +12,7 @@ commit_order (positions of all decoded tokens in the order of commitment, also t
 rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
 are done; a single --prompt at a terminal gets its text alone, whose slots fill before your eyes. --watch=PAGE.html
 writes a page besides, which plays the decodings of up to 16 prompts in a browser, forward by forward; answers that are
-kept are then decoded again. --compare=ar shows another decoder of the model beside them, --compare=runs/other the
+kept are then decoded again. --compare=DECODER shows another decoder of the model next to them, --compare=runs/other the
 default decoder of another model.
 
 While it decodes, answers are kept in OUTPUT.partial as they finish. Killed, or stopped by a full disk, the same command
@@ -87,7 +87,7 @@ _PART = flags.DEFINE_string(
 )
 _WATCH = flags.DEFINE_string("watch", None, "HTML file that plays the decodings of up to 16 prompts in a browser")
 _COMPARE = flags.DEFINE_string(
-    "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown beside"
+    "compare", None, "With --watch: a decoder, or a checkpoint, whose decodings are shown next to them"
 )
 _JSON = flags.DEFINE_bool("json", False, "With --prompt at a terminal: print the whole record, not only the text")
 _CACHE = flags.DEFINE_string(
@@ -334,11 +334,11 @@ def main() -> None:
 
         # 4. The finished files, in the order of the prompts.
         if watched:
-            beside = [watched]
+            recordings = [watched]
             if rival:
                 model = load_for(rival.checkpoint, rival.settings, _DTYPE.value, mesh)
-                beside.append(play(model, rival.requests, rival.tokenizer, rival.name, stops))
-            write_file(watch, page([(id, [of.scenes[i] for of in beside]) for i, id in enumerate(ids)]))
+                recordings.append(play(model, rival.requests, rival.tokenizer, rival.name, stops))
+            write_file(watch, page([(id, [of.scenes[i] for of in recordings]) for i, id in enumerate(ids)]))
         if parts:
             records = {key: record for path in parts for key, record in read_records(path, call).items()}
             if left := len(requests) - len(records):

@@ -158,13 +158,13 @@ def written_parts(decoded: Decoded, index: int, tokenizer: Tokenizer, size: int)
 
 def played(workdir: Path, methods: list[str], queries: list[str], given: dict[str, Any]) -> str:
     """A page of some answers of each decoder."""
-    tokenizer, beside = load_tokenizer(workdir), []
+    tokenizer, recordings = load_tokenizer(workdir), []
     for method in methods:
         settings = DecodeSettings(method, max_new_tokens=MAX_NEW_TOKENS, **given)
         model = load_for(workdir, settings)
         requests = prepare(tokenizer.encode_prompts(queries), settings, model.config)
-        beside.append(play(model, requests, tokenizer, method))
-    return page([(i, [of.scenes[i] for of in beside]) for i in range(len(queries))])
+        recordings.append(play(model, requests, tokenizer, method))
+    return page([(i, [of.scenes[i] for of in recordings]) for i in range(len(queries))])
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,19 @@ ROOMS = [
     *("cli", "distributed", "batch", "data", "model", "decoding", "systems", "checkpoints"),
     *("config", "evaluation", "serving", "training", "planning", "split", "benchmarks"),
 ]
+
+
+TOP = {
+    *("refusion_jax", "configs", "launch", "tests", "requirements.txt", "README.md", "BENCHMARKS.md", "LICENSE"),
+    *("pyproject.toml", ".ci", ".github", ".gitignore", ".pre-commit-config.yaml"),
+}
+
+
+def test_the_top_level_holds_what_it_is_agreed_to_hold():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no checkout by git")
+    assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= TOP
 
 
 def name(path: Path) -> str:

@@ -84,7 +84,7 @@ class Candidate:
     weights: str  # one of PRECISIONS, on the device; so is the next
     cache: str
     codec: str  # one of CODECS
-    cache_length: int  # tokens that fit beside the weights
+    cache_length: int  # tokens that fit next to the weights
     memory: float  # bytes, with the tokens that are wanted
     parts: dict[str, float]  # seconds of a forward, by what takes them
     answer: float  # seconds
