@@ -19,7 +19,11 @@ REFUSED, VERIFIED, REPAIRED, WAITING = range(4)  # what becomes of a draft; one 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """A decoding as the page takes it. Cells are places in text order, words are counted in `words`."""
+    """A decoding as the page takes it. Cells are places in text order, words are counted in `words`.
+
+    Raises:
+      ValueError: forwards, cells, words or outcomes are not in it: it comes from a file, and is no decoding.
+    """
 
     system: str
     prompt: str
@@ -28,6 +32,17 @@ class Scene:
     words: list[str]
     drafts: list[list[tuple[int, int, int]]]  # of forwards 1, 2 .. : cell, word, outcome
     plans: list[list[tuple[int, int, int]]]  # cell, word, probability in %
+
+    def __post_init__(self):
+        def fit(forwards: list[list[tuple[int, int, int]]], most: int) -> bool:
+            entries = [entry for forward in forwards for entry in forward]
+            ends = (cells, len(self.words), most + 1)
+            within = all(0 <= x < end for entry in entries for x, end in zip(entry, ends, strict=True))
+            return within and len(forwards) == len(self.counts) - 1
+
+        cells = sum(map(len, self.groups))
+        if not (fit(self.drafts, WAITING) and fit(self.plans, 100)):
+            raise ValueError("no decoding: it names what is not in it")
 
 
 class Decodings:
