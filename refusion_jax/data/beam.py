@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Self
 
 import apache_beam as beam
 import numpy as np
@@ -18,8 +17,8 @@ from refusion_jax.cli.errors import Failure
 from refusion_jax.data import duplicates
 from refusion_jax.data.input_splits import InputSplit
 from refusion_jax.data.manifest import PROGRESS
-from refusion_jax.data.shards import Report, Settings
-from refusion_jax.data.workers import Runner, Task, Worker
+from refusion_jax.data.shards import Report, Settings, Worker
+from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 
 
@@ -41,9 +40,6 @@ class BeamRunner(Runner):
             worker = f"{shlex.quote(sys.executable)} -m apache_beam.runners.worker.sdk_worker_main 2> {os.devnull}"
             self._runner = FnApiRunner(SubprocessSDKEnvironment.from_command_string(worker))
         logging.getLogger("apache_beam").setLevel(logging.ERROR)  # it tells of each of its threads
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_) -> None:
         """Nothing is left to end."""

@@ -1,8 +1,7 @@
 """The work of a `prepare` process: turns one chunk of the input into one shard of rows, in bounded memory.
 
-A shard depends on its chunk and the settings only, so it does not matter which worker makes it, or when.
-
-Axes: D documents.
+What a worker makes of a chunk depends on the chunk and the settings only, and is written whole or not at all: it does
+not matter which worker makes it, where, when, or how often.
 """
 
 import collections
@@ -10,25 +9,27 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from etils import epath
 
+from refusion_jax.data import duplicates
 from refusion_jax.data.duplicates import NEAR
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
+from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.filters import Filters, FilterSettings, left_out
 from refusion_jax.data.input_splits import InputSplit, read
-from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.manifest import Shard, file_checksum
+from refusion_jax.data.manifest import PROGRESS, Shard, file_checksum
 from refusion_jax.data.ngrams import band_digests
 from refusion_jax.data.packing import Document, batches, rows_of, tokenize
 from refusion_jax.data.rows import encode_row, token_type
-from refusion_jax.distributed.storage import replacing
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
+from refusion_jax.distributed.storage import replacing, write_file
 
-SPLITS = ("train", "held_out")
 _SAMPLES = 20  # that are told of what a filter leaves out of a chunk for one reason
 _PACKED = 1 << 25  # tokens that are packed at a time: 134 MB
 _SLICE = 1 << 16  # characters; a longer text is tokenized in slices
@@ -73,112 +74,124 @@ def digest(example: Example) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def examples_of(splits: Iterable[InputSplit], fields: Fields, filters: Filters) -> Iterator[tuple[str, Example | Bad]]:
-    """(source, example) of a chunk; one of a blocked URL becomes Bad, so that no duplicate of it is lost with it."""
-    for part in splits:
-        for example in read(part, fields):
-            is_blocked = filters.blocked and isinstance(example, Example) and filters.is_blocked(example)
-            yield part.source, left_out(example, "blocked_url") if is_blocked else example
-
-
-def keys(splits: Iterable[InputSplit], settings: Settings, filters: Filters) -> np.ndarray:
-    """[K, 3] uint64: digest and number of each complete example of a chunk, for finding duplicates, exact or near."""
-    found = bytearray()
-    good = (e for _, e in examples_of(splits, settings.fields, filters) if isinstance(e, Example))
-    for number, example in enumerate(good):
-        if example.starts and example.ends:
-            if settings.dedup:
-                found += digest(example) + number.to_bytes(8, "little")
-            if settings.near_dedup:
-                for band in band_digests("\n".join(example.texts)):
-                    found += band + (number | NEAR).to_bytes(8, "little")
-    return np.frombuffer(found, "<u8").reshape(-1, 3)
-
-
 class _Stopped(Exception):  # noqa: N818  no error of ours
     """A bad example, with on_error="stop"; nothing is written."""
 
 
-def make_shard(
-    splits: Iterable[InputSplit],
-    names: dict[str, epath.Path],
-    settings: Settings,
-    tokenizer: Tokenizer,
-    filters: Filters,
-    repeated: set[int],
-    drop: Callable[[Bad], object],
-) -> Report:
-    """Reads, tokenizes, packs and writes a chunk.
+class Worker:
+    """Makes what is asked for of one chunk at a time."""
 
-    Args:
-      splits: of the input.
-      names: the file of each split.
-      settings: how.
-      tokenizer: of the rows.
-      filters: of the examples.
-      repeated: numbers of the good examples to leave out, with NEAR those that are nearly duplicates.
-      drop: hears of each example that is left out; of those that are left out on purpose, of some of each kind.
-    """
-    report, before = Report(), dict(tokenizer.left_out)
-    try:
-        with contextlib.ExitStack() as finished:
-            shards: dict[str, _ShardWriter] = {}
-            for split, document in _documents(splits, settings, tokenizer, filters, repeated, drop, report):
-                if split not in shards:
-                    temporary = finished.enter_context(replacing(names[split]))
-                    shards[split] = _ShardWriter(temporary, settings, token_type(tokenizer.size))
-                shards[split].add(document)
-            report.shards = {split: shard.close(names[split].name) for split, shard in shards.items()}
-    except _Stopped:
-        pass
-    report.left_out = {role: count - before.get(role, 0) for role, count in tokenizer.left_out.items()}
-    return report
+    def __init__(self, settings: Settings, output: str):
+        """Loads the tokenizer, and what the filters go by."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+        self._settings, self._output = settings, epath.Path(output)
+        self._tokenizer = load_tokenizer_file(settings.tokenizer, settings.mask_piece, settings.thinking)
+        self._filters = Filters(settings.filters)
+        if isinstance(self._tokenizer, SentencePieceTokenizer):
+            self._tokenizer.threads = 1
 
+    def write_keys(self, index: int, chunk: list[InputSplit]) -> Report:
+        """Keeps digests of a chunk's complete examples, by which duplicates are found, exact or near."""
+        found = bytearray()
+        good = (example for _, example in self._examples(chunk) if isinstance(example, Example))
+        for number, example in enumerate(good):
+            if example.starts and example.ends:
+                if self._settings.dedup:
+                    found += digest(example) + number.to_bytes(8, "little")
+                if self._settings.near_dedup:
+                    for band in band_digests("\n".join(example.texts)):
+                        found += band + (number | NEAR).to_bytes(8, "little")
+        duplicates.save_keys(self._output / PROGRESS, index, np.frombuffer(found, "<u8").reshape(-1, 3))
+        return Report()
 
-def _documents(splits, settings, tokenizer, filters, repeated, drop, report) -> Iterator[tuple[str, Document]]:
-    """The documents of a chunk, each with its split in SPLITS; counts in the report what becomes of all examples."""
-    drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
-    number = 0
+    def write_shard(self, index: int, chunk: list[InputSplit]) -> Report:
+        """Makes the shards of a chunk, then writes its report."""
+        progress, settings = self._output / PROGRESS, self._settings
+        name = f"rows-{index:05}.array_record"
+        places = {"train": self._output / name, "held_out": self._output / "held_out" / name}
+        looked = settings.dedup or settings.near_dedup
+        repeated = set(duplicates.load_repeated(progress, index).tolist()) if looked else set()
+        report, before = Report(), dict(self._tokenizer.left_out)
+        with replacing(progress / f"dropped-{index:05}.jsonl") as dropped, open(dropped, "w") as file:
 
-    def left(example: Example, number: int) -> Example | Bad:
-        if number in repeated:
-            return left_out(example, "duplicate")
-        if number | NEAR in repeated:
-            return left_out(example, "near_duplicate")
-        return filters(example) if filters else example
+            def drop(bad: Bad) -> None:
+                file.write(json.dumps({"where": str(bad.where), "kind": bad.kind, "reason": bad.reason}) + "\n")
 
-    for batch in batches(examples_of(splits, settings.fields, filters), _characters):
-        report.examples += len(batch)
-        bad, kept = [], []
-        for source, example in batch:
-            outcome = example
-            if isinstance(example, Example):
-                outcome = left(example, number)
-                number += 1
-            if isinstance(outcome, Bad):
-                bad.append(outcome)
-            else:
-                kept.append((source, _split(example, settings.held_out), outcome))
-        made = tokenize([example for *_, example in kept], tokenizer, settings.row_length, _SLICE)
-        for (source, split, example), document in zip(kept, made, strict=True):
-            if isinstance(document, Bad):
-                bad.append(document)
-                continue
-            sources[source] += len(document)
-            lengths[(len(document) - 1).bit_length()] += 1
-            languages[example.language] += 1
-            yield split, document
-        for each in bad:
-            drops[each.kind] += 1
-            if not each.by_filter:
-                report.first_bad = report.first_bad or f"{each.where}: {each.reason}"
-            elif drops[each.kind] > _SAMPLES:
-                continue
-            drop(each)
-            if settings.on_error == "stop" and report.first_bad:
-                raise _Stopped
-    for name, counts in ("dropped", drops), ("sources", sources), ("languages", languages), ("lengths", lengths):
-        setattr(report, name, dict(sorted(counts.items())))
+            with contextlib.suppress(_Stopped), contextlib.ExitStack() as finished:
+                shards: dict[str, _ShardWriter] = {}
+                for split, document in self._documents(chunk, repeated, report, drop):
+                    if split not in shards:
+                        temporary = finished.enter_context(replacing(places[split]))
+                        shards[split] = _ShardWriter(temporary, settings, token_type(self._tokenizer.size))
+                    shards[split].add(document)
+                report.shards = {split: shard.close(name) for split, shard in shards.items()}
+        report.left_out = {role: count - before.get(role, 0) for role, count in self._tokenizer.left_out.items()}
+        outcome = "stopped" if report.first_bad and settings.on_error == "stop" else "done"
+        write_file(progress / f"{outcome}-{index:05}.json", json.dumps(dataclasses.asdict(report)).encode())
+        return report
+
+    def _examples(self, chunk: list[InputSplit]) -> Iterator[tuple[str, Example | Bad]]:
+        """(source, example); one of a blocked URL becomes Bad, so that no duplicate of it is lost with it."""
+        for part in chunk:
+            for example in read(part, self._settings.fields):
+                is_blocked = (
+                    self._filters.blocked and isinstance(example, Example) and self._filters.is_blocked(example)
+                )
+                yield part.source, left_out(example, "blocked_url") if is_blocked else example
+
+    def _documents(
+        self, chunk: list[InputSplit], repeated: set[int], report: Report, drop: Callable[[Bad], object]
+    ) -> Iterator[tuple[str, Document]]:
+        """The documents of a chunk, each with its split.
+
+        Args:
+          chunk: of the input.
+          repeated: numbers of the good examples to leave out, with NEAR those that are nearly duplicates.
+          report: in which is counted what becomes of all examples.
+          drop: hears of each example that is left out; of those that are left out on purpose, of some of each kind.
+        """
+        drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
+        number, settings = 0, self._settings
+
+        def left(example: Example, number: int) -> Example | Bad:
+            if number in repeated:
+                return left_out(example, "duplicate")
+            if number | NEAR in repeated:
+                return left_out(example, "near_duplicate")
+            return self._filters(example) if self._filters else example
+
+        for batch in batches(self._examples(chunk), _characters):
+            report.examples += len(batch)
+            bad, kept = [], []
+            for source, example in batch:
+                outcome = example
+                if isinstance(example, Example):
+                    outcome = left(example, number)
+                    number += 1
+                if isinstance(outcome, Bad):
+                    bad.append(outcome)
+                else:
+                    kept.append((source, _split(example, settings.held_out), outcome))
+            made = tokenize([example for *_, example in kept], self._tokenizer, settings.row_length, _SLICE)
+            for (source, split, example), document in zip(kept, made, strict=True):
+                if isinstance(document, Bad):
+                    bad.append(document)
+                    continue
+                sources[source] += len(document)
+                lengths[(len(document) - 1).bit_length()] += 1
+                languages[example.language] += 1
+                yield split, document
+            for each in bad:
+                drops[each.kind] += 1
+                if not each.by_filter:
+                    report.first_bad = report.first_bad or f"{each.where}: {each.reason}"
+                elif drops[each.kind] > _SAMPLES:
+                    continue
+                drop(each)
+                if settings.on_error == "stop" and report.first_bad:
+                    raise _Stopped
+        for name, counts in ("dropped", drops), ("sources", sources), ("languages", languages), ("lengths", lengths):
+            setattr(report, name, dict(sorted(counts.items())))
 
 
 def _characters(item: tuple[str, Example | Bad]) -> int:
