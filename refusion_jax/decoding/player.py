@@ -65,7 +65,7 @@ class Decodings:
         text = final | given
         places = sorted(text)
         kept = len(answer.tokens) if kept is None else kept
-        first_after = dict(enumerate(places)).get(len(request.prompt) + kept, request.length)
+        first_after = next(iter(places[len(request.prompt) + kept :]), max(places, default=0) + 1)
         slots = [slot for slot in groups_of(request) if any(at in text for at in slot)]
         cell = {at: number for number, at in enumerate(at for slot in slots for at in slot)}
         order |= dict.fromkeys(given, -1)
