@@ -137,11 +137,10 @@ def _stored(costs: Costs) -> dict:
 
 
 def _costs(stored: dict) -> Costs:
-    operations = [(float(flops), float(size), width or math.inf) for flops, size, width in stored["operations"]]
     return Costs(
-        flops=sum(flops for flops, _, _ in operations),
-        bytes=sum(size for _, size, _ in operations),
-        operations=tuple(Operation(1, *operation) for operation in operations),
+        operations=tuple(
+            Operation(1, float(flops), float(size), width or math.inf) for flops, size, width in stored["operations"]
+        ),
         collectives=tuple(
             Collective(kind, over, times, overlapped, float(size), fused)
             for kind, over, times, overlapped, fused, size in stored["collectives"]

@@ -1,11 +1,12 @@
 """Counts what one chip does in one step of a compiled program: FLOPs, memory traffic and collectives.
 
-The body of a loop counts as often as it runs, unlike in XLA's own cost analysis; of a conditional the more expensive
-branch counts. Matrix products are counted from their shapes: for [M, K] x [K, N] the sizes of both operands and the
-result multiply to (M K N)^2, whatever order and grouping of axes the compiler has chosen. Attention kernels are opaque
-to XLA. They are counted as if every row were one document, on the chip with most to do: ours say in their name how
-many tiles that is, those of other programs are taken to work on all tiles on or below the diagonal. Other kernels count
-as what they declare. Ragged products of experts are counted as if all experts had as much to do.
+The body of a loop counts as often as it runs, unlike in XLA's own cost analysis, and once where the data decides how
+often; of a conditional the more expensive branch counts. Matrix products are counted from their shapes: for [M, K] x
+[K, N] the sizes of both operands and the result multiply to (M K N)^2, whatever order and grouping of axes the compiler
+has chosen. Attention kernels are opaque to XLA. They are counted as if every row were one document, on the chip with
+most to do: ours say in their name how many tiles that is, those of other programs are taken to work on all tiles on or
+below the diagonal. Other kernels count as what they declare. Ragged products of experts are counted as if all experts
+had as much to do.
 """
 
 import dataclasses
@@ -60,19 +61,22 @@ class Operation(NamedTuple):
 class Costs:
     """What one chip does in one step."""
 
-    flops: float = 0.0
-    bytes: float = 0.0  # read from and written to HBM
     operations: tuple[Operation, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    open_loops: int = 0  # loops whose number of iterations depends on the data; counted as one iteration
+
+    @property
+    def flops(self) -> float:
+        return sum(o.times * o.flops for o in self.operations)
+
+    @property
+    def bytes(self) -> float:
+        """Read from and written to HBM."""
+        return sum(o.times * o.bytes for o in self.operations)
 
     def times(self, n: float) -> "Costs":
         return Costs(
-            self.flops * n,
-            self.bytes * n,
             tuple(operation._replace(times=operation.times * n) for operation in self.operations),
             tuple(dataclasses.replace(c, count=c.count * n, bytes=c.bytes * n) for c in self.collectives),
-            self.open_loops,
         )
 
     def overlapped(self, fused: bool = False) -> "Costs":
@@ -88,13 +92,7 @@ def add(parts: list[Costs]) -> Costs:
         key = c.kind, c.over, c.overlapped, c.fused, c.is_large
         old = totals.get(key, dataclasses.replace(c, count=0, bytes=0))
         totals[key] = dataclasses.replace(old, count=old.count + c.count, bytes=old.bytes + c.bytes)
-    return Costs(
-        sum(part.flops for part in parts),
-        sum(part.bytes for part in parts),
-        tuple(operation for part in parts for operation in part.operations),
-        tuple(totals.values()),
-        sum(part.open_loops for part in parts),
-    )
+    return Costs(tuple(o for part in parts for o in part.operations), tuple(totals.values()))
 
 
 def count(module: Module, chips_per_slice: int) -> Costs:
@@ -122,10 +120,7 @@ class _Counter:
             return Costs()
         if i.opcode == "while":
             trips = hlo.trip_count(self._module, computation, i)
-            once = self.of(i.attribute("body"))
-            if trips is None:
-                return dataclasses.replace(once, open_loops=once.open_loops + 1)
-            return once.times(trips)
+            return self.of(i.attribute("body")).times(1 if trips is None else trips)
         if i.opcode == "conditional":
             return max((self.of(branch) for branch in i.branches), key=lambda cost: (cost.flops, cost.bytes))
         if i.opcode == "recv" and "megascale" in i.attributes:  # the receiving end of a collective between slices
@@ -139,9 +134,7 @@ class _Counter:
         if i.opcode == "fusion":
             return self._fusion(computation, i)
         flops = _flops(computation, i)
-        size = sum(s.bytes for s in i.shapes if s.in_hbm) + sum(
-            s.bytes for s in _operand_shapes(computation, i) if s.in_hbm
-        )
+        size = sum(s.bytes for s in (*i.shapes, *_operand_shapes(computation, i)) if s.in_hbm)
         if i.opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
             size = 2 * sum(s.bytes for s in i.shapes[:1])
         elif i.opcode == "dynamic-update-slice":
@@ -153,7 +146,7 @@ class _Counter:
         kernel = _kernel(computation, i)
         if kernel and kernel.bytes is not None:
             size = kernel.bytes
-        return Costs(flops, size, (Operation(1, flops, size, kernel.width if kernel else math.inf),))
+        return Costs((Operation(1, flops, size, kernel.width if kernel else math.inf),))
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
@@ -171,7 +164,7 @@ class _Counter:
         size = sum(self._read(inside, n, computation.instructions[name]) for n, name in enumerate(i.operands))
         size += self._written(inside, i)
         inner = [Costs(collectives=part.collectives) for part in nested]
-        return add([*inner, Costs(flops, size, (Operation(1, flops, size),))])
+        return add([*inner, Costs((Operation(1, flops, size),))])
 
     def _fused(self, inside: Computation, j: Instruction) -> Costs:
         if j.opcode == "fusion":
@@ -179,7 +172,7 @@ class _Counter:
             return add([self._fused(deeper, k) for k in deeper.instructions.values()])
         if kind := collective_kind(j):
             return Costs(collectives=(self._collective(kind, inside, j),))
-        return Costs(_flops(inside, j))
+        return Costs((Operation(1, _flops(inside, j), 0),))
 
     def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
         """Bytes of an operand that a fusion reads from HBM; only the slices, where it takes slices."""
