@@ -39,7 +39,6 @@ from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.data.workers import Processes, Runner
 from refusion_jax.distributed.cores import available_cores
-from refusion_jax.distributed.storage import refuse_endless
 
 _INPUT = flags.DEFINE_multi_string(
     "input",
@@ -186,8 +185,6 @@ def _filters(flag: dict[str, Any]) -> FilterSettings:
     files = {}
     for name in ("decontaminate", "blocked_urls"):
         found = [path for pattern in flag[name] for path in find_files(pattern) or [pattern]]
-        for path in found:
-            refuse_endless(path)
         try:
             files[name] = tuple((path, file_checksum(path)) for path in found)
         except OSError as error:

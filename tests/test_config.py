@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import os
 
 import jax
 import pytest
@@ -193,10 +192,3 @@ def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing
         (tmp_path / "config.json").write_text(was.to_json())
         with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
             check_same_run(epath.Path(tmp_path), config_with(objective="llada"))
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path)], ids=["pipe", "link to itself"])
-def test_a_directory_in_which_a_log_is_no_file_is_refused(make, tmp_path):
-    make(tmp_path / "events.jsonl")
-    with pytest.raises(UserError, match=r"events\.jsonl in it is no file"):
-        check_same_run(epath.Path(tmp_path), config.default_config())

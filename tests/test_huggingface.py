@@ -263,12 +263,6 @@ def cut_off(path):
     file.write_bytes(file.read_bytes()[:-10])
 
 
-def pipe(path):
-    (file,) = path.glob("*.safetensors")
-    file.unlink()
-    os.mkfifo(file)
-
-
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -294,7 +288,6 @@ BAD = {
         f"{Q}_scale_inv has no place in the model that config.json describes",
     ),
     "missing shard": (lambda p: next(p.glob("*.safetensors")).unlink(), "model-00001-of-00001.safetensors is missing"),
-    "pipe": (pipe, "model-00001-of-00001.safetensors cannot be read: it is no file"),
     "truncated": (cut_off, "model-00001-of-00001.safetensors is damaged: "),
     "wrong shape": (lambda p: change_tensors(p, lambda t: t | {Q: t[Q][1:]}), f"{Q} has shape (31, 16), but"),
     "not floats": (

@@ -1,9 +1,7 @@
 """The config in a run's directory: written when the run starts, compared when it is started again."""
 
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import ml_collections
@@ -12,7 +10,6 @@ from etils import epath
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.cli.flag_values import check_output
-from refusion_jax.cli.paths import is_remote
 from refusion_jax.config import RESUMABLE, default_config, flatten
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import is_prepared
@@ -20,10 +17,6 @@ from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.registry import find_system
-
-_FILES = ("config.json", "model.json", "metrics.jsonl", "events.jsonl", "samples.jsonl", "left_out.json")
-_FILES += ("tracker.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_DIRECTORIES = ("checkpoints", "tensorboard", "wandb", "compilation_cache")
 
 
 def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allowed: Sequence[str] = ()) -> list[str]:
@@ -43,13 +36,6 @@ def check_same_run(workdir: epath.Path, config: ml_collections.ConfigDict, allow
     check_output("workdir", workdir, directory=True)
     if is_prepared(str(workdir)):
         raise UserError(f"--workdir={workdir}: holds prepared data; name another directory")
-    if not is_remote(workdir):
-        for path in (workdir / name for name in _FILES):
-            if os.path.lexists(path) and not Path(path).is_file():  # epath takes a pipe for a file
-                raise UserError(f"--workdir={workdir}: {path.name} in it is no file")
-        for path in (workdir / name for name in _DIRECTORIES):
-            if os.path.lexists(path) and not path.is_dir():
-                raise UserError(f"--workdir={workdir}: {path.name} in it is no directory")
     if not (workdir / "config.json").exists():
         return []
     there, here = (flatten(json.loads(c.to_json())) for c in (read_config(workdir), config))

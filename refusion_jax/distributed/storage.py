@@ -31,23 +31,12 @@ def absolute(path: epath.Path) -> epath.Path:
     return path if is_remote(path) else path.absolute()
 
 
-def refuse_endless(path: epath.PathLike) -> None:
-    """Raises UserError for a pipe or device, which may never end or begin."""
-    try:
-        is_endless = not is_remote(path) and (Path(path).is_fifo() or Path(path).is_char_device())
-    except OSError as error:  # such as a name that is too long
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    if is_endless:
-        raise UserError(f"{path} cannot be read: it is no file")
-
-
 def read_file(path: epath.PathLike) -> bytes:
     """A whole file.
 
     Raises:
-      UserError: naming it, where it cannot be read, or is a pipe or device that may never end.
+      UserError: naming it, where it cannot be read.
     """
-    refuse_endless(path)
     try:
         return epath.Path(path).read_bytes()
     except OSError as error:

@@ -16,7 +16,6 @@ from etils import epath
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import parse_json, read_json
-from refusion_jax.distributed.storage import refuse_endless
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # that weights may have
@@ -108,7 +107,6 @@ class Tensors:
 
 @contextlib.contextmanager
 def _opened(path: epath.Path) -> Iterator:
-    refuse_endless(path)
     try:
         with path.open("rb") as file:
             yield file
