@@ -238,13 +238,7 @@ def causal(segments: jax.Array) -> Visibility:
 
 
 def section(head: dict, records: list[dict], command: str = "") -> str:
-    """A section for a page of results: a table for each kind of record.
-
-    Args:
-      head: the device, JAX's version, and whether it is a rehearsal.
-      records: of all parts, including those that failed or were skipped.
-      command: that measured them.
-    """
+    """A section for a page of results: a table for each kind of record, also of those that failed or were skipped."""
     parts = [f"## On a GPU: {head['device']}, jax {head['jax']}"]
     if head["rehearsal"]:
         parts.append("A rehearsal with tiny shapes: these figures mean nothing.")

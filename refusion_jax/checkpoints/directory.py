@@ -83,11 +83,7 @@ def is_complete(workdir: epath.Path, steps: int) -> bool:
 
 
 def check_whole(directory: epath.Path, items: tuple[str, ...]) -> None:
-    """Refuses a checkpoint in which something is missing or has changed. Several hosts share the reading.
-
-    Args:
-      directory: of one step.
-      items: those that are needed.
+    """Refuses a checkpoint in which one of these items is missing or has changed. Several hosts share the reading.
 
     Raises:
       ValueError: naming the file.

@@ -14,11 +14,7 @@ from refusion_jax.distributed.storage import absolute
 
 
 def restore_params(path: epath.Path, target: Any) -> Any:
-    """Weights of the newest whole step, or of the step that is named.
-
-    Args:
-      path: as for `find_step`.
-      target: shapes, dtypes and shardings to restore into.
+    """Weights of the newest whole step, or of the one named, with the shapes, dtypes and shardings of a target.
 
     Raises:
       UserError: where there are none, or none can be read.

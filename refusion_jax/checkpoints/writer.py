@@ -32,9 +32,6 @@ def make_checkpointer(state: Any) -> ocp.AsyncCheckpointer:
     form: with compression, or with axes in another order on the device. Arrays are therefore written as they are:
     compression makes weights 7 % smaller, costs two thirds of a save's CPU time, and its buffers of all threads came to
     0.4 of the state. What is on its way is limited for arrays in another order.
-
-    Args:
-      state: what is saved or restored: arrays, or their shapes and shardings.
     """
     arrays = jax.tree.leaves(state)
     own = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / jax.process_count()

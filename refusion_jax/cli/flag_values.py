@@ -93,12 +93,7 @@ def check_output(flag: str, path: epath.Path, directory: bool = False) -> None:
 
 
 def check_page(flag: str, path: epath.Path, beginning: bytes) -> None:
-    """Refuses a path where no page can be written, and a file that is no such page.
-
-    Args:
-      flag: that names the path.
-      path: of the page.
-      beginning: of every such page.
+    """Refuses a path where no page can be written, and a file that does not begin as every such page does.
 
     Raises:
       UserError: naming the flag.

@@ -31,11 +31,6 @@ class Setting:
     def check(self, group: str, name: str, value: Any) -> None:
         """Refuses a value that is not of the type, finite, within the limits, and one of the choices.
 
-        Args:
-          group: of settings, as the command line spells it: "config" or "decode".
-          name: of the setting in its group.
-          value: to check.
-
         Raises:
           SettingError: naming the setting, the reason, and what would be right.
         """

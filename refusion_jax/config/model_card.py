@@ -11,12 +11,7 @@ from refusion_jax.systems.registry import systems
 
 
 def model_card(workdir: epath.Path, step: int, name: str) -> str:
-    """System, data, steps, settings and scores of a run in Markdown.
-
-    Args:
-      workdir: of the run.
-      step: that is exported.
-      name: of the model.
+    """System, data, steps, settings and scores of a run at a step, in Markdown.
 
     Raises:
       UserError: where a file of the run cannot be read.

@@ -62,11 +62,7 @@ def load_dataset(
 
 
 def prepared_paths(path: str, key: str) -> list[str]:
-    """The prepared directories in a comma-separated path; empty if it names something else.
-
-    Args:
-      path: the value of a config key.
-      key: its name, for messages.
+    """The prepared directories in the comma-separated value of a config key; empty if it names something else.
 
     Raises:
       UserError: where only some of them are prepared directories.

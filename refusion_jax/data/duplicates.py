@@ -54,11 +54,7 @@ def in_partition(keys: np.ndarray, partition: int, partitions: int) -> np.ndarra
 
 
 def repeated(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """The numbers of those documents of each chunk whose key occurs in it before, or in a chunk before it.
-
-    Args:
-      parts: the keys of each chunk, in input order, that are in one partition.
-    """
+    """The numbers of those documents of each chunk whose key occurs in it before, or in a chunk before it."""
     chunk, keys = np.repeat(np.arange(len(parts)), [len(part) for part in parts]), np.concatenate(parts)
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first to stand in the input stays first
     keys, chunk = keys[order], chunk[order]

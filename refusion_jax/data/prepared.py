@@ -27,9 +27,6 @@ class PreparedRows(RowSource):
     def __init__(self, path: str):
         """Reads the manifest.
 
-        Args:
-          path: the directory, local or gs://.
-
         Raises:
           UserError: where the directory is unfinished, or a file of it is missing, or has other bytes or rows.
         """
@@ -124,13 +121,7 @@ class MixedRows(RowSource):
     """The concatenation of several sets of rows."""
 
     def __init__(self, parts: Sequence[PreparedRows], names: Sequence[str], weights: Sequence[float]):
-        """Joins several sets.
-
-        Args:
-          parts: the sets.
-          names: of each, for the metrics.
-          weights: the share of each in what is trained on, relative to the others.
-        """
+        """Joins sets, with a name of each for the metrics, and its share in training relative to the others."""
         self._parts, self._names, self._weights = list(parts), list(names), [float(weight) for weight in weights]
         self._ends = list(itertools.accumulate(map(len, parts)))
 

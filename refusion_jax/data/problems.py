@@ -37,12 +37,8 @@ class Mixture:
     families: Mapping[str, Family]
 
     def problems(self, split: str, count: int, seed: int) -> Iterator[Problem]:
-        """Yields `count` problems of a split; the same for the same seed.
-
-        Args:
-          split: "train", families by their shares, or "test", families in equal parts.
-          count: of problems.
-          seed: of the generator.
+        """Yields problems of "train", families by their shares, or "test", in equal parts; the same for the same
+        seed.
         """
         rng = random.Random(f"{split} {seed}")
         names = list(self.families)

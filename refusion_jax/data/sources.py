@@ -29,11 +29,7 @@ def held_out_problems(data: ml_collections.ConfigDict) -> Iterator[Problem]:
 
 
 def read_examples(data: ml_collections.ConfigDict, seed: int) -> Iterator[Example | Bad]:
-    """All examples of `config.data`, in a fixed order.
-
-    Args:
-      data: the run's `config.data`.
-      seed: of generated problems; held-out ones are the same for every seed.
+    """All examples of `config.data`, in a fixed order; held-out problems are the same for every seed.
 
     Raises:
       UserError: where there is no such file, or more in it than memory should hold.

@@ -94,11 +94,7 @@ _GPUS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak of dense bf16 arithmetic, FLOP/s, or None where it is not known (CPUs).
-
-    Args:
-      device_kind: `jax.Device.device_kind`.
-    """
+    """Peak of dense bf16 arithmetic, FLOP/s, or None where it is not known (CPUs)."""
     known = _peaks(device_kind)
     return known[0] if known else None
 

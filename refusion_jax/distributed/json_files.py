@@ -25,12 +25,7 @@ _adapter = functools.cache(pydantic.TypeAdapter)
 def read_json(
     path: epath.PathLike, kind: type[_T] = dict[str, Any], extra: Literal["forbid", "ignore"] = "forbid"
 ) -> _T:
-    """The value that a file holds.
-
-    Args:
-      path: of the file.
-      kind: of the value.
-      extra: what becomes of fields that `kind` does not declare.
+    """The value that a file holds; with extra="ignore" it may have fields that its kind does not declare.
 
     Raises:
       UserError: naming the file, and the line or field at fault.

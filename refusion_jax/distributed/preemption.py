@@ -87,9 +87,6 @@ def watch_maintenance(server: str) -> None:
 
     A notice that exists already at the beginning is ignored: the run has just been started in spite of it, and the
     machine sends another SIGTERM before it goes down.
-
-    Args:
-      server: address of Google's metadata server.
     """
     before = {key: _ask(server, key) for key in _NOTICES}
     while True:

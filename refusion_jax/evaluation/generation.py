@@ -57,11 +57,7 @@ def by_program(requests: Sequence[Request], model: ModelConfig) -> Iterator[tupl
 
 
 def check_fits(model: Transformer, requests: Sequence[Request]) -> None:
-    """Refuses requests whose batch does not fit into memory.
-
-    Args:
-      model: with the shapes and shardings of its weights; they may be abstract.
-      requests: with settings.
+    """Refuses requests whose batch does not fit into memory; the weights of the model may be abstract.
 
     Raises:
       UserError: naming a batch size that fits.

@@ -108,12 +108,7 @@ def enter_namespaces() -> None:
 
 
 def build_root(read_only: list[str], disk: int) -> None:
-    """Changes to a root directory in memory that contains some directories read-only.
-
-    Args:
-      read_only: directories and files to bind.
-      disk: bytes that may be written.
-    """
+    """Changes to a root directory in memory, of so many bytes, that contains some directories and files read-only."""
     new = os.getcwd()
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", new, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk},nr_inodes=10000,mode=755")

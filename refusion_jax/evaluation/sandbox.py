@@ -109,11 +109,7 @@ def run_all(programs: Sequence[str], limits: Limits = Limits(), unsafe: bool = F
 
 @contextlib.contextmanager
 def allow(unsafe: bool = False, rehearsal: bool = False) -> Iterator[None]:
-    """A context in which tasks may run generated code.
-
-    Args:
-      unsafe: without the sandbox.
-      rehearsal: programs are not run, and fail.
+    """A context in which tasks may run generated code; in a rehearsal programs are not run, and fail.
 
     Raises:
       UserError: on entry, where the kernel does not support the sandbox.

@@ -62,15 +62,7 @@ class ForwardCosts:
 
 
 def forward_costs(model: ModelConfig, rows: int, places: float, context: float, chips: int = 1) -> ForwardCosts:
-    """The costs of one forward on each of the chips that share its heads.
-
-    Args:
-      model: its shape.
-      rows: of the batch.
-      places: computed for each row.
-      context: cache entries that each row reads.
-      chips: that share the heads.
-    """
+    """The costs of one forward on each of the chips that share its heads; `context` counts cache entries per row."""
     c, T = model, rows * places
     D, L, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads * c.head_dim
     E, used = c.num_experts, c.num_experts_per_tok
@@ -86,14 +78,6 @@ def forward_costs(model: ModelConfig, rows: int, places: float, context: float, 
 
 
 def tokens_per_second(counts: DecodeCounts, model: ModelConfig, chip: Chip, chips: int, batch_size: int) -> float:
-    """Estimated tokens per second of the whole batch.
-
-    Args:
-      counts: of a decoder.
-      model: its shape; weights and cache are in bfloat16.
-      chip: its documented rates.
-      chips: that share the heads.
-      batch_size: rows that are decoded together.
-    """
+    """Estimated tokens per second of the whole batch, in bfloat16, on chips that share the heads."""
     forward = forward_costs(model, batch_size, counts.places, counts.context, chips).seconds(chip)
     return batch_size * counts.tokens / (counts.forwards * forward)

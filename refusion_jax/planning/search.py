@@ -35,15 +35,7 @@ def search(
     tell: Callable[[dict], None],
     policies: Sequence[str] = tuple(REMAT_POLICIES),
 ) -> list[dict]:
-    """Plans every candidate.
-
-    Args:
-      config: of the run; its batch size is kept.
-      topology: to plan for.
-      slices: number of slices.
-      chips: in all slices.
-      tell: called with each record as it is known; candidates that cannot be built have none.
-      policies: remat policies to try.
+    """Plans every candidate at the batch size of the config; `tell` gets each record as soon as it is known.
 
     Returns:
       Records of the candidates that fit, fastest first; each has "flags", which select it.

@@ -208,14 +208,10 @@ class Comparison:
             write_file(self._directory / "decodings.html", page(list(enumerate(rows))))
 
     def _timed(self, chosen: Iterable[tuple[Curve, Measured]], runs: list[Run], shape: str = "") -> list[Timed]:
-        """The speeds of points in interleaved repeats, on the models of the first seed.
+        """The speeds of points in interleaved repeats, on the models of the first seed; with a shape, at that
+        proxy's cost.
 
         They are stored as one record, since they compare only with each other.
-
-        Args:
-          chosen: what is timed.
-          runs: of all models.
-          shape: of the speed proxy at whose cost they decode; empty: at their own.
         """
         entries = []
         for curve, measured in chosen:

@@ -114,10 +114,6 @@ def under_parallelism(curve: Curve, best: float) -> float:
 
     An accuracy y counts exp(-3 (1 - y / best)) times, but for the rectangle up to the slowest point; points more than
     5 % below that one do not count. Each prefill is a forward, since some decoders draft in it. Validation problems.
-
-    Args:
-      curve: of a decoder.
-      best: the highest accuracy of all decoders.
     """
     reached = sorted((p.figure("tokens_per_forward_with_prefill").mean, 100 * p.accuracy.mean) for p in curve.points)
     width, first = reached[0]

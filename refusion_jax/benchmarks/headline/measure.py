@@ -89,15 +89,7 @@ def score(
     repeats: int = 1,
     decodings: Decodings | None = None,
 ) -> tuple[dict[str, Any], list[str], float]:
-    """Accuracy of the answers, decoding many prompts at a time.
-
-    Args:
-      mixture: of the problems.
-      problems: to decode.
-      subject: that decodes them.
-      budget: with the tokens of an answer.
-      repeats: that are timed.
-      decodings: get the first answers, for a page.
+    """Accuracy of the answers, decoding many prompts at a time; `decodings` get the first of them, for a page.
 
     Returns:
       (the fields of `results.Scored` about the answers, their texts, median of tokens per second).

@@ -174,12 +174,6 @@ def verdict(claim: Claim, own: Measured, rival: Measured, speed: float) -> Verdi
     """Whether a claim holds, with each decoder at its fastest point within curves.WITHIN of its best accuracy.
 
     Where both accuracies are at the ceiling, the claim about accuracy counts as met.
-
-    Args:
-      claim: of a paper.
-      own: the point that it is about.
-      rival: what that is compared with.
-      speed: tokens per second as a multiple of the rival's.
     """
     here, there = own.accuracy.mean, rival.accuracy.mean
     accuracy, ceiling = here / there if there else math.inf if here else 1.0, min(here, there) >= _CEILING

@@ -159,11 +159,7 @@ def where() -> str:
 
 
 def open_store(directory: Path, call: dict[str, Any]) -> Journal:
-    """The finished records by key, in a directory that is made where there is none.
-
-    Args:
-      directory: of the comparison.
-      call: all that the records depend on.
+    """The finished records by key, in a directory that is made where there is none; they depend on `call` alone.
 
     Raises:
       UserError: where the directory holds another comparison, or another process is using it.

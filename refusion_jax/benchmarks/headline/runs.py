@@ -21,12 +21,7 @@ _KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits
 
 
 def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Trains a run to its end, resuming if it was interrupted.
-
-    Args:
-      run: to train.
-      directory: of the comparison.
-      say: prints a line; called about once a minute.
+    """Trains a run to its end, resuming if it was interrupted; about once a minute `say` is called with a line.
 
     Returns:
       {"seconds" of training, "tokens", "losses": [{"step", "tokens", "loss", and where they were measured "eval_loss",

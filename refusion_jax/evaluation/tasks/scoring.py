@@ -127,12 +127,7 @@ _PROGRAM = re.compile(r"^(?:(?:async def|def|class|import) |from [\w.]+ import )
 
 
 def code_of(answer: str, is_begun: bool = False) -> str:
-    """The first block of Python in an answer; all of it up to the end of a block where none begins.
-
-    Args:
-      answer: of the model.
-      is_begun: whether the answer begins inside a block.
-    """
+    """The first block of Python in an answer, which may begin inside one; where none begins, all up to its end."""
     if is_begun and not answer.lstrip().startswith("```"):
         return answer.split("```", 1)[0]
     for block in _BLOCK.finditer(answer):
