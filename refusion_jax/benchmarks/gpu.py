@@ -128,7 +128,9 @@ def logits() -> list[dict]:
             tokens = jax.random.randint(jax.random.key(1), (4, 128), 5, 500)
             segments = 1 + (jnp.arange(128)[None] // jnp.array([[40], [64], [128], [100]]))
             positions = jnp.broadcast_to(jnp.arange(128)[None], tokens.shape)
-            found.append(np.asarray(jax.jit(lambda m, *x: m(*x))(model, tokens, positions, causal(segments))))
+            found.append(
+                np.asarray(jax.jit(lambda m, *x: m(*x))(model, tokens, positions, Visibility.of(CAUSAL, segments)))
+            )
     return [{"largest_error": float(np.abs(found[0] - found[1]).max() / np.abs(found[1]).max())}]
 
 
@@ -145,10 +147,10 @@ def packed(rehearse: bool) -> list[dict]:
         return out, *pull(weight.astype(out.dtype))
 
     def kernel(*args):
-        return triton_attention(*args, causal(segments), interpret=rehearse)
+        return triton_attention(*args, Visibility.of(CAUSAL, segments), interpret=rehearse)
 
     def definition(*args):
-        return attention(*args, causal(segments).mask())
+        return attention(*args, Visibility.of(CAUSAL, segments).mask())
 
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     found = jax.jit(lambda *x: both(kernel, *x))(q, k, v)
@@ -230,11 +232,6 @@ def against_authors(gpu: flags.FlagValues) -> list[dict]:
     size = "tiny" if gpu.rehearse else "1.7b"
     model = decoding.random_model(size, dtype)
     return [record | {"size": size} for record in authors.measure(model, own, [1, own.count])]
-
-
-def causal(segments: jax.Array) -> Visibility:
-    """Causal attention within each document of packed rows."""
-    return Visibility.of(CAUSAL, segments)
 
 
 def section(head: dict, records: list[dict], command: str = "") -> str:

@@ -14,7 +14,7 @@ import pydantic
 from etils import epath
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.distributed.json_files import parse_json
+from refusion_jax.distributed.json_files import first_fault, parse_json
 
 QUERY_FIELDS = ("query", "question", "prompt")
 RESPONSE_FIELDS = ("response", "answer", "completion")
@@ -204,20 +204,15 @@ def _from_turns(system: Any, turns: Any, where: str | Line, fields: Fields) -> l
     try:
         opening = [{"role": "system", "content": system}] if system else []
         turns = tuple(turn.pair for turn in _TURNS.validate_python([*opening, *turns] if opening else turns))
-    except (pydantic.ValidationError, TypeError) as error:
-        return [Bad(where, f"not a conversation: {_first_fault(error)}", "not a conversation")]
+    except pydantic.ValidationError as error:
+        return [Bad(where, f"not a conversation: turn {first_fault(error)}", "not a conversation")]
+    except TypeError as error:
+        return [Bad(where, f"not a conversation: {error}", "not a conversation")]
     answers = [at for at, (role, _) in enumerate(turns) if at and role == "assistant"]
     if not answers or answers[-1] != len(turns) - 1:
         return [Bad(where, "the last of several turns must be the assistant's", "not a conversation")]
     chosen = answers if fields.turns == "all" else answers[-1:]
     return [checked(turns[:at], turns[at][1], where) for at in chosen]
-
-
-def _first_fault(error: Exception) -> str:
-    if not isinstance(error, pydantic.ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"turn {'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _names(item: dict) -> str:

@@ -17,9 +17,7 @@ class Tokenizer(abc.ABC):
     eos_id: int
     pad_id: int  # never EOS; -1 where it has none of its own
     mask_id: int
-    thinking: bool | None = (
-        None  # `enable_thinking` of the chat template in training; None: the template did not get it
-    )
+    thinking: bool | None = None  # `enable_thinking` of the chat template in training; None: it did not get that name
     has_chat_template: bool = False  # whether prompts become turns of a conversation
     left_out: dict[str, int]  # turns that the chat template left out so far, wholly or in part, by role
     adds_mask: bool = False  # whether its files have no mask token, and one was added to the vocabulary

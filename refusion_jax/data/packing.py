@@ -101,7 +101,8 @@ def tokenize(
       slice_size: characters, after which a text is tokenized in slices, in bounded memory; None: always whole.
     """
     slices = [_slices(example.response, slice_size) for example in examples]
-    encoded = _encode(tokenizer, itertools.chain.from_iterable(slices))
+    groups = batches(itertools.chain.from_iterable(slices), len)  # a bounded number of characters at a time
+    encoded = itertools.chain.from_iterable(map(tokenizer.encode, groups))
     prompts = _encode_prompts(examples, tokenizer)
     for example, prompt, own in zip(examples, prompts, slices, strict=True):
         response = [np.array(ids, np.int32) for ids in itertools.islice(encoded, len(own))]
@@ -129,12 +130,6 @@ def _encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer) -> list[l
             return [Bad(examples[0].where, str(error), "refused by the tokenizer")]
     half = len(examples) // 2
     return _encode_prompts(examples[:half], tokenizer) + _encode_prompts(examples[half:], tokenizer)
-
-
-def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
-    """Token ids of each text, encoding a bounded number of characters at a time."""
-    for group in batches(texts, len):
-        yield from tokenizer.encode(group)
 
 
 def batches(items: Iterable[_T], size_of) -> Iterator[list[_T]]:

@@ -160,7 +160,7 @@ class Worker:
                 return left_out(example, "near_duplicate")
             return self._filters(example) if self._filters else example
 
-        for batch in batches(self._examples(chunk), _characters):
+        for batch in batches(self._examples(chunk), lambda item: len(getattr(item[1], "response", ""))):
             report.examples += len(batch)
             bad, kept = [], []
             for source, example in batch:
@@ -192,11 +192,6 @@ class Worker:
                     raise _Stopped
         for name, counts in ("dropped", drops), ("sources", sources), ("languages", languages), ("lengths", lengths):
             setattr(report, name, dict(sorted(counts.items())))
-
-
-def _characters(item: tuple[str, Example | Bad]) -> int:
-    example = item[1]
-    return len(example.response) if isinstance(example, Example) else 0
 
 
 def _split(example: Example, held_out: float) -> str:

@@ -61,9 +61,13 @@ def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbi
     try:
         return _adapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True, extra=extra)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise UserError(f"{where}: {field and f'{field}: '}{first['msg']}") from error
+        raise UserError(f"{where}: {first_fault(error)}") from error
+
+
+def first_fault(error: pydantic.ValidationError) -> str:
+    """The first field at fault, if it is one, and what it must be."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 def to_type(value: Any, kind: type[_T], where: str) -> _T:

@@ -42,7 +42,6 @@ from refusion_jax.checkpoints.load import load_model
 from refusion_jax.cli import flag_values
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.settings import Settings
 from refusion_jax.distributed.cores import available_cores
 from refusion_jax.model import huggingface
 from refusion_jax.model.transformer import Transformer
@@ -97,9 +96,17 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     requests = (
         prompts_in(own.prompts, own.checkpoint, plain)[: own.count] if own.prompts else random_prompts(own.count, 32, c)
     )
-    prompts = [list(request.prompt) for request in requests]
     queues = {key: prepare(requests, settings, c) for key, settings in subjects.items()}
-    asked = {"prompts": prompts, "settings": their_settings(plain, c.eos_token_id, c.mask_token_id)}
+    settings = {  # as the authors' code calls them
+        "gen_length": plain.new_tokens,
+        "slot_size": plain.slot_size,
+        "serial_num_blocks": plain.serial_blocks,
+        "slot_threshold": plain.slot_threshold,
+        "token_threshold": plain.token_threshold,
+        "eos_id": c.eos_token_id,
+        "mask_id": c.mask_token_id,
+    }
+    asked = {"prompts": [list(request.prompt) for request in requests], "settings": settings}
 
     speeds: dict[Any, list[float]] = {key: [] for key in ["theirs", *subjects]}
     answers: dict[Any, list[list[int]]] = {}
@@ -114,17 +121,18 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
                 for key, (tokens, seconds) in taken.items():
                     speeds[key].append(tokens / seconds)
         device = theirs.device
-    cut = [through_first(answer, c.eos_token_id) for answer in answers["theirs"]]
+    eos = c.eos_token_id
+    cut = [answer[: [*answer, eos].index(eos) + 1] for answer in answers["theirs"]]  # through the first EOS
     return [
         {
             "benchmark": "authors",
             "setup": setup,
             "batch_size": size,
-            "prompts": len(prompts),
+            "prompts": len(requests),
             "tokens_per_second": float(np.median(speeds[setup, size])),
             "their_tokens_per_second": float(np.median(speeds["theirs"])),
             "ratio": np.percentile(np.divide(speeds[setup, size], speeds["theirs"]), [0, 50, 100]).tolist(),
-            "same": sum(map(list.__eq__, answers[setup, size], cut)) / len(prompts),
+            "same": sum(map(list.__eq__, answers[setup, size], cut)) / len(requests),
             "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
             "dtype": own.dtype,
             "their_device": device,
@@ -134,19 +142,6 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     ]
 
 
-def their_settings(settings: Settings, eos_id: int, mask_id: int) -> dict[str, Any]:
-    """The same settings as the authors' code calls them."""
-    return {
-        "gen_length": settings.new_tokens,
-        "slot_size": settings.slot_size,
-        "serial_num_blocks": settings.serial_blocks,
-        "slot_threshold": settings.slot_threshold,
-        "token_threshold": settings.token_threshold,
-        "eos_id": eos_id,
-        "mask_id": mask_id,
-    }
-
-
 def ours(model: Transformer, requests: list[Request]) -> tuple[list[list[int]], int, float]:
     """Our answers, how many tokens were decoded for them, and the seconds that took."""
     began = time.perf_counter()
@@ -154,11 +149,6 @@ def ours(model: Transformer, requests: list[Request]) -> tuple[list[list[int]], 
     seconds = time.perf_counter() - began
     answers = [found[i] for i in range(len(requests))]
     return [answer.tokens for answer in answers], sum(len(answer.commit_order) for answer in answers), seconds
-
-
-def through_first(tokens: list[int], eos_id: int) -> list[int]:
-    """An answer through its first EOS."""
-    return tokens[: tokens.index(eos_id) + 1] if eos_id in tokens else tokens
 
 
 class Theirs:

@@ -101,7 +101,12 @@ def _table(found: list[Curve], results: Results) -> str:
     rows = []
     for curve in found:
         point, run = curve.fastest(_ONE), runs[curve.system, curve.start]
-        row = curve.name, str(len(point.scores)), _percent(point.accuracy), _number(_per_forward(point), 2)
+        row = (
+            curve.name,
+            str(len(point.scores)),
+            _percent(point.accuracy),
+            _number(point.figure("tokens_per_forward"), 2),
+        )
         counted = (point.figure(f"tokens_per_forward_{name}") for name in ("without_eos", "with_prefill"))
         row += tuple(f"{figure.mean:.2f}" for figure in counted)
         row += f"{under_parallelism(curve, best):.0f}", _number(point.timed[_ONE]), _number(point.timed[_MANY])
@@ -110,10 +115,6 @@ def _table(found: list[Curve], results: Results) -> str:
     names = ["system", "seeds", "exact match", "tokens/forward", "without EOS", "with the prefill", "AUP"]
     names += ["tokens/s at 1", "tokens/s at 16", "setting", "learning rate", "training, s"]
     return table(names, rows)
-
-
-def _per_forward(point: Measured) -> Figure:
-    return point.figure("tokens_per_forward")
 
 
 def _percent(figure: Figure) -> str:
@@ -213,7 +214,7 @@ def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
         if curve.is_timed(PROXY):
             point = curve.fastest(PROXY)
             row = curve.name, point.settings or "its own", _percent(point.accuracy)
-            rows.append((*row, _number(_per_forward(point), 2), _number(point.timed[PROXY])))
+            rows.append((*row, _number(point.figure("tokens_per_forward"), 2), _number(point.timed[PROXY])))
     names = "system", "setting", "exact match", "tokens/forward", "tokens/s at 1, by proxy"
     return [prose(about), table(names, rows)]
 
