@@ -30,7 +30,7 @@ from refusion_jax.cli.errors import UserError, needs
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import THINKING, load_tokenizer_file
-from refusion_jax.data.filters import ALL, NAMES, Filters, FilterSettings
+from refusion_jax.data.filters import ALL, RULES, Filters, FilterSettings
 from refusion_jax.data.hub import pinned
 from refusion_jax.data.input_splits import find_files
 from refusion_jax.data.manifest import LONGEST_ROW, Manifest, file_checksum
@@ -69,7 +69,7 @@ _SHAPING = [
         "words 97.5 % are found (MinHash)",
     ),
     flags.DEFINE_list(
-        "filters", [], f"Rules, of {', '.join(NAMES)}, by which texts are left out or changed: see the README of data/"
+        "filters", [], f"Rules, of {', '.join(RULES)}, by which texts are left out or changed: see the README of data/"
     ),
     flags.DEFINE_list("languages", [], f"Keep what is in these, such as en,de; {ALL}: keep all, and count them"),
     flags.DEFINE_list(
@@ -180,8 +180,8 @@ def _runner() -> Callable[[Settings, epath.Path], Runner]:
 
 def _filters(flag: dict[str, Any]) -> FilterSettings:
     """Those asked for, with the checksums of the files that they go by."""
-    if unknown := set(flag["filters"]) - set(NAMES):
-        raise UserError(f"--filters={','.join(sorted(unknown))}: no filter of that name; there are {', '.join(NAMES)}")
+    if unknown := set(flag["filters"]) - set(RULES):
+        raise UserError(f"--filters={','.join(sorted(unknown))}: no filter of that name; there are {', '.join(RULES)}")
     files = {}
     for name in ("decontaminate", "blocked_urls"):
         found = [path for pattern in flag[name] for path in find_files(pattern) or [pattern]]

@@ -118,31 +118,38 @@ def guard(main: Callable[[], None]) -> None:
         main()
         if sys.stdout:
             sys.stdout.flush()
-    except (UserError, flags.Error) as error:
-        _end(error, 2)
-    except Failure as error:
-        _end(error, 1)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # so does rich end
             _end(None, 141)
         raise
-    except KeyboardInterrupt as error:
-        _end(Failure(str(error) or "interrupted"), 130)
-    except Exception as error:  # noqa: BLE001  whatever nobody has thought of
-        if isinstance(error, BrokenPipeError):
-            _end(None, 141)
-        if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_PATH:
-            _end(UserError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 2, error)
-        if isinstance(error, OSError) and error.errno in _OF_A_DISK:
-            _end(Failure(f"{error.filename or 'the output'}: {error.strerror}"), 1, error)
-        if full := next((text for text in map(os.strerror, sorted(_OF_A_DISK)) if text in str(error)), None):
-            _end(Failure(f"{full}: {first_line(error)}"), 1, error)  # in the words of a library
-        if isinstance(error, RuntimeError) and _BAD_BACKEND.match(str(error)):
-            _end(UserError(f"the environment: {first_line(error)}"), 2, error)
-        if isinstance(error, AssertionError) and _is_of_backends(error):
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  whatever nobody has thought of
+        _end(*verdict(error), error)
+
+
+def verdict(error: Exception | KeyboardInterrupt) -> tuple[Exception | None, int]:
+    """What to say of whatever has ended a command, if anything, and the exit code for it, see `guard`."""
+    match error:
+        case UserError() | flags.Error():
+            return error, 2
+        case Failure():
+            return error, 1
+        case KeyboardInterrupt():
+            return Failure(str(error) or "interrupted"), 130
+        case BrokenPipeError():
+            return None, 141
+        case OSError(errno=number, filename=path) if path is not None and number in _OF_A_PATH:
+            return UserError(f"{os.fsdecode(path)}: {error.strerror}"), 2
+        case OSError(errno=number, filename=path) if number in _OF_A_DISK:
+            return Failure(f"{path or 'the output'}: {error.strerror}"), 1
+        case RuntimeError() if _BAD_BACKEND.match(str(error)):
+            return UserError(f"the environment: {first_line(error)}"), 2
+        case AssertionError() if Path(traceback.extract_tb(error.__traceback__)[-1].filename).name == "xla_bridge.py":
+            # JAX has given up on all platforms, which it says without words.
             wanted = os.environ.get("JAX_PLATFORMS")
-            _end(UserError(f"the environment: JAX_PLATFORMS={wanted}: JAX finds no such device here"), 2, error)
-        _end(Failure(_unforeseen(error)), 1, error)
+            return UserError(f"the environment: JAX_PLATFORMS={wanted}: JAX finds no such device here"), 2
+    if full := next((text for text in map(os.strerror, sorted(_OF_A_DISK)) if text in str(error)), None):
+        return Failure(f"{full}: {first_line(error)}"), 1  # in the words of a library
+    return Failure(_unforeseen(error)), 1
 
 
 # What is wrong with a path that a user has given, and what with the disk below it.
@@ -151,7 +158,7 @@ _OF_A_PATH |= {errno.ENXIO}  # a socket, or a terminal that is not there
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def _end(error: Exception | None, code: int, cause: Exception | None = None) -> None:
+def _end(error: Exception | None, code: int, cause: BaseException | None = None) -> None:
     """Ends the process: says what is wrong in one line, after the trace where it is asked for."""
     with contextlib.suppress(OSError):  # stderr may be closed, too
         if error and _wants_traceback():
@@ -166,11 +173,6 @@ def _end(error: Exception | None, code: int, cause: Exception | None = None) -> 
         os.dup2(nowhere, 1)
         os.close(nowhere)
     sys.exit(code)
-
-
-def _is_of_backends(error: Exception) -> bool:
-    """Whether JAX has given up on all platforms, which it says by an assertion without words."""
-    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).name == "xla_bridge.py"
 
 
 def _wants_traceback() -> bool:

@@ -1,6 +1,6 @@
 """Filters of `prepare`: named transforms of one example, which leave it out or change its text.
 
-Each depends on the example and its settings only, so it does the same in any worker. They run in the order of `NAMES`;
+Each depends on the example and its settings only, so it does the same in any worker. They run in the order of `RULES`;
 those of documents judge texts without a prompt, as the papers they are from do. The rules of Gopher and C4 and the
 masking of personal data are datatrove's, the language is found by py3langid.
 """
@@ -20,12 +20,6 @@ from refusion_jax.data.ngrams import ngram_hashes
 from refusion_jax.distributed.json_files import read_json_lines
 from refusion_jax.distributed.storage import read_file
 
-NAMES = {
-    "gopher_repetition": "texts that repeat lines, paragraphs or n-grams too much (Gopher, arXiv 2112.11446, table A1)",
-    "gopher_quality": "texts with too few or odd words, symbols or lines, or no stop words (Gopher, English)",
-    "c4": "lines without final punctuation, texts of fewer than 5 sentences ... (C4, JMLR 21:140, English)",
-    "pii": "writes other e-mail and public IP addresses in place of those in any text",
-}
 _URL = 2000  # characters that are looked at
 _EXCERPT = 200  # characters of what is left out, for people
 _TEST_WORDS = 13  # in a row, that a text shares with no test (GPT-3, arXiv 2005.14165, appendix C)
@@ -41,7 +35,7 @@ Outcome = Example | str  # what is left of an example, or why nothing is
 class FilterSettings:
     """Which filters there are, and what they go by."""
 
-    names: tuple[str, ...] = ()  # of NAMES
+    names: tuple[str, ...] = ()  # of RULES
     languages: tuple[str, ...] = ()  # to keep, or ALL, which counts them
     decontaminate: tuple[tuple[str, str], ...] = ()  # files of tests, and their checksums
     blocked_urls: tuple[tuple[str, str], ...] = ()  # files of domains and beginnings of URLs, and their checksums
@@ -65,8 +59,7 @@ class Filters:
             self._steps["decontaminate"] = functools.partial(
                 _decontaminate, np.unique(np.concatenate([np.zeros(0, np.uint64), *tests]))
             )
-        for name in (name for name in NAMES if name in settings.names):
-            self._steps[name] = _RULES[name]()
+        self._steps |= {name: make() for name, make in RULES.items() if name in settings.names}
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -168,9 +161,9 @@ def _pii() -> Callable[[Example], Outcome]:
 
 
 _IP = "22.214.171.124"  # the first of datatrove's
-_RULES = {
-    "gopher_repetition": functools.partial(_rule, "GopherRepetitionFilter"),
-    "gopher_quality": functools.partial(_rule, "GopherQualityFilter"),
-    "c4": functools.partial(_rule, "C4QualityFilter"),
-    "pii": _pii,
+RULES = {
+    "gopher_repetition": functools.partial(_rule, "GopherRepetitionFilter"),  # arXiv 2112.11446, table A1
+    "gopher_quality": functools.partial(_rule, "GopherQualityFilter"),  # the same, for English
+    "c4": functools.partial(_rule, "C4QualityFilter"),  # JMLR 21:140, for English
+    "pii": _pii,  # writes other e-mail and public IP addresses in place of those in any text
 }

@@ -64,16 +64,10 @@ def together(peer_seconds: float = 300.0, lost_seconds: int = 60) -> Iterator[No
 
 def _explain(error: Exception | KeyboardInterrupt) -> int:
     """Says why this process leaves alone, and gives its exit code."""
-    match error:
-        case KeyboardInterrupt():
-            command.explain(Failure("interrupted"))
-            return 130
-        case UserError():
-            command.explain(error)
-            return 2
-        case Failure():
-            command.explain(error)
-            return EXIT_CODE
+    if isinstance(error, KeyboardInterrupt | UserError | Failure):
+        said, code = command.verdict(error)
+        command.explain(said)
+        return EXIT_CODE if isinstance(error, Failure) else code
     traceback.print_exception(error)
     return 1
 
