@@ -34,7 +34,7 @@ from refusion_jax.data.filters import ALL, RULES, Filters, FilterSettings
 from refusion_jax.data.hub import pinned
 from refusion_jax.data.input_splits import find_files
 from refusion_jax.data.manifest import LONGEST_ROW, Manifest, file_checksum
-from refusion_jax.data.preparation import plan_chunks, prepare
+from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.shards import Settings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.data.workers import Processes, Runner
@@ -211,16 +211,8 @@ def main() -> None:
     bar = _Bar()
     try:
         chunks = plan_chunks(inputs, flag["shard_mib"] << 20, flag["shuffle"])
-        manifest = prepare(
-            chunks,
-            epath.Path(_OUTPUT.value),
-            settings,
-            tokenizer,
-            command=command_line(inputs),
-            runner=runner,
-            started=bar.started,
-            advance=bar.advance,
-        )
+        output, line = epath.Path(_OUTPUT.value), command_line(inputs)
+        manifest = Preparation(chunks, output, settings, tokenizer, line, runner, bar.started, bar.advance).run()
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on from here") from None
     except FileNotFoundError as error:  # of the input, since it was listed

@@ -23,7 +23,7 @@ from refusion_jax import UserError
 from refusion_jax.data.examples import Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
 from refusion_jax.data.manifest import read_manifest
-from refusion_jax.data.preparation import plan_chunks, prepare
+from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.rows import check_row, decode_row, encode_row
 from refusion_jax.data.shards import Settings
@@ -52,7 +52,7 @@ def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, runner=N
         str(tokenizer_file), MASK_PIECE, "unset", row_length, "best_fit", "stop", False, 0.0, Fields(flag="--")
     )
     settings = dataclasses.replace(settings, **changes)
-    return prepare(
+    return Preparation(
         plan_chunks([str(source)], shard),
         epath.Path(output),
         settings,
@@ -61,7 +61,7 @@ def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, runner=N
         runner=runner or functools.partial(Processes, count=processes),
         started=lambda what, size: None,
         advance=lambda size, tokens: None,
-    )
+    ).run()
 
 
 def write_pairs(path, count, seed=0):
