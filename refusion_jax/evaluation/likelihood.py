@@ -107,10 +107,15 @@ def likelihoods(
                 prompt, continuation, slot_size, order, model.config.mask_token_id, drawn, f"text {number}"
             )
             items.append((number, system.scoring.forward(text)))
+    scored = {}  # (sum of weight * log p(label), whether every label is the most probable token) of each item
+    for at, (log_p, is_best, *_) in _run(model, [item for _, item in items]):
+        weights = items[at][1].weights
+        total = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
+        scored[at] = float(total), bool(is_best[weights > 0].all())
     nats, greedy = [[] for _ in texts], [True] * len(texts)
-    for (number, _), (value, is_greedy) in zip(items, score(model, [item for _, item in items]), strict=True):
-        nats[number].append(value)
-        greedy[number] &= is_greedy
+    for at, (number, _) in enumerate(items):
+        nats[number].append(scored[at][0])
+        greedy[number] &= scored[at][1]
     found = []
     for values, is_greedy in zip(nats, greedy, strict=True):
         error = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else 0.0
@@ -222,16 +227,6 @@ def _checked(model, prompts, continuations, slot_size, order, draws) -> list[tup
     return texts
 
 
-def score(model: Transformer, items: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
-    """(sum of weight * log p(label), whether every label is the most probable token) of each item."""
-    results: list = [None] * len(items)
-    for number, (log_p, is_best, *_) in _run(model, items):
-        weights = items[number].weights
-        total = np.sum(np.where(weights > 0, log_p, 0.0) * weights, dtype=np.float64)
-        results[number] = float(total), bool(is_best[weights > 0].all())
-    return results
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenScore:
     """The likelihood of one token of a text."""
@@ -285,7 +280,7 @@ def _run(model: Transformer, items: Sequence[ScoredTokens]) -> Iterator[tuple[in
     packed = fit([len(item) for item in items], T)
     for rows in (packed[at : at + B] for at in range(0, len(packed), B)):
         with jax.set_mesh(mesh):
-            arrays = fetch(_jitted(graphdef, params, _lay_out(items, rows, B, T)))
+            arrays = fetch(log_probabilities(graphdef, params, _lay_out(items, rows, B, T)))
         for row, numbers in enumerate(rows):
             at = 0
             for number in numbers:
@@ -310,18 +305,15 @@ def _lay_out(items: Sequence[ScoredTokens], rows: list[list[int]], B: int, T: in
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _jitted(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    return log_probabilities(nnx.merge(graphdef, params), a)
-
-
-def log_probabilities(model: Transformer, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+def log_probabilities(graphdef: nnx.GraphDef, params: Any, a: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """What the model says of the labels in arrays of `_lay_out`.
 
     Returns:
       [B, T] arrays: float32 log p(label), bool whether it is the most probable token, int32 that token, and float32 its
       log p.
     """
-    c, (B, T) = model.config, a["tokens"].shape
+    model, (B, T) = nnx.merge(graphdef, params), a["tokens"].shape
+    c = model.config
     x = model.hidden(a["tokens"], a["positions"], Visibility(a["segment"], a["rank"], a["group"]))
     blocks = min(T // _BLOCK, 1 << max(B * T * c.vocab_size // _LOGITS, 1).bit_length() - 1)  # divides T
 
