@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import gc
+import importlib
 import io
 import os
 import re
@@ -83,6 +84,34 @@ def run(
         if isinstance(stream, io.TextIOWrapper):  # else a name of a file that is not UTF-8 could not be printed
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     guard(lambda: app.run(lambda _: guard(main), flags_parser=parse))
+
+
+def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
+    """Runs the part of a command that the first argument names; the others are its flags.
+
+    Args:
+      command: its name.
+      story: what it says of itself.
+      parts: modules with `define_flags` and `main`, which take the flags, by the name of the part.
+
+    Raises:
+      UserError: where none is named, or there is none of that name.
+    """
+    name, *rest = expand_flagfiles(sys.argv[1:]) or [""]
+    if name in HELP_FLAGS:
+        print(f"{story.strip()}\n\n{command} NAME --help explains the flags of each: {', '.join(parts)}.")
+        return
+    if name not in parts:
+        raise UserError(f"{command} {name!r}: unknown; known: {', '.join(parts)}; --help explains")
+    part, own = importlib.import_module(parts[name]), flags.FlagValues()
+    part.define_flags(own)
+    if HELP_FLAGS & set(rest):
+        print(help_page(part.__doc__, [own[flag] for flag in own]))
+        return
+    if unexpected := own([f"{command} {name}", *rest])[1:]:
+        raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
+    check_values(own)
+    part.main(own)
 
 
 def expand_flagfiles(arguments: Sequence[str]) -> list[str]:

@@ -9,39 +9,10 @@
 See refusion_jax/split/README.md.
 """
 
-import importlib
-import sys
-
-from absl import flags
-
-from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli import command
 
 SIDES = ("device", "server")
 
-
-def main(argv: list[str]) -> None:
-    """Runs the side that the first argument names; the others are its flags.
-
-    Raises:
-      UserError: where there is none.
-    """
-    side, *rest = argv or ("",)
-    if side in command.HELP_FLAGS:
-        print(f"{__doc__.strip()}\n\nsplit device --help and split server --help explain the flags of each.")
-        return
-    if side not in SIDES:
-        raise UserError(f"split {side!r}: must be split device or split server; --help explains")
-    module, own = importlib.import_module(f"refusion_jax.split.{side}"), flags.FlagValues()
-    module.define_flags(own)
-    if command.HELP_FLAGS & set(rest):
-        print(command.help_page(module.__doc__, [own[flag] for flag in own]))
-        return
-    if unexpected := own([f"split {side}", *rest])[1:]:
-        raise UserError(f"unexpected argument {unexpected[0]!r}: every setting is a --flag")
-    flag_values.check_values(own)
-    module.main(own)
-
-
 if __name__ == "__main__":
-    command.guard(lambda: main(command.expand_flagfiles(sys.argv[1:])))
+    sides = {side: f"refusion_jax.split.{side}" for side in SIDES}
+    command.guard(lambda: command.run_part("split", __doc__, sides))
