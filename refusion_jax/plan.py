@@ -58,10 +58,19 @@ _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mes
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
 _DECODE = command.define_settings(all_settings(), "decode")
 split_report.define_flags(flags.FLAGS)
+# What each kind of plan has a use for, besides --config and --json.
+_USES = {
+    "train": {"topology", "slices", "rows_per_chip", "memory_only", "search"},
+    "decode": {"topology", "slices", "what", "memory_only", *(f"decode.{name}" for name in _DECODE)},
+    "split": {"what", "decode.method", *split_report.FLAGS},
+    "hlo": {"topology", "slices", "hlo"},
+}
 
 
 def main() -> None:
-    if _WHAT.value == "split":
+    kind = "hlo" if _HLO.value is not None else _WHAT.value
+    if kind == "split":
+        check_use(kind)
         plan_split()
         return
     if (_CONFIG.value is None) == (_HLO.value is None) or _TOPOLOGY.value is None:
@@ -69,12 +78,12 @@ def main() -> None:
             "--config=configs/NAME.py and --topology=GENERATION:SHAPE are needed, or --hlo=FILE for the first; "
             "--help explains"
         )
-    check_use()
+    check_use(kind)
     config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
     libtpu_version()
     if mismatch := version_mismatch():
         print(mismatch, file=sys.stderr)
-    if _HLO.value is not None:
+    if kind == "hlo":
         show(plan_dump(Path(_HLO.value), topology, slices))
         return
     devices = len(tpu_devices(topology, slices))
@@ -86,7 +95,7 @@ def main() -> None:
             raise UserError(f"--rows_per_chip={_ROWS.value:g}: not a whole number of rows on {chips:g} chips")
         config.batch_size = int(_ROWS.value * chips)
     check(config)
-    if _WHAT.value == "decode":
+    if kind == "decode":
         given = command.given(_DECODE)
         method = given.setdefault("method", decoders_for(config.objective)[0])
         check_settings(method, given)
@@ -110,41 +119,23 @@ def plan_split() -> None:
     """
     if _CONFIG.value is None:
         raise UserError("--config=configs/NAME.py: needed with --what=split")
-    for name in ("topology", "hlo", "rows_per_chip", "search", "memory_only", "slices"):
-        if flags.FLAGS[name].value != flags.FLAGS[name].default:
-            raise UserError(f"--{name}: is of no use with --what=split")
     config = _CONFIG.value
     check(config)
-    given = command.given(_DECODE)
-    if others := sorted(set(given) - {"method"}):
-        raise UserError(f"--decode.{others[0]}: is of no use with --what=split")
-    method = given.get("method") or decoders_for(config.objective)[0]
+    method = command.given(_DECODE).get("method") or decoders_for(config.objective)[0]
     itemsize = 2 if config.dtype == "bfloat16" else 4
     records = split_report.plan_split(model_config(config), itemsize, method, flags.FLAGS)
     split_report.show(records, _JSON.value)
 
 
-def check_use() -> None:
-    """Refuses flags that the chosen kind of plan has no use for: its verdict would not be about what they ask for.
+def check_use(kind: str) -> None:
+    """Refuses flags that a kind of plan has no use for: its verdict would not be about what they ask for.
 
     Raises:
       UserError: naming the first.
     """
-    others = (flags.FLAGS[name] for name in ("what", "rows_per_chip", "search", "memory_only", *split_report.FLAGS))
-    given = {flag.name for flag in others if flag.value != flag.default}
-    for name in sorted(given & set(split_report.FLAGS)):
-        raise UserError(f"--{name}: is for --what=split")
-    given |= {f"decode.{name}" for name in command.given(_DECODE)}
-    settings = {f"decode.{name}" for name in _DECODE}
-    batch = {"rows_per_chip", "search"}
-    if _HLO.value is not None:
-        useless, why = given, "is of no use with --hlo, whose program is compiled already"
-    elif _WHAT.value == "train":
-        useless, why = settings, "is for --what=decode"
-    else:
-        useless, why = batch, "is of no use with --what=decode, whose rows are --decode.batch_size"
-    for name in sorted(useless & given):
-        raise UserError(f"--{name}: {why}")
+    given = {name for name in set().union(*_USES.values()) if flags.FLAGS[name].value != flags.FLAGS[name].default}
+    for name in sorted(given - _USES[kind]):
+        raise UserError(f"--{name}: is of no use with {'--hlo' if kind == 'hlo' else f'--what={kind}'}")
 
 
 def show_verdict(record: dict, find_fix: Callable[[], str]) -> None:

@@ -85,8 +85,8 @@ def test_a_setting_that_only_the_compiled_program_refuses_is_named_as_its_flag()
     [
         ([CONFIG, "--what=decode", "--rows_per_chip=64"], "--rows_per_chip: is of no use with --what=decode"),
         ([CONFIG, "--what=decode", "--search"], "--search: is of no use with --what=decode"),
-        ([CONFIG, "--decode.batch_size=4"], "--decode.batch_size: is for --what=decode"),
-        ([CONFIG, "--search", "--decode.method=none"], "--decode.method: is for --what=decode"),
+        ([CONFIG, "--decode.batch_size=4"], "--decode.batch_size: is of no use with --what=train"),
+        ([CONFIG, "--search", "--decode.method=none"], "--decode.method: is of no use with --what=train"),
         (["--hlo=none", "--what=decode"], "--what: is of no use with --hlo"),
         (["--hlo=none", "--decode.batch_size=4"], "--decode.batch_size: is of no use with --hlo"),
         (["--hlo=none", "--memory_only"], "--memory_only: is of no use with --hlo"),

@@ -307,4 +307,4 @@ def test_plan_says_where_to_cut():
         (["--rtt=1", "--device_memory=1e-5"], "nothing keeps"),
     ):
         assert said in run("plan", *flags, *more, code=2)[1]
-    assert "--rtt: is for --what=split" in run("plan", flags[1], "--topology=v5e:2x2", "--rtt=3", code=2)[1]
+    assert "--rtt: is of no use with --what=train" in run("plan", flags[1], "--topology=v5e:2x2", "--rtt=3", code=2)[1]
