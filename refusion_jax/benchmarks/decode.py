@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ def main(own: flags.FlagValues) -> None:
     Console().print(table)
 
 
-def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> list[dict]:
-    """Measures all setups in interleaved repeats, at one batch size."""
+def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidth: float) -> Iterator[dict]:
+    """A record of each setup at one batch size, measured in interleaved repeats."""
     shared = read_shared(own) | {"batch_size": batch_size}
     setups = {setup: read_setup(setup, shared, own.checkpoint) for setup in own.setup or default_system().decoders}
     models = {setup: model.rounded(settings.weights, settings.cache) for setup, settings in setups.items()}
@@ -128,7 +129,6 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         else:
             compiling[setup] = took
 
-    records = []
     for setup, settings in setups.items():
         decoder, kept = decoder_for(prepare(prompts, settings, c), c), models[setup]
         rows, took = batch_rows(len(prompts), batch_size, mesh_of(model)), float(np.median(seconds[setup]))
@@ -136,25 +136,22 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
         # Rows share forwards; the queue keeps all rows about equally busy.
         each = took / (forwards / rows)
         moved = kept.weight_bytes + rows * decoder.cache_length * bytes_per_token(c, kept.cache_dtype)
-        records.append(
-            {
-                "benchmark": "decode",
-                "setup": setup,
-                "batch_size": batch_size,
-                "tokens_per_second": tokens / took,
-                "forwards": forwards,
-                "tokens_per_forward": tokens / forwards,
-                "ms_per_forward": 1e3 * each,
-                "bytes": moved,
-                "of_bandwidth": moved / each / bandwidth,
-                "compile_seconds": compiling[setup] - took,
-                "width": decoder.width,
-                "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
-                "dtype": own.dtype,
-                "device": jax.devices()[0].device_kind,
-            }
-        )
-    return records
+        yield {
+            "benchmark": "decode",
+            "setup": setup,
+            "batch_size": batch_size,
+            "tokens_per_second": tokens / took,
+            "forwards": forwards,
+            "tokens_per_forward": tokens / forwards,
+            "ms_per_forward": 1e3 * each,
+            "bytes": moved,
+            "of_bandwidth": moved / each / bandwidth,
+            "compile_seconds": compiling[setup] - took,
+            "width": decoder.width,
+            "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),
+            "dtype": own.dtype,
+            "device": jax.devices()[0].device_kind,
+        }
 
 
 def prompts_in(file: str, checkpoint: str | None, settings: Settings) -> list[Request]:

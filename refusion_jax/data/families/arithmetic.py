@@ -1,5 +1,6 @@
 """Numbers: sums and products, each without and with its steps, operations on lists, and short programs."""
 
+import functools
 import random
 import re
 
@@ -11,14 +12,9 @@ def _number(rng: random.Random, digits: int) -> int:
     return rng.randrange(10 ** (digits - 1), 10**digits)
 
 
-def make_sum(rng: random.Random, level: int) -> str:
-    """Two numbers of difficulty + 1 digits."""
-    return f"{_number(rng, level + 1)}+{_number(rng, level + 1)}="
-
-
-def make_sum_by_steps(rng: random.Random, level: int) -> str:
-    """The same, to be added column by column."""
-    return f"{_number(rng, level + 1)}+{_number(rng, level + 1)}{_STEPS}="
+def make_sum(rng: random.Random, level: int, how: str = "") -> str:
+    """Two numbers of difficulty + 1 digits; by steps they are to be added column by column."""
+    return f"{_number(rng, level + 1)}+{_number(rng, level + 1)}{how}="
 
 
 def solve_sum(query: str) -> str:
@@ -34,15 +30,10 @@ def solve_sum(query: str) -> str:
     return " ".join([*steps, str(a + b)])
 
 
-def make_product(rng: random.Random, level: int) -> str:
-    """Two numbers, of two digits and of one at difficulty 1."""
+def make_product(rng: random.Random, level: int, how: str = "") -> str:
+    """Two numbers, of two digits and of one at difficulty 1; by steps they are to be multiplied digit by digit."""
     first, second = _FACTORS[level - 1]
-    return f"{_number(rng, first)}*{_number(rng, second)}="
-
-
-def make_product_by_steps(rng: random.Random, level: int) -> str:
-    """The same, to be multiplied digit by digit."""
-    return f"{make_product(rng, level)[:-1]}{_STEPS}="
+    return f"{_number(rng, first)}*{_number(rng, second)}{how}="
 
 
 def solve_product(query: str) -> str:
@@ -117,9 +108,9 @@ def solve_program(query: str) -> str:
 
 FAMILIES = {
     "sum": (make_sum, solve_sum, asked),
-    "sum_by_steps": (make_sum_by_steps, solve_sum, asked),
+    "sum_by_steps": (functools.partial(make_sum, how=_STEPS), solve_sum, asked),
     "product": (make_product, solve_product, asked),
-    "product_by_steps": (make_product_by_steps, solve_product, asked),
+    "product_by_steps": (functools.partial(make_product, how=_STEPS), solve_product, asked),
     "list": (make_list, solve_list),
     "program": (make_program, solve_program),
 }
