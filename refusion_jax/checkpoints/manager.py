@@ -102,17 +102,15 @@ class Checkpoints:
           Failure: where too many saves in a row have failed.
         """
         self.wait()
-        self._begin(step, state, data)
-        for attempt in range(1, _LAST_ATTEMPTS + 1 if last else 1):
-            if self.wait():
-                return
-            if attempt == _LAST_ATTEMPTS:  # an interrupted process has to end at some time
-                raise Failure(
-                    f"the last checkpoint, {step}, could not be written in {attempt} attempts: make room or mend "
-                    f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
-                )
-            time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
+        for attempt in range(_LAST_ATTEMPTS):  # an interrupted process has to end at some time
+            if attempt:
+                time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
             self._begin(step, state, data)
+            if not last or self.wait():
+                return
+        raise Failure(
+            f"the last checkpoint, {step}, could not be written in {_LAST_ATTEMPTS} attempts: {self._what_to_do}"
+        )
 
     def _begin(self, step: int, state: Saveable, data: dict[str, Any]) -> None:
         obstacle = _find_obstacle(self._directory)
@@ -181,14 +179,17 @@ class Checkpoints:
         self._under_way = None
         why = f"checkpoint {step} could not be written: {first_line(error)}"
         if self._failed >= self._failures:
-            raise Failure(
-                f"{why}; {self._failed} saves in a row have failed, and the run stops: make room or mend "
-                f"{self._directory}, and start it again (from step {max(saved_steps(self._workdir), default=0)})"
-            ) from error
+            stopped = f"{self._failed} saves in a row have failed, and the run stops: {self._what_to_do}"
+            raise Failure(f"{why}; {stopped}") from error
         logging.warning("%s; the run goes on to the next save (%d of %d)", why, self._failed, self._failures)
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 remove_unfinished(self._directory)
+
+    @property
+    def _what_to_do(self) -> str:
+        from_step = max(saved_steps(self._workdir), default=0)
+        return f"make room or mend {self._directory}, and start it again (from step {from_step})"
 
     @property
     def _workdir(self) -> epath.Path:

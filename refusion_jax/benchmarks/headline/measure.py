@@ -68,17 +68,15 @@ class _Queue:
         self.decoder = decoder_for(self.requests, self._model.config)
         dict(stream(self._model, self.requests[:batch_size], self.decoder, record=self._record))
 
-    def decode(self) -> tuple[list[Answer], float]:
-        """The answers in order, and tokens per second."""
-        began = time.perf_counter()
-        answers = dict(stream(self._model, self.requests, self.decoder, record=self._record))
-        seconds = time.perf_counter() - began
-        return [answers[i] for i in range(len(answers))], sum(len(a.tokens) for a in answers.values()) / seconds
-
-    def decode_repeatedly(self, repeats: int) -> tuple[list[Answer], float]:
-        """The answers in order, and the median of tokens per second."""
-        runs = [self.decode() for _ in range(repeats)]
-        return runs[-1][0], statistics.median(speed for _, speed in runs)
+    def decode(self, repeats: int = 1) -> tuple[list[Answer], list[float]]:
+        """The answers in order, and tokens per second of each repeat."""
+        speeds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            answers = dict(stream(self._model, self.requests, self.decoder, record=self._record))
+            seconds = time.perf_counter() - began
+            speeds.append(sum(len(a.tokens) for a in answers.values()) / seconds)
+        return [answers[i] for i in range(len(answers))], speeds
 
 
 def score(
@@ -95,7 +93,7 @@ def score(
       (the fields of `results.Scored` about the answers, their texts, median of tokens per second).
     """
     queue = _Queue(problems, subject, budget, BATCH_SIZES[-1], decodings)
-    answers, speed = queue.decode_repeatedly(repeats)
+    answers, speeds = queue.decode(repeats)
     for index in range(min(PLAYED, len(problems))) if decodings else ():
         decodings.add(index, queue.requests[index], answers[index])
     texts, right = [subject.tokenizer.decode(answer.tokens) for answer in answers], collections.defaultdict(list)
@@ -115,16 +113,16 @@ def score(
         "width": queue.decoder.width,
         "has_cache": queue.decoder.cache_length > 0,
     }
-    return record, texts, speed
+    return record, texts, statistics.median(speeds)
 
 
 def measure(mixture: Mixture, problems: list[Problem], subject: Subject, budget: Budget) -> dict[str, Any]:
     """The score, and tokens per second with one and with many prompts at a time: the fields of `results.Scored`."""
     record, texts, speed = score(mixture, problems, subject, budget, budget.repeats)
     single = _Queue(problems[: budget.timed], subject, budget, BATCH_SIZES[0])
-    alone, speed_alone = single.decode_repeatedly(budget.repeats)
+    alone, speeds_alone = single.decode(budget.repeats)
     same = [subject.tokenizer.decode(answer.tokens) == text for answer, text in zip(alone, texts, strict=False)]
-    speeds = dict(zip(map(str, BATCH_SIZES), (speed_alone, speed), strict=True))
+    speeds = dict(zip(map(str, BATCH_SIZES), (statistics.median(speeds_alone), speed), strict=True))
     return record | {"tokens_per_second": speeds, "same_text": statistics.mean(same), "load": os.getloadavg()[0]}
 
 
@@ -143,6 +141,6 @@ def interleaved(
             queue.decode()  # caches are cold for the first one
         for _ in range(repeats):
             for queue, speeds in zip(queues, found, strict=True):
-                speeds[str(size)].append(queue.decode()[1])
+                speeds[str(size)] += queue.decode()[1]
     load = os.getloadavg()[0]
     return [{"tokens_per_second": speeds, "load": load} for speeds in found]
