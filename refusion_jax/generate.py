@@ -57,7 +57,7 @@ from refusion_jax.checkpoints.load import (
     weights_stamp,
 )
 from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.paths import is_remote
 from refusion_jax.cli.progress import track
 from refusion_jax.cli.settings import declared, scope
@@ -202,10 +202,8 @@ def other(compare: str, checkpoint: epath.Path, given: dict[str, object]) -> Ask
     checkpoint = checkpoint if method else epath.Path(compare)
     if not method and not checkpoint.exists():
         raise UserError(f"--compare={compare}: is neither a directory nor a decoder; known: {', '.join(decoders())}")
-    try:
+    with naming(f"--compare={compare}"):
         return Asked.read(checkpoint, DecodeSettings(**given | {"method": choose_method(checkpoint, method)}))
-    except UserError as error:
-        raise UserError(f"--compare={compare}: {error}") from error
 
 
 def parts_of(output: Path | None, text: str) -> tuple[int, list[Path]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import flags
 
 from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.config import default_config
 from refusion_jax.data.dataset import corpus
 from refusion_jax.data.input_splits import find_files
@@ -45,10 +45,8 @@ def main() -> None:
     except UserError as error:
         said = str(error).replace("--config.data.path", "--input").replace("--config.data.", "--")
         raise UserError(said) from error
-    try:
+    with naming(f"--vocab_size={_VOCAB_SIZE.value}"):
         tokenizer = SentencePieceTokenizer.train(corpus(examples), _VOCAB_SIZE.value)
-    except UserError as error:
-        raise UserError(f"--vocab_size={_VOCAB_SIZE.value}: {error}") from error
     write_file(output, tokenizer.model)
     print(f"{output}: {tokenizer.size} pieces from {len(examples):,} examples")
 

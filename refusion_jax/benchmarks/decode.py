@@ -32,7 +32,7 @@ from rich.table import Table
 
 from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_model
 from refusion_jax.cli import command, flag_values
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.progress import track
 from refusion_jax.decoding.cache import bytes_per_token
 from refusion_jax.decoding.prompts import read_prompts
@@ -181,10 +181,8 @@ def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None
         raise UserError("--setup=: unknown; name a decoder, followed by settings of its own")
     method, *pairs = setup.split()
     if checkpoint:
-        try:
+        with naming(f"--setup={setup!r}"):
             choose_method(epath.Path(checkpoint), method)
-        except SettingError as error:
-            raise UserError(f"--setup={setup!r}: {error}") from error
     changes = read_settings(pairs, f"--setup={setup!r}")
     return DecodeSettings(**shared | {"method": method} | changes)
 

@@ -34,6 +34,15 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """A context whose UserErrors begin with the flag or place that is at fault."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+@contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
     """A context for imports of modules that need an optional extra.
 

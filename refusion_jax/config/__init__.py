@@ -12,7 +12,7 @@ import jax
 import ml_collections
 
 from refusion_jax.cli import command
-from refusion_jax.cli.errors import SettingError, UserError
+from refusion_jax.cli.errors import SettingError, UserError, naming
 from refusion_jax.config.keys import keys, keys_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, read_lora
@@ -136,11 +136,9 @@ def read_decode(c: ml_collections.ConfigDict) -> tuple[str, dict[str, Any]]:
     method = settings.pop("method", next(iter(fitting), ""))
     if method not in fitting:
         raise UserError(f"{flag}: models of objective={c.objective} are decoded by {' or '.join(fitting) or 'nothing'}")
-    try:
+    with naming(flag):
         check_settings(method, settings)
         DecodeSettings(method, **settings)
-    except SettingError as error:
-        raise UserError(f"{flag}: {error}") from error
     return method, settings
 
 

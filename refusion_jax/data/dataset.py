@@ -6,7 +6,7 @@ import ml_collections
 from absl import logging
 from etils import epath
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.data.examples import Example
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, load_tokenizer_file, tokenizer_hash
 from refusion_jax.data.interface import RowSource, Tokenizer
@@ -51,10 +51,8 @@ def load_dataset(
             f"--config.data.tokenizer"
         )
     else:
-        try:
+        with naming(f"--config.data.path={data.path}"):
             tokenizer = SentencePieceTokenizer.train(corpus(examples), config.model.vocab_size, data.mask_piece)
-        except UserError as error:
-            raise UserError(f"--config.data.path={data.path}: {error}") from error
     documents = usable(tokenize(examples, tokenizer, config.row_length), data.on_error)
     if tokenizer.left_out:
         logging.warning("the chat template leaves out turns, wholly or in part: %s", tokenizer.left_out)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.cli.settings import scope
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.decoding.answers import Answer
@@ -64,10 +64,8 @@ def read_request(item: dict, tokenizer: Tokenizer | None, settings: Settings, wh
     changeable = scope(type(settings), "row")
     if not isinstance(own, dict) or not set(own) <= changeable:
         raise UserError(f"{where}: decode must be an object with keys of {', '.join(sorted(changeable))}")
-    try:
+    with naming(where):
         changed = dataclasses.replace(settings, **own) if own else None
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
     return Request(
         prompt if isinstance(prompt, list) else encode_prompt(prompt, tokenizer, where, bool(template)),
         tuple(encode(x, tokenizer, where) if isinstance(x, str) else x for x in template),

@@ -5,8 +5,7 @@ all answers. Only the scores are written. Sampling is a function of (seed, task,
 steps can be compared.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import ml_collections
 import numpy as np
 from flax import nnx
 
-from refusion_jax.cli.errors import UserError
+from refusion_jax.cli.errors import UserError, naming
 from refusion_jax.config import read_decode
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.distributed.processes import check_same
@@ -67,7 +66,7 @@ class TaskScores:
         Raises:
           UserError: naming the keys at fault.
         """
-        with _naming_the_key(self._plan.tasks):
+        with naming(f"--config.eval.tasks={','.join(self._plan.tasks)}"):
             asked = benchmark.check_requests(self._model(params), self._plan, self._tasks)
         check_same("what --config.eval.tasks asks", asked)
 
@@ -81,7 +80,7 @@ class TaskScores:
         Returns:
           (scores of lm_eval and of decoding as eval_TASK_METRIC; a few answers of each task, see `samples_of`).
         """
-        with _naming_the_key(self._plan.tasks):
+        with naming(f"--config.eval.tasks={','.join(self._plan.tasks)}"):
             results = benchmark.run_tasks(self._model(params, alive), self._plan, self._tasks)
         return scores_of(results), samples_of(results)
 
@@ -90,14 +89,6 @@ class TaskScores:
         has_template = self._tokenizer.has_chat_template
         how = {"method": self._method, "flags": self._settings, "chat": has_template, "alive": alive}
         return EvaluatedModel(model, self._tokenizer, name="the model in training", played=_SAMPLES, **how)
-
-
-@contextlib.contextmanager
-def _naming_the_key(tasks: Sequence[str]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"--config.eval.tasks={','.join(tasks)}: {error}") from error
 
 
 def for_decoding(params: dict) -> dict:
