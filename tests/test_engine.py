@@ -11,6 +11,7 @@ from helpers import wait_until
 from hypothesis import strategies as st
 
 from refusion_jax import Request, decode
+from refusion_jax.decoding import queue
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.serving.engine import MOST_WAITING, Engine
@@ -144,9 +145,11 @@ def test_a_row_is_kept_for_callers_that_have_none(engine):
     assert len(told.wait(6)) == 7
 
 
-def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine):
-    """The same answers as without, nothing compiled, and no more memory than at first."""
+def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine, monkeypatch):
+    """The same answers as without, nothing compiled, no more memory than at first, and no prefill wider than needed."""
     engine, model, own = engine
+    admit, chunks = queue._admit, []
+    monkeypatch.setattr(queue, "_admit", lambda c, *args: chunks.append(c.decoder.chunk) or admit(c, *args))
     header = [BOS, *(5 + i * i % 23 for i in range(63))]
     prompts = [[*header, 7], *([BOS, 5 + i] * 20 for i in range(6)), [*header, 8], [*header, 7]]
     told, size = Told(), [x.nbytes for x in jax.tree.leaves(engine._batch._store)]
@@ -157,6 +160,7 @@ def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine)
             told.wait(1)
     assert not programs
     assert [job.cached for job in jobs] == [0] * 7 + [64] * 2
+    assert chunks == [128] * 7 + [32] * 2
     assert [x.nbytes for x in jax.tree.leaves(engine._batch._store)] == size
     for i, answer in told.finished:
         assert answer.tokens == decode(model, [prompts[i]], settings("ar", new=8, eos_id=29)).tokens[0]
