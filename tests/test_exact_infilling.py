@@ -62,7 +62,7 @@ def test_every_token_but_a_slots_first_is_the_best_behind_the_one_before_it(slot
         logits[:, :, [MASK, PAD, 30, 31]] = -np.inf  # the last two are padding rows of the vocabulary
         for i, request in enumerate(requests):
             n, m = len(request.given[0]), len(out.commit_order[i])
-            firsts = {at for start, length, _ in request.gaps for at in range(start, start + length, slot_size)}
+            firsts = {at for start, length in request.gaps for at in range(start, start + length, slot_size)}
             for j in range(n, n + m):
                 if places[i, j] not in firsts:
                     assert places[i, j - 1] == places[i, j] - 1

@@ -35,7 +35,7 @@ def test_gaps_become_slots_of_which_the_last_may_be_short():
     s = settings(size=4, blocks=2)
     given = ([7, 8], 6, [9], 5, [])  # nothing is given after the last gap
     request = Request([BOS, 5], given, s)
-    assert slots_of(request) == ([4, 8, 11, 15], [4, 2, 4, 1], [False, False, True, True])
+    assert slots_of(request) == ([4, 8, 11, 15], [4, 2, 4, 1])
     assert slots_a_block(request) == 2
 
 

@@ -197,7 +197,7 @@ def test_gaps_and_grammars_are_not_for_one_request(world):
     request = request_of(world, grammars.compile("a", "json", OK), "refusion", new=16)
     gap, free = dataclasses.replace(request, template=(4, [7], 8)), dataclasses.replace(request, grammar=None)
     for others in ([gap], [request, free]):
-        with pytest.raises(UserError, match="an answer under a grammar has no gaps, and its batch no other answers"):
+        with pytest.raises(UserError, match="has no gaps and no least length, and its batch no other answers"):
             decode(model, others, request.settings)
 
 

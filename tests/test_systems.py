@@ -12,7 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import BOS, MASK, PROMPTS, ROOT, config_with, equipped, settings, sharp_model, sharp_models, tiny_model
+from conftest import (
+    BOS,
+    EOS,
+    MASK,
+    PROMPTS,
+    ROOT,
+    config_with,
+    equipped,
+    settings,
+    sharp_model,
+    sharp_models,
+    tiny_model,
+)
 from flax import nnx
 
 from refusion_jax import UserError, decode
@@ -227,15 +239,15 @@ def test_neither_devices_nor_accumulation_change_a_step(name):
 
 
 def requests_for(name: str, model, **changes) -> list[Request]:
-    """The prompts, and templates where the decoder takes them."""
-    s = settings(name, **changes)
+    """The prompts, half of which may not end soon, and templates where the decoder takes them."""
+    s, prompts = settings(name, **changes), [Request(prompt, least=i % 2 * 6) for i, prompt in enumerate(PROMPTS)]
     try:
         decoder_for(prepare(TEMPLATES, s, model.config), model.config)
     except UserError as error:
         if "it cannot fill templates" not in str(error):
             raise
-        return prepare(PROMPTS, s, model.config)
-    return prepare([*PROMPTS, *TEMPLATES], s, model.config)
+        return prepare(prompts, s, model.config)
+    return prepare([*prompts, *TEMPLATES], s, model.config)
 
 
 def ways_of(name: str) -> list:
@@ -252,13 +264,14 @@ def ways_of(name: str) -> list:
 
 def check_commits(request: Request, answer: Answer) -> None:
     """Every position is committed once, and the answer is what was committed."""
-    places = {at for start, length, _ in request.gaps for at in range(start, start + length)}
+    places = {at for start, length in request.gaps for at in range(start, start + length)}
     order, tokens = answer.commit_order, answer.commit_tokens
     assert len(set(order)) == len(order) == len(tokens)
     assert set(order) <= places
     text = dict(zip(order, tokens, strict=True)) | dict(zip(*request.given[::-1], strict=True))
     whole = [text[at] for at in sorted(text) if at >= len(request.prompt)]
     assert answer.tokens == whole[: len(answer.tokens)]
+    assert EOS not in answer.tokens[: request.least]
     if answer.finish_reason == "length":
         assert set(order) == places
 

@@ -109,8 +109,8 @@ class Constrained(Continuer):
         if s.head_rows:
             s.refuse("head_rows", "leaves out tokens that a grammar may ask for: decode without it")
         for request in requests:
-            if request.template or request.grammar is None:
-                why = "an answer under a grammar has no gaps, and its batch no other answers"
+            if request.template or request.least or request.grammar is None:
+                why = "an answer under a grammar has no gaps and no least length, and its batch no other answers"
                 raise UserError(f"{request.name}: {why}")
         size, from_masks = s.slot_size, decoder.next_token == SLOT_MASK
         reach = reach or -(-_REACH // size) * size
@@ -152,7 +152,7 @@ class Constrained(Continuer):
             of_masks = N + jnp.clip(place - start[:, :1], 0, self.width - N - 1)
             source = jnp.where(place % K == 0, of_masks, offset)
             logits = logits.at[:, :N].set(jnp.take_along_axis(logits, source[:, :, None], axis=1))
-        _, choosable = mask_logits(logits, None, self.ids)
+        _, choosable = mask_logits(logits, s.places.may_end(begin + predicted), self.ids)
         choosable = choosable.at[:, :N].set(jnp.where(bits(s.allowed, logits.shape[2]), choosable[:, :N], -jnp.inf))
         tokens = sample(choosable, jnp.ones_like(predicted, bool), s.keys, begin + predicted, s.settings)
 

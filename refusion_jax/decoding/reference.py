@@ -42,8 +42,7 @@ class ReferenceDecoder:
         tokens, places = request.given
         self.given = dict(zip(places, tokens, strict=True))  # place in the text -> token
         self.text = dict(self.given)
-        self.places = [at for start, length, _ in request.gaps for at in range(start, start + length)]
-        self.last_given = max(places)
+        self.places = [at for start, length in request.gaps for at in range(start, start + length)]
 
     def forward(
         self,
@@ -89,7 +88,7 @@ class ReferenceDecoder:
         """The probabilities at a place, -1 for tokens that may not be chosen there."""
         p = p.copy()
         p[[token for token in (self.ids.mask_id, self.ids.pad_id) if token >= 0]] = -1  # a model may lack either
-        if place < self.last_given:
+        if place < self.request.ends_from:
             p[self.ids.eos_id] = -1
         return p
 

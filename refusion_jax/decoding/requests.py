@@ -27,7 +27,8 @@ class Request:
 
     `template` lists given tokens and lengths of gaps in text order: `([5, 6], 40, [7], 24)` asks for 40 tokens between
     5 6 and 7, and for 24 after 7. Given tokens are committed first; the gaps are then decoded with all of them in
-    sight. EOS is only allowed in a gap after the last given token. An empty template means one gap of max_new_tokens.
+    sight. EOS is only allowed in a gap after the last given token, and after `least` tokens of the answer. An empty
+    template means one gap of max_new_tokens.
     """
 
     prompt: Sequence[int]
@@ -37,6 +38,7 @@ class Request:
     # default 0 for a request with settings of its own, else its number in the call
     name: str = ""  # in error messages
     grammar: Any = None  # that the answer follows, a `constrained.Matcher` that has consumed nothing
+    least: int = 0  # tokens that the answer has before an EOS; without a grammar
 
     @property
     def pieces(self) -> list[Sequence[int] | int]:
@@ -62,17 +64,21 @@ class Request:
         return tokens, positions
 
     @property
-    def gaps(self) -> list[tuple[int, int, bool]]:
-        """(first position, length, whether an EOS may be written there) of each gap, in text order."""
+    def gaps(self) -> list[tuple[int, int]]:
+        """(first position, length) of each gap, in text order."""
         gaps, at = [], 0
-        last_given = max(self.given[1], default=-1)
         for piece in self.pieces:
             if isinstance(piece, int):
-                gaps.append((at, piece, at > last_given))
+                gaps.append((at, piece))
                 at += piece
             else:
                 at += len(piece)
         return gaps
+
+    @property
+    def ends_from(self) -> int:
+        """The first position at which an EOS may be written."""
+        return max(max(self.given[1], default=-1) + 1, len(self.prompt) + self.least)
 
 
 @jax.tree_util.register_dataclass
@@ -111,20 +117,22 @@ class Places:
     """The places to decode, in text order; entries from index `count` on are unused."""
 
     position: Int32[ArrayLike, "R N"]  # in the text
-    may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
+    ends_from: Int32[ArrayLike, "R"]  # the first position at which an EOS may be written
     count: Int32[ArrayLike, "R"]
 
     @classmethod
     def of(cls, requests: Sequence[Request], capacity: int) -> "Places":
         """The places of all gaps of some requests, as numpy arrays with N = capacity."""
-        position = np.zeros((len(requests), capacity), np.int32)
-        may_end, count = np.zeros(position.shape, bool), np.zeros(len(requests), np.int32)
+        position, count = np.zeros((len(requests), capacity), np.int32), np.zeros(len(requests), np.int32)
         for row, request in enumerate(requests):
-            for at, length, ends in request.gaps:
-                into = slice(count[row], count[row] + length)
-                position[row, into], may_end[row, into] = range(at, at + length), ends
+            for at, length in request.gaps:
+                position[row, count[row] : count[row] + length] = range(at, at + length)
                 count[row] += length
-        return cls(position, may_end, count)
+        return cls(position, np.array([request.ends_from for request in requests], np.int32), count)
+
+    def may_end(self, positions: Int32[Array, "B T"]) -> Bool[Array, "B T"]:
+        """Whether an EOS may be written there."""
+        return positions >= self.ends_from[:, None]
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +153,7 @@ class Layout:
 
 def most_new_tokens(requests: Sequence[Request]) -> int:
     """The largest number of tokens to decode among the requests."""
-    return max(sum(length for _, length, _ in request.gaps) for request in requests)
+    return max(sum(length for _, length in request.gaps) for request in requests)
 
 
 def rounded_up(length: int) -> int:

@@ -47,7 +47,7 @@ _LEAST = 1e-30  # temperature and top_p: with less, logits overflow, and the mos
 
 
 def mask_logits(
-    logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"] | None, ids: TokenIds
+    logits: Float32[Array, "B T V"], may_end: Bool[Array, "B T"], ids: TokenIds
 ) -> tuple[Float32[Array, "B T V"], Float32[Array, "B T V"]]:
     """(logits of the real vocabulary, logits of the tokens that may be chosen).
 
@@ -56,14 +56,12 @@ def mask_logits(
 
     Args:
       logits: of the model.
-      may_end: where EOS may be chosen; None: everywhere.
+      may_end: where EOS may be chosen.
       ids: of the special tokens.
     """
     token = jnp.arange(logits.shape[-1])[None, None]
     real = jnp.where(token < ids.num_tokens, logits, -jnp.inf)
-    banned = (token == ids.mask_id) | (token == ids.pad_id)
-    if may_end is not None:
-        banned |= (token == ids.eos_id) & ~may_end[:, :, None]
+    banned = (token == ids.mask_id) | (token == ids.pad_id) | (token == ids.eos_id) & ~may_end[:, :, None]
     return real, jnp.where(banned, -jnp.inf, real)
 
 

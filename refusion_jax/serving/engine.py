@@ -110,7 +110,7 @@ class Engine:
           UserError: where it is not valid, or needs more than what was compiled.
         """
         most = self._largest[1].settings.new_tokens
-        asked = sum(length for _, length, _ in request.gaps)
+        asked = sum(length for _, length in request.gaps)
         if asked > most:
             raise UserError(f"{request.name}: asks for {asked} tokens, of which an answer has at most {most} here")
         (request,) = prepare([request], self._compiled, self._config)

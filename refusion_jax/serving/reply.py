@@ -193,4 +193,4 @@ class Reply:
 
 def _ends_early(one: Choice) -> bool:
     """Whether fewer tokens are wanted than the decoder writes, which writes whole units."""
-    return one.limit < sum(length for _, length, _ in one.request.gaps)
+    return one.limit < sum(length for _, length in one.request.gaps)

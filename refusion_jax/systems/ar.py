@@ -74,10 +74,10 @@ class LeftToRight(Continuer):
 
     def step(self, model: Transformer, s: State) -> State:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
-        place, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.may_end))  # [B, 1]
+        place = jnp.take_along_axis(s.places.position, at, axis=1)  # [B, 1]
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
-        _, choosable = mask_logits(logits, may_end, self.ids)
-        token = sample(choosable, jnp.ones_like(may_end), s.keys, place, s.settings)
+        _, choosable = mask_logits(logits, s.places.may_end(place), self.ids)
+        token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
         after, count = s.commit(token, place, jnp.ones_like(s.last), self.ids.eos_id)
         return dataclasses.replace(
             after,

@@ -194,7 +194,7 @@ class BlockByBlock(Continuer):
         at = s.cache.length[:, None] + offset  # [B, K]
         fed = jnp.where(at < s.end[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
-        real, choosable = mask_logits(logits, None, self.ids)
+        real, choosable = mask_logits(logits, s.places.may_end(at + self.shift), self.ids)
 
         open_here = jnp.take_along_axis(s.masks(self.ids.mask_id), at, axis=1)  # masks of the block
         is_done = ~jnp.any(open_here, axis=1)

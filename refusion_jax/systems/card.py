@@ -180,7 +180,7 @@ class CausalBlocks(Continuer):
         is_open = s.active & jnp.any(is_mask, axis=1)
 
         logits, cache = kv.extend(model, s.cache, jnp.take_along_axis(s.text, at, axis=1), at)
-        real, choosable = mask_logits(logits, None, self.ids)
+        real, choosable = mask_logits(logits, s.places.may_end(at + 1), self.ids)
         chosen = sample(choosable, is_mask, s.keys, at + 1, s.settings)
         chance = probability(real, chosen)
         tell_plan(chosen, at + 1, is_mask, chance)

@@ -166,7 +166,7 @@ class Denoise(masked.MaskedDecoder):
 
 
 def _counts(request: Request) -> tuple[int, ...]:
-    masks = sum(length for _, length, _ in request.gaps)
+    masks = sum(length for _, length in request.gaps)
     steps = request.settings.steps
     return schedule(masks, steps) if steps else (1,) * masks
 

@@ -176,7 +176,7 @@ class DraftAndCheck(Continuer):
         fed = jnp.where(is_draft, jnp.pad(s.drafts, ((0, 0), (1, N - 1))), self.ids.mask_id).at[:, 0].set(s.pending)
         places = first[:, None] + offset  # [B, W], predicted by the tokens before them
         logits, cache = kv.extend(model, s.cache, fed, places - 1)
-        _, choosable = mask_logits(logits, None, self.ids)
+        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
         is_warm = s.settings.temperature > 0  # [B]
         likely = sampling.distribution(choosable, s.settings)
 

@@ -239,8 +239,9 @@ def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], le
     at = first[:, None] + offset
     is_in = (offset < length[:, None]) & (at < places.count[:, None])
     at = jnp.minimum(at, places.position.shape[1] - 1)
-    position, may_end = (jnp.take_along_axis(x, at, axis=1) for x in (places.position, places.may_end))
-    return Window(position, may_end, is_in, is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id))
+    position = jnp.take_along_axis(places.position, at, axis=1)
+    masked = is_in & (jnp.take_along_axis(s.text, position, axis=1) == ids.mask_id)
+    return Window(position, places.may_end(position), is_in, masked)
 
 
 def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: TokenIds) -> Proposal:
@@ -333,7 +334,7 @@ def check_first(requests: Sequence[Request]) -> None:
       UserError: naming the request.
     """
     for request in requests:
-        if min(start for start, _, _ in request.gaps) == 0:
+        if min(start for start, _ in request.gaps) == 0:
             raise UserError(
                 f"{request.name}: begins with a gap, and this model reads a token from the one before it; give at "
                 f"least one token first"

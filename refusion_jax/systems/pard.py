@@ -102,13 +102,14 @@ class DraftAndVerify(Continuer):
         drafting = jnp.take_along_axis(logits, from_token[:, :, None], axis=1)
         places = first[:, None] + jnp.arange(N)[None]  # predicted by the tokens before them
         is_warm = s.settings.temperature > 0
-        _, choosable = mask_logits(in_vocabulary(drafting, model.config.vocab_size), None, self.ids)
+        may_end = s.places.may_end(places)
+        _, choosable = mask_logits(in_vocabulary(drafting, model.config.vocab_size), may_end[:, :M], self.ids)
         q = sampling.distribution(choosable, s.settings)
         drafts = sampling.draw(q, is_warm, s.keys, places[:, :M])
 
         last = jnp.take_along_axis(s.recent, s.count[:, None] - 1, axis=1)
         logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1)
-        _, choosable = mask_logits(logits, None, self.ids)
+        _, choosable = mask_logits(logits, may_end, self.ids)
         p = sampling.distribution(choosable, s.settings)
         accepted, tokens = sampling.verify(p, q, drafts, jnp.full_like(s.count, M), s.keys, places, is_warm)
         count = jnp.minimum(accepted + 1, s.places.count - s.record.count)

@@ -89,7 +89,7 @@ class LookUp(Continuer):
         drafts, drafted = look_up(s.text, length, N - 1, self.ngram)
         places = length[:, None] + jnp.arange(N)[None]  # predicted by the tokens before them
         logits, cache = kv.extend(model, s.cache, jnp.concatenate([last, drafts], axis=1), places - 1)
-        _, choosable = mask_logits(logits, None, self.ids)
+        _, choosable = mask_logits(logits, s.places.may_end(places), self.ids)
         p, is_warm = sampling.distribution(choosable, s.settings), s.settings.temperature > 0
         q = jax.nn.one_hot(drafts, p.shape[-1])
         accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, is_warm)

@@ -161,7 +161,7 @@ class SlidingWindow(Continuer):
         tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))
 
         logits, cache = kv.extend(model, s.cache, tokens, at)
-        real, choosable = mask_logits(logits, None, self.ids)
+        real, choosable = mask_logits(logits, s.places.may_end(at), self.ids)
         chosen = sample(choosable, is_mask, s.keys, at, s.settings)
         tell_plan(chosen, at, is_mask, probability(real, chosen))
 

@@ -208,7 +208,8 @@ class Drafting(Continuer):
         N = (logits.shape[1] - n) // prefixes.shape[1]
         index = s.record.count[:, None] + jnp.concatenate([offset + 0 * places, _masks(0 * first, prefixes, N)], axis=1)
         index = jnp.minimum(index, self.new_tokens - 1)
-        _, choosable = mask_logits(logits, jnp.take_along_axis(s.places.may_end, index, axis=1), self.ids)
+        may_end = s.places.may_end(jnp.take_along_axis(s.places.position, index, axis=1))
+        _, choosable = mask_logits(logits, may_end, self.ids)
         is_led_up_to = (first == s.place + 1)[:, None]
         choosable = choosable.at[:, 0].set(jnp.where(is_led_up_to, choosable[:, 0], choosable[:, n]))
         likely, is_warm = sampling.distribution(choosable, settings), settings.temperature > 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Int32
+from jaxtyping import Array, ArrayLike, Int32
 
 from refusion_jax.decoding.requests import Given, Request
 from refusion_jax.decoding.settings import TracedSettings
@@ -25,22 +25,22 @@ class Canvas:
 
     start: Int32[ArrayLike, "R N"]  # position of each slot's first token in the text
     size: Int32[ArrayLike, "R N"]  # its tokens: slot_size, or fewer in the last slot of a gap
-    may_end: Bool[ArrayLike, "R N"]  # an EOS may be written there
+    ends_from: Int32[ArrayLike, "R N"]  # the first position of the text at which an EOS may be written
     rank: Int32[ArrayLike, "R N"]  # when a slot's turn is, see `ranks`
     per_block: Int32[ArrayLike, "R"]  # slots of a serial block
 
     @classmethod
     def of(cls, requests: Sequence[Request], slots: int) -> "Canvas":
         """The slots of some requests, as numpy arrays with N = slots."""
-        start, size = np.zeros((2, len(requests), slots), np.int32)
-        may_end, per_block = np.zeros(start.shape, bool), np.ones(len(requests), np.int32)
+        start, size, ends_from = np.zeros((3, len(requests), slots), np.int32)
+        per_block = np.ones(len(requests), np.int32)
         rank = np.full(start.shape, BY_CONFIDENCE, np.int32)
         for row, request in enumerate(requests):
-            starts, sizes, ends = slots_of(request)
+            starts, sizes = slots_of(request)
             n = len(starts)
-            start[row, :n], size[row, :n], may_end[row, :n] = starts, sizes, ends
+            start[row, :n], size[row, :n], ends_from[row] = starts, sizes, request.ends_from
             rank[row, :n], per_block[row] = ranks(request), slots_a_block(request)
-        return cls(start, size, may_end, rank, per_block)
+        return cls(start, size, ends_from, rank, per_block)
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +66,7 @@ class Block:
 
     start: Int32[Array, "B M"]  # position of each slot's first token
     size: Int32[Array, "B M"]  # 0 where there is no slot
-    may_end: Bool[Array, "B M"]  # an EOS may be written there
+    ends_from: Int32[Array, "B M"]  # the first position at which an EOS may be written
     rank: Int32[Array, "B M"]  # when its turn is, or BY_CONFIDENCE
 
     @classmethod
@@ -75,21 +75,17 @@ class Block:
         slot, N = jnp.arange(slots)[None], canvas.size.shape[1]
         at = index[:, None] * canvas.per_block[:, None] + slot
         exists = (slot < canvas.per_block[:, None]) & (at < N)
-        start, size, may_end, rank = (
+        start, size, ends_from, rank = (
             jnp.take_along_axis(x, jnp.minimum(at, N - 1), axis=1)
-            for x in (canvas.start, canvas.size, canvas.may_end, canvas.rank)
+            for x in (canvas.start, canvas.size, canvas.ends_from, canvas.rank)
         )
-        return cls(start, jnp.where(exists, size, 0), may_end, rank)
+        return cls(start, jnp.where(exists, size, 0), ends_from, rank)
 
 
-def slots_of(request: Request) -> tuple[list[int], list[int], list[bool]]:
-    """(starts, sizes, may_end) of a request's slots. Each gap is cut into slots, of which the last may be short."""
+def slots_of(request: Request) -> tuple[list[int], list[int]]:
+    """(starts, sizes) of a request's slots. Each gap is cut into slots, of which the last may be short."""
     K = request.settings.slot_size
-    slots = [
-        (start, min(K, at + length - start), ends)
-        for at, length, ends in request.gaps
-        for start in range(at, at + length, K)
-    ]
+    slots = [(start, min(K, at + length - start)) for at, length in request.gaps for start in range(at, at + length, K)]
     return tuple(map(list, zip(*slots, strict=True)))
 
 

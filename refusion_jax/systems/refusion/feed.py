@@ -51,7 +51,7 @@ class Feed:
 
     tokens: Int32[Array, "B W"]
     positions: Int32[Array, "B W"]  # in the text
-    may_end: Bool[Array, "B W"]  # an EOS may be written there
+    may_end: Bool[Array, "B W"]  # an EOS may be written where its logits predict a token
     candidate: Int32[Array, "B W"]  # at drafts: a token for the next place, whose probability is wanted
     is_draft: Bool[Array, "B W"]
     is_drawn: Bool[Array, "B W"]
@@ -89,10 +89,11 @@ def pack(parts: Sequence[Part], candidates: Int32[Array, "B M K"], width: int) -
         return jnp.take_along_axis(grid, source, axis=1)
 
     length, is_draft = seen[:, -1], source < M * K
+    positions = pick(part.block.start[:, :, None] + offset for part in parts)
     return Feed(
         tokens=pick(part.tokens for part in parts),
-        positions=pick(part.block.start[:, :, None] + offset for part in parts),
-        may_end=pick(part.block.may_end[:, :, None] for part in parts),
+        positions=positions,
+        may_end=positions + is_draft >= pick(part.block.ends_from[:, :, None] for part in parts),
         candidate=pick([jnp.roll(candidates, -1, axis=2)] * len(parts)),
         is_draft=is_draft,
         is_drawn=jnp.array([part.is_drawn for part in parts])[source // (M * K)],

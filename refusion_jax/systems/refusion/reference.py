@@ -25,7 +25,7 @@ class Text:
         self.plain, self.tokens, self.places, self.seen = ReferenceDecoder(model, request), [], [], []
         K = request.settings.slot_size
         self.slots = [
-            range(i, min(i + K, at + length)) for at, length, _ in request.gaps for i in range(at, at + length, K)
+            range(i, min(i + K, at + length)) for at, length in request.gaps for i in range(at, at + length, K)
         ]
         self.commit([(token, place) for place, token in self.plain.given.items()])
         self.given = len(self.tokens)

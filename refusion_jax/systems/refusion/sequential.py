@@ -63,9 +63,7 @@ class Sequential(Continuer):
 
     def step(self, model: Transformer, s: State) -> State:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
-        place, may_end, from_mask = (
-            jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.places.may_end, s.settings.begins)
-        )  # [B, 1]
+        place, from_mask = (jnp.take_along_axis(x, at, axis=1) for x in (s.places.position, s.settings.begins))
         last_is_new = s.record.count > 0  # otherwise it was given and is already in the cache
         last_place = jnp.where(last_is_new, s.last_place, place[:, 0] - 1)
 
@@ -76,8 +74,8 @@ class Sequential(Continuer):
         logits, cache = kv.extend(model, s.cache, tokens, positions, visible)
 
         chosen = jnp.where(from_mask, logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
-        _, choosable = mask_logits(chosen, may_end, self.ids)
-        token = sample(choosable, jnp.ones_like(may_end), s.keys, place, s.settings)
+        _, choosable = mask_logits(chosen, s.places.may_end(place), self.ids)
+        token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
         after, count = s.commit(token, place, jnp.ones_like(s.last), self.ids.eos_id)
         return dataclasses.replace(
             after,
