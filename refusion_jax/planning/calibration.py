@@ -92,17 +92,17 @@ def summed(costs: Costs, topology: str) -> Costs:
 def calibrate(runs: Sequence[Run]) -> dict[str, Calibration]:
     """The factor of every generation with at least two runs, and the spread to expect of a further run.
 
-    The spread is the deviation of single runs from the mean of their generation, pooled over all generations because
-    each has few runs.
+    The spread is the deviation of single runs from the mean of their generation: pooled over all generations, because
+    each has few runs, or its own where that is larger.
     """
     logs = _logs(runs)
     logs = {generation: found for generation, found in logs.items() if len(found) > 1}
     squares = sum((x - statistics.mean(found)) ** 2 for found in logs.values() for x in found)
-    deviation = math.sqrt(squares / sum(len(found) - 1 for found in logs.values()))
+    pooled = math.sqrt(squares / sum(len(found) - 1 for found in logs.values()))
     return {
         generation: Calibration(
             factor=math.exp(statistics.mean(found)),
-            spread=math.expm1(2 * deviation * math.sqrt(1 + 1 / len(found))),
+            spread=math.expm1(2 * max(pooled, statistics.stdev(found)) * math.sqrt(1 + 1 / len(found))),
             runs=len(found),
         )
         for generation, found in logs.items()
