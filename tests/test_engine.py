@@ -6,17 +6,20 @@ import threading
 import hypothesis
 import jax
 import pytest
-from conftest import BOS, compiled, settings, sharp_model
+from conftest import BOS, PROMPTS, compiled, settings, sharp_model
 from helpers import wait_until
 from hypothesis import strategies as st
 
 from refusion_jax import Request, decode
 from refusion_jax.decoding import queue
 from refusion_jax.decoding.answers import Answer
+from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.stops import Stops
+from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.serving.engine import MOST_WAITING, Engine
 from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.serving.writer import Writer
+from refusion_jax.systems.api import decoder_for
 
 # What is certain of a text that is still written.
 
@@ -229,11 +232,75 @@ def test_those_who_have_gone_keep_nobody_out(engine):
     assert told.wait(3) == [0, 1, "late"]
 
 
-def test_a_device_that_fails_ends_the_engine_and_tells_everybody(engine, monkeypatch):
+def test_a_newcomer_starts_within_two_forwards_while_one_has_many_long_answers(engine, monkeypatch):
+    """From any run of forwards in which it comes, however many rows and tokens the other has asked for."""
+    engine, *_ = engine
+    told, run, admit, forwards = Told(), engine._batch.run, engine._batch.admit, []
+    short = told.job("short", request_of(engine, [BOS, 9], 8))
+
+    def count(finished, most):
+        forwards.append(most)
+        run(finished, most)
+        if len(forwards) == 5:
+            engine.submit([short])
+
+    def admitted(requests):
+        if short.request in requests:
+            forwards.append("admitted")
+        return admit(requests)
+
+    monkeypatch.setattr(engine._batch, "run", count)
+    monkeypatch.setattr(engine._batch, "admit", admitted)
+    engine.submit([told.job(("long", i), request_of(engine, [BOS, 7], 96)) for i in range(32)])
+    told.wait(33)
+    assert sum(forwards[4 : forwards.index("admitted")]) <= 2
+
+
+def test_a_forward_that_fails_takes_only_the_answers_in_it(engine, monkeypatch, capsys):
+    engine, model, own = engine
+    told, prompts = Told(), [[BOS, 5 + i] for i in range(5)]
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._batch, "look", lambda: 1 / 0)
+        engine.submit([told.job(i, request_of(engine, prompt, 8)) for i, prompt in enumerate(prompts)])
+        told.wait(5)
+    names = [name for name, _ in told.finished]
+    assert names == ["failed", 1, 2, 3, 4]  # a row is kept for others
+    assert "decoding has failed: ZeroDivisionError: division by zero" in str(told.finished[0][1])
+    assert capsys.readouterr().out.endswith("; answers that are lost: 1\n")
+    expected = decode(model, prompts, settings("ar", new=8, eos_id=29)).tokens
+    assert [answer.tokens for _, answer in told.finished[1:]] == expected[1:]
+
+
+def test_a_device_that_goes_on_failing_ends_the_engine_and_tells_everybody(engine, monkeypatch):
     engine, *_ = engine
     told = Told()
-    monkeypatch.setattr(engine._batch, "look", lambda: 1 / 0)
+    monkeypatch.setattr(queue.RunningBatch, "look", lambda batch: 1 / 0)
     engine.submit([told.job(i, request_of(engine, [BOS, 5], 8)) for i in range(5)])
     assert told.wait(5) == ["failed"] * 5
+    wait_until(lambda: engine.failure)
     with pytest.raises(BusyError, match="about to end"):
         engine.submit([told.job(9, request_of(engine, [BOS, 5], 8))])
+
+
+@pytest.mark.parametrize("method", ["prompt_lookup", "refusion"])
+def test_drafts_are_counted_as_the_forwards_tell_them(method):
+    """Those that a forward fed, and those of them that it committed."""
+    model = sharp_model()
+    requests = prepare(PROMPTS[:2], settings(method, new=16), model.config)
+    decoder = decoder_for(requests, model.config)
+    batch = queue.RunningBatch(model, decoder, requests[0], 2, counts_drafts=True)
+    batch.recorded = 64
+    rows = batch.admit(requests)
+    batch.run(2)
+    progress = batch.look()
+    for row in rows:
+        record, *_ = progress.of(row)
+        commits = list(zip(record.positions.tolist(), record.tokens.tolist(), strict=True))
+        told = forwards_of([jax.tree.map(lambda x, row=row: x[:, row], progress.trajectory)])
+        forwards = [told[number] for number in sorted(told)]
+        ends = [*(one.committed for one in forwards[1:]), int(record.count)]
+        kept = [
+            set(commits[one.committed : end]) & {*one.drafts.items()} for one, end in zip(forwards, ends, strict=True)
+        ]
+        assert progress.drafts[row].tolist() == [sum(len(one.drafts) for one in forwards), sum(map(len, kept))]
+    assert progress.drafts.all()

@@ -3,12 +3,17 @@
   python -m refusion_jax.bench serve --checkpoint=runs/quickstart --setup='refusion slot_size=4'
   python -m refusion_jax.bench serve --size=small --new_tokens=64 --clients=8,32 --setup=sequential
   python -m refusion_jax.bench serve --size=small --new_tokens=256 --rate=2 --slo_first_ms=500 --slo_between_ms=50
+  python -m refusion_jax.bench serve --checkpoint=runs/quickstart --clients=200 --minutes=10
 
 The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it; without one the weights are
 random and end no answer. A real server decodes held-out problems for --clients clients, each of which asks for one
 answer after the other; once they wait for whole answers, once they read streams. In turns with them this process
 decodes the same prompts without a server: of_decode is the rate of the server by that. Clients are threads of this
 process; on the device of the server they compute nothing, on its cores they do.
+
+With --minutes clients of all kinds ask for that long, some of whom hang up or send what is no request: `seen` counts
+what they saw, "wrong" and "lost" included, answers being compared with those that each request gets alone; health_ms is
+how long /health takes in the meantime, and memory_mib what the server holds in each third of the time.
 
 With --rate requests arrive at random times instead, a Poisson process, with lengths like those of ShareGPT, as streams;
 goodput is the share of them whose first text and whose tokens after it came in time.
@@ -31,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.benchmarks._clients import Clients, Seen, arrivals
+from refusion_jax.benchmarks._soak import soak
 from refusion_jax.benchmarks.decode import SIZES, random_model, read_setup
 from refusion_jax.checkpoints.load import load_model, load_tokenizer
 from refusion_jax.cli import flag_values
@@ -60,6 +66,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_float("rate", 0.0, "Requests a second that arrive at random, without --clients", 0.0, flag_values=own)
     flags.DEFINE_float("slo_first_ms", 1000.0, "With --rate: in which the first text is wanted", 0.0, flag_values=own)
     flags.DEFINE_float("slo_between_ms", 100.0, "With --rate: for each token after it", 0.0, flag_values=own)
+    flags.DEFINE_float("minutes", 0.0, "Ask for so long, with requests of all kinds", 0.0, flag_values=own)
     method = next(iter(default_system().decoders))
     flags.DEFINE_string("setup", method, "A decoder and settings of its own", flag_values=own)
 
@@ -72,7 +79,9 @@ def main(own: flags.FlagValues) -> None:
         import fastapi  # noqa: F401  # by the server
     with contextlib.ExitStack() as stack:
         checkpoint = own.checkpoint or _random(own.size, stack.enter_context(tempfile.TemporaryDirectory()))
-        address = stack.enter_context(_serving(checkpoint, own))
+        address, pid = stack.enter_context(_serving(checkpoint, own))
+        if own.minutes:
+            return print(json.dumps({"benchmark": "serve"} | _soaked(address, pid, clients, own)))
         records = list(_at_rate(address, own) if own.rate else _by_clients(address, checkpoint, clients, own))
     shown = {name: title for name, title in _SHOWN.items() if name in records[0]}
     table = Table(*shown.values())
@@ -131,6 +140,13 @@ def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
     yield record
 
 
+def _soaked(address, pid: int, clients: list[int], own: flags.FlagValues) -> dict[str, Any]:
+    """The record of clients of all kinds."""
+    bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in tasks.problems("test", 16, seed=0)]
+    bodies += [body | {"temperature": 1.5} for body in bodies]
+    return soak(address, pid, max(clients), own.minutes, bodies)
+
+
 def _waits(seen: list[Seen]) -> dict[str, float]:
     """How long clients waited, in milliseconds."""
     found = {}
@@ -170,8 +186,8 @@ def _random(size: str, directory: str) -> str:
 
 
 @contextlib.contextmanager
-def _serving(checkpoint: str, own: flags.FlagValues) -> Iterator[tuple[str, int]]:
-    """(host, port) of a server of its own process, while the context lasts."""
+def _serving(checkpoint: str, own: flags.FlagValues) -> Iterator[tuple[tuple[str, int], int]]:
+    """(host, port) and process id of a server of its own process, while the context lasts."""
     method, *settings = own.setup.split()
     settings += [f"method={method}", f"batch_size={own.rows}", f"max_new_tokens={own.new_tokens}"]
     flags = [f"--checkpoint={checkpoint}", "--port=0", *(f"--decode.{setting}" for setting in settings)]
@@ -182,6 +198,6 @@ def _serving(checkpoint: str, own: flags.FlagValues) -> Iterator[tuple[str, int]
             raise Failure(f"the server did not start: exit code {process.wait()}")
         host, _, port = line.rpartition("http://")[2].partition("/")[0].rpartition(":")
         try:
-            yield host, int(port)
+            yield (host, int(port)), process.pid
         finally:
             process.send_signal(signal.SIGTERM)

@@ -26,7 +26,7 @@ answer, U words of 32 bits, V vocabulary.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -184,8 +184,8 @@ def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:
 class ConstrainedBatch(RunningBatch):
     """A batch whose rows have grammars; it runs one forward at a time."""
 
-    def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int, blocks: int = 0):
-        super().__init__(model, decoder, like, rows, blocks)
+    def __init__(self, model: Transformer, decoder: Constrained, like: Request, rows: int, *how: Any):
+        super().__init__(model, decoder, like, rows, *how)
         self._matchers: dict[int, Matcher] = {}  # of the rows that are not finished
         self._tokens = np.zeros(rows, np.int32)  # that each row's matcher has consumed
         self._guesses = np.zeros((rows, decoder.new_tokens), np.int32)

@@ -27,7 +27,7 @@ from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
 from refusion_jax.decoding.newcomers import Newcomers, newcomers
 from refusion_jax.decoding.requests import Given, Request, SharedPrefix
-from refusion_jax.decoding.sampling import Record
+from refusion_jax.decoding.sampling import Record, count_drafts
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
 from refusion_jax.distributed.sharding import constrain, make_mesh, shard_count
@@ -135,6 +135,7 @@ class Progress:
     forwards: Int32[np.ndarray, "B"]
     rounds: Int32[np.ndarray, "B"]
     trajectory: Trajectory | None = None  # of the last run, if that is recorded
+    drafts: Int32[np.ndarray, "B 2"] | None = None  # of the last run, if they are counted: see `count_drafts`
 
     def of(self, row: int) -> tuple[Record, np.ndarray, np.ndarray]:
         """(record, forwards, rounds) of one row."""
@@ -147,7 +148,15 @@ class RunningBatch:
     All hosts of the weights' mesh must make the same calls.
     """
 
-    def __init__(self, model: Transformer, decoder: Decoder, like: Request, rows: int, blocks: int = 0):
+    def __init__(
+        self,
+        model: Transformer,
+        decoder: Decoder,
+        like: Request,
+        rows: int,
+        blocks: int = 0,
+        counts_drafts: bool = False,
+    ):
         """An empty batch.
 
         Args:
@@ -156,6 +165,7 @@ class RunningBatch:
           like: any request; only its structure as arrays matters.
           rows: B, in whole shards.
           blocks: N, of what prompts begin with, that are kept for others.
+          counts_drafts: whether `Progress` has drafts.
 
         Raises:
           UserError: where it does not fit into memory.
@@ -167,6 +177,7 @@ class RunningBatch:
         self.rows, self._sizes = rows, admissions(rows, self._mesh)
         self.free = list(range(rows))
         self._trajectory: Trajectory | None = None
+        self._counts_drafts, self._drafts = counts_drafts, None
         self.recorded = 0  # forwards of a run, at most, whose trajectory is recorded; 0: none is
         self.failed: dict[int, UserError] = {}  # why the answer in a row cannot go on
         self._prefixes = prefixes.Prefixes(blocks if decoder.copies_prefix else 0, decoder.prefix_block)
@@ -222,14 +233,14 @@ class RunningBatch:
         """Starts to decode, until so many rows are finished, free ones included, or `most` forwards are done."""
         with jax.set_mesh(self._mesh):
             most = min(most, self.recorded or most)
-            ran = _run(self._compiled, self._params, self._state, finished, most, self.recorded)
-            self._state, self._trajectory = ran
+            how = finished, most, self.recorded, self._counts_drafts
+            self._state, self._trajectory, self._drafts = _run(self._compiled, self._params, self._state, *how)
 
     def look(self) -> Progress:
         """Waits for the device and fetches what the rows have decoded."""
         s = self._state
         with jax.set_mesh(self._mesh):
-            return Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory)))
+            return Progress(*fetch((s.active, s.record, s.forwards, s.rounds, self._trajectory, self._drafts)))
 
     def stop(self, rows: Sequence[int]) -> None:
         """Ends rows that are not finished."""
@@ -301,32 +312,42 @@ def _admit(
     return _placed(_by_batch_axis(put, state, started)), store
 
 
-@functools.partial(jax.jit, static_argnames=("compiled", "recorded"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("compiled", "recorded", "counts_drafts"), donate_argnames="state")
 def _run(
-    compiled: StaticArguments, params, state: State, wanted, most, recorded: int = 0
-) -> tuple[State, Trajectory | None]:
-    """Decodes until `wanted` rows are finished, for at most `most` forwards; up to so many can be recorded."""
+    compiled: StaticArguments, params, state: State, wanted, most, recorded: int = 0, counts_drafts: bool = False
+) -> tuple[State, Trajectory | None, jax.Array | None]:
+    """Decodes until `wanted` rows are finished, for at most `most` forwards; up to so many can be recorded.
+
+    Returns:
+      (next state, what was recorded, `count_drafts` of all forwards together, [B, 2]).
+    """
     model, decoder = nnx.merge(compiled.graphdef, params), compiled.decoder
 
     def step(state):
         with collect() as told:
             after = decoder.step(model, state)
         number = jnp.where(state.active, state.forwards + 1, 0)
-        return after, Trajectory.of(number, state.record.count, told) if recorded else None
+        trajectory = Trajectory.of(number, state.record.count, told) if recorded else None
+        if not counts_drafts:
+            return after, trajectory, None
+        capacity = decoder.cache_length or decoder.width
+        return after, trajectory, count_drafts(told, state.active, state.record, after.record, capacity)
 
     def is_running(carry):
-        state, _, done = carry
+        state, *_, done = carry
         return (jnp.sum(~state.active) < wanted) & (done < most)
 
     def forward(carry):
-        state, trajectory, done = carry
-        after, now = step(state)
-        return after, jax.tree.map(lambda x, new: x.at[done].set(new), trajectory, now), done + 1
+        state, trajectory, drafts, done = carry
+        after, now, new = step(state)
+        trajectory = jax.tree.map(lambda x, new: x.at[done].set(new), trajectory, now)
+        return after, trajectory, jax.tree.map(jnp.add, drafts, new), done + 1
 
-    _, like = jax.eval_shape(step, state) if recorded else (state, None)
+    _, like, _ = jax.eval_shape(step, state) if recorded else (state, None, None)
     nothing = jax.tree.map(lambda x: jnp.zeros((recorded, *x.shape), x.dtype), like)
-    end, trajectory, _ = jax.lax.while_loop(is_running, forward, (state, nothing, 0))
-    return _placed(end), trajectory
+    none = jnp.zeros((len(state.forwards), 2), jnp.int32) if counts_drafts else None
+    end, trajectory, drafts, _ = jax.lax.while_loop(is_running, forward, (state, nothing, none, 0))
+    return _placed(end), trajectory, drafts
 
 
 @functools.partial(jax.jit, donate_argnames="state")

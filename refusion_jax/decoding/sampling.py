@@ -4,13 +4,14 @@ Axes: B rows, T tokens, V vocabulary, R capacity of the record; N verified place
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, PyTree
 
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
-from refusion_jax.decoding.trajectory import tell_drafts
+from refusion_jax.decoding.trajectory import Told, tell_drafts
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +42,29 @@ class Record:
         front = jnp.argsort(~is_new, axis=1, stable=True)
         tokens, positions = (jnp.take_along_axis(x, front, axis=1) for x in (tokens, positions))
         return self.append(tokens, positions, jnp.sum(is_new, axis=1))
+
+
+def count_drafts(
+    told: Sequence[Told], active: Bool[Array, "B"], before: Record, after: Record, capacity: int
+) -> Int32[Array, "B 2"]:
+    """(drafts that a forward has verified, those of them that it has committed) of each row.
+
+    Args:
+      told: what the forward tells of plans and drafts.
+      active: rows that took part in it.
+      before, after: what is committed.
+      capacity: places of a text.
+    """
+    drafts = [one for one in told if one.chances is None]
+    if not drafts:
+        return jnp.zeros((len(active), 2), jnp.int32)
+    tokens, places = (jnp.concatenate([getattr(x, name) for x in drafts], axis=1) for name in ("tokens", "places"))
+    is_fed = (places >= 0) & active[:, None]
+    by_place = put(jnp.full((len(active), capacity), -1), jnp.where(is_fed, places, capacity), tokens)
+    index = jnp.arange(after.tokens.shape[1])[None]
+    is_new = (index >= before.count[:, None]) & (index < after.count[:, None])
+    is_kept = is_new & (jnp.take_along_axis(by_place, after.positions, axis=1) == after.tokens)
+    return jnp.stack([jnp.sum(is_fed, axis=1), jnp.sum(is_kept, axis=1)], axis=1).astype(jnp.int32)
 
 
 _LEAST = 1e-30  # temperature and top_p: with less, logits overflow, and the most probable token is none of the nucleus

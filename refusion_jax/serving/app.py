@@ -32,12 +32,13 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     described = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "refusion_jax"}
     described["max_model_len"] = service.engine.settings.cache_length
     described |= {"slot_size": service.engine.settings.slot_size, "fills_gaps": service.engine.fills_gaps}
-    one_at_a_time = anyio.CapacityLimiter(1)  # scoring needs memory besides the batch, for one response
 
+    @app.head("/health")
     @app.get("/health")
     async def health() -> JSONResponse:
         return JSONResponse(service.engine.load, 503 if service.engine.failure else 200)
 
+    @app.head("/ready")
     @app.get("/ready")
     async def ready() -> JSONResponse:
         return JSONResponse({"ready": service.engine.is_ready}, 200 if service.engine.is_ready else 503)
@@ -46,6 +47,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     async def of_the_server() -> dict[str, str]:
         return {"version": version}
 
+    @app.head("/metrics")
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -66,18 +68,11 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         choices = await anyio.to_thread.run_sync(service.completion, body)
         reply = Reply(service, body, "cmpl", "text_completion", choices)
         if body.stream:
-            return await reply.stream(lambda delta: {"text": delta.text, "logprobs": None})
-
-        async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
-            echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
-            scores: list[dict[str, Any] | None] = [None] * len(choices)
-            if body.logprobs is not None:
-                how = [delta.tokens for delta in answers], body.echo, bool(body.logprobs)
-                scores = await anyio.to_thread.run_sync(service.scores, choices, *how, limiter=one_at_a_time)
-            texts = [echo + delta.text for echo, delta in zip(echoed, answers, strict=True)]
-            return [{"text": text, "logprobs": own} for text, own in zip(texts, scores, strict=True)]
-
-        return await reply.whole(request, fields)
+            return await reply.stream(lambda delta, scores: {"text": delta.text, "logprobs": scores})
+        echoed = await anyio.to_thread.run_sync(service.echoes, choices) if body.echo else [""] * len(choices)
+        return await reply.whole(
+            request, lambda number, delta, scores: {"text": echoed[number] + delta.text, "logprobs": scores}
+        )
 
     @app.post("/v1/chat/completions", **_documented(Chat))
     async def chats(body: Annotated[Chat, _parsed(Chat)], request: Request):
@@ -86,17 +81,13 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         choices = await anyio.to_thread.run_sync(service.chat, body)
         if body.stream:
             reply = Reply(service, body, "chatcmpl", "chat.completion.chunk", choices)
-            return await reply.stream(lambda delta: {"delta": _said(delta)}, begins_with_role=True)
+            return await reply.stream(
+                lambda delta, scores: {"delta": _said(delta), "logprobs": scores}, begins_with_role=True
+            )
 
-        async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
-            scores: list[dict[str, Any] | None] = [None] * len(choices)
-            if body.logprobs:
-                tokens, how = [delta.tokens for delta in answers], {"limiter": one_at_a_time}
-                found = await anyio.to_thread.run_sync(service.scores, choices, tokens, False, True, **how)
-                scores = [_of_chat(own, body.top_logprobs) for own in found]
-            empty = [{"role": "assistant", "content": None if delta.calls else ""} for delta in answers]
-            said = zip(empty, answers, scores, strict=True)
-            return [{"message": message | _said(delta), "logprobs": own} for message, delta, own in said]
+        def fields(number: int, delta: Delta, scores: dict[str, Any] | None) -> dict[str, Any]:
+            message = {"role": "assistant", "content": None if delta.calls else ""}
+            return {"message": message | _said(delta), "logprobs": scores}
 
         return await Reply(service, body, "chatcmpl", "chat.completion", choices).whole(request, fields)
 
@@ -106,7 +97,7 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
         chat = body.chat
         chat.seed = service.seed_of(chat)
         reply = await anyio.to_thread.run_sync(TextReply, service, body, chat)
-        return await reply.stream(_said) if body.stream else await reply.respond(request)
+        return await reply.stream(lambda delta, scores: _said(delta)) if body.stream else await reply.respond(request)
 
     # What lm-eval's local-completions asks to tokenize as the model does.
 
@@ -132,20 +123,6 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
 def _said(delta: Delta) -> dict[str, Any]:
     """What has been added to a message, text and calls."""
     return ({"content": delta.text} if delta.text else {}) | ({"tool_calls": delta.calls} if delta.calls else {})
-
-
-def _of_chat(scores: dict[str, Any], best: int) -> dict[str, Any]:
-    """The `logprobs` of a completion as those of a chat, with so many of the most probable tokens of each place."""
-
-    def one(token: str, log_p: float) -> dict[str, Any]:
-        return {"token": token, "logprob": log_p, "bytes": [*token.encode()]}
-
-    places = zip(scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True)
-    content = [
-        one(token, log_p) | {"top_logprobs": [one(*pair) for pair in [*top.items()][:best]]}
-        for token, log_p, top in places
-    ]
-    return {"content": content, "refusal": None}
 
 
 _SMALL = 1 << 13  # bytes, of which any take a millisecond at most

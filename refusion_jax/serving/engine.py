@@ -7,18 +7,23 @@ up the others. An answer depends on its own request alone.
 
 import collections
 import dataclasses
+import functools
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from refusion_jax.cli.errors import UserError
+import numpy as np
+
+from refusion_jax.cli.command import say
+from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.decoding.answers import Answer, read_answer
 from refusion_jax.decoding.constrained import Matcher, batch_type
 from refusion_jax.decoding.queue import batch_rows, mesh_of
 from refusion_jax.decoding.requests import Request, check_tokens, prepare
 from refusion_jax.decoding.settings import Settings
 from refusion_jax.model.transformer import Transformer
-from refusion_jax.serving.jobs import BusyError, Job
+from refusion_jax.serving.jobs import BusyError, FailedError, Job
 from refusion_jax.serving.sizes import kept_blocks
 from refusion_jax.systems.api import decoder_for
 
@@ -70,17 +75,20 @@ class Engine:
             self._compiled,
             model.config,
         )
-        decoder = decoder_for(self._largest, model.config)
+        self._decoder = decoder = decoder_for(self._largest, model.config)
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
         model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
-        self._decoder = decoder
-        rows = batch_rows(rows, rows, mesh_of(model))
-        blocks = kept_blocks(model, decoder, rows, prefix_cache)
-        self._batch = batch_type(decoder)(model, decoder, self._largest[0], rows, blocks)
+        self.rows = batch_rows(rows, rows, mesh_of(model))
+        blocks = kept_blocks(model, decoder, self.rows, prefix_cache)
+        self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)
+        self._batch = self._empty()
+        self._drafts = np.zeros(2, np.int64)  # that were verified, and those of them that were committed
         self._waiting: collections.deque[collections.deque[Job]] = collections.deque()  # those of each caller
         self._rows: dict[int, Job] = {}
+        self._taken: list[Job] = []  # that are about to be admitted
+        self._read: list[tuple[Job, Any, bool]] = []  # what is to be reported: see `_report`
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._is_started = self._is_closed = False
         self._failed: Callable[[], None] = lambda: None
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._guard, name="engine", daemon=True)
@@ -90,8 +98,14 @@ class Engine:
         """How many rows there are, how many of them are decoding, and how many jobs wait for one."""
         with self._changed:
             waiting = sum(not job.is_over for jobs in self._waiting for job in jobs)
-        own = {"rows": self._batch.rows, "decoding": len(self._rows), "waiting": waiting}
+        own = {"rows": self.rows, "decoding": len(self._rows), "waiting": waiting}
         return {name: count + self._second.load[name] for name, count in own.items()} if self._second else own
+
+    @property
+    def verified(self) -> tuple[int, int]:
+        """(drafts that forwards have verified since the start, those of them that were committed)."""
+        drafts = self._drafts + (self._second.verified if self._second else 0)
+        return int(drafts[0]), int(drafts[1])
 
     @property
     def fills_gaps(self) -> bool:
@@ -144,7 +158,7 @@ class Engine:
         """
         with self._making:
             if self._second is None or self._second.failure:
-                rows = batch_rows(-(-self._batch.rows // 4), self._batch.rows, mesh_of(self._model))
+                rows = batch_rows(-(-self.rows // 4), self.rows, mesh_of(self._model))
                 kept = self._prefix_cache and self._prefix_cache // 4
                 second = Engine(self._model, self.settings, rows, grammar, kept)
                 second.start(failed=lambda: None)
@@ -181,6 +195,7 @@ class Engine:
         self._failed, done = failed, threading.Event()
 
         def report(answer: Answer, is_finished: bool) -> bool:
+            self._is_started = True
             done.set()
             return False  # so that the program which stops rows is compiled, too
 
@@ -200,15 +215,47 @@ class Engine:
 
     def _guard(self) -> None:
         try:
-            self._decode()
-        except Exception as error:  # noqa: BLE001  whatever the device may say
+            self._batch.compile_admissions(self._largest[1])
+            while not self._is_closed:
+                try:
+                    self._decode()
+                except Exception as error:  # noqa: BLE001  whatever the device may say
+                    self._begin_anew(error)
+        except Exception as error:  # noqa: BLE001  nothing can be decoded any more
             self.failure = error
             self._fail_all(error)
             self._failed()
 
+    def _begin_anew(self, error: Exception) -> None:
+        """Fails what is in the batch and replaces it by an empty one; what waits goes on.
+
+        Raises:
+          Exception: where that one cannot decode either.
+        """
+        if not self._is_started:
+            raise error
+        for job, outcome, is_finished in self._read:
+            self._report(job, outcome, is_finished)
+        lost = [job for job in (*self._rows.values(), *self._taken) if not job.is_over]
+        why = f"decoding has failed: {type(error).__name__}: {first_line(error)}"
+        say(f"{why}; answers that are lost: {len(lost)}")
+        for job in lost:
+            job.is_over = True
+            job.fail(FailedError(why))
+        self._rows, self._taken, self._read = {}, [], []
+        traceback.clear_frames(error.__traceback__)  # with the old batch, before memory is taken for the new one
+        del self._batch
+        self._batch = batch = self._empty()
+        batch.compile_admissions(self._largest[1])
+        (row,) = batch.admit([self._largest[1]])
+        batch.run(batch.rows, 1)
+        batch.look()
+        batch.stop([row])
+        batch.free.append(row)
+
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
-            jobs = [*self._rows.values(), *(job for some in self._waiting for job in some)]
+            jobs = [*self._rows.values(), *self._taken, *(job for some in self._waiting for job in some)]
             self._rows.clear()
             self._waiting.clear()
         for job in jobs:
@@ -216,14 +263,12 @@ class Engine:
 
     def _decode(self) -> None:
         """The loop: while the device decodes, the host reports what was read before."""
-        batch, rows, read = self._batch, self._rows, []
-        batch.compile_admissions(self._largest[1])
-        while True:
-            some = self._take(len(batch.free), is_idle=not rows and not read)
-            if some is None:
-                return
+        batch, rows = self._batch, self._rows
+        while (some := self._take(len(batch.free), is_idle=not rows and not self._read)) is not None:
+            self._taken = some
             admitted = batch.admit([job.request for job in some])
             rows |= zip(admitted, some, strict=True)
+            self._taken = []
             for row in admitted:
                 rows[row].cached = int(batch.known[row])
             if rows:
@@ -231,11 +276,12 @@ class Engine:
                 # 0 forwards show what an admission commits.
                 most = int(not some) if by_forward else SOON if batch.free else LOOK
                 batch.run(len(batch.free) + 1, most)
-            for job, outcome, is_finished in read:
+            for job, outcome, is_finished in self._read:
                 self._report(job, outcome, is_finished)
-            read = []
+            self._read = []
             if rows:
                 progress = batch.look()
+                self._drafts += progress.drafts.sum(axis=0)
                 for row, error in batch.failed.items():
                     if row in rows and not rows[row].is_over:
                         rows[row].fail(error)
@@ -243,7 +289,7 @@ class Engine:
                 done = [row for row in rows if not progress.active[row]]
                 dropped = [row for row, job in rows.items() if progress.active[row] and job.is_over]
                 batch.stop(dropped)
-                read = [
+                self._read = [
                     (job, progress.of(row), not progress.active[row])
                     for row, job in rows.items()
                     if not job.is_over and (job.is_watched or not progress.active[row])
@@ -266,7 +312,7 @@ class Engine:
 
     def _next(self, is_last: bool, chosen: list[Job]) -> Job | None:
         """The next job in turn, if there is one; the last free row is for callers that have none."""
-        having = [*self._rows.values(), *chosen] if is_last and self._batch.rows > 1 else []
+        having = [*self._rows.values(), *chosen] if is_last and self.rows > 1 else []
         served = {id(job.caller) for job in having}
         for _ in range(len(self._waiting)):
             jobs = self._waiting[0]

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.serving.jobs import BusyError
+from refusion_jax.serving.jobs import BusyError, FailedError
 
 
 def largest_body(cache_length: int) -> int:
@@ -38,6 +38,10 @@ def handle_errors(app: FastAPI, cache_length: int) -> None:
     @app.exception_handler(BusyError)
     async def busy(request: Request, error: BusyError) -> JSONResponse:
         return _refusal(503, str(error), headers={"Retry-After": "1"})
+
+    @app.exception_handler(FailedError)
+    async def lost(request: Request, error: FailedError) -> JSONResponse:
+        return _refusal(500, str(error))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> JSONResponse:

@@ -1,10 +1,15 @@
 """What Prometheus reads of a server: vLLM's names where they mean the same, so that its dashboards work."""
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from refusion_jax.serving.engine import Engine
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _PER_FORWARD = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 
 
@@ -34,8 +39,11 @@ class Metrics:
         first, whole = "Until the first tokens of a streamed answer", "Until an answer was complete"
         self._first = make(Histogram, "vllm:time_to_first_token_seconds", first, buckets=_SECONDS)
         self._whole = make(Histogram, "vllm:e2e_request_latency_seconds", whole, buckets=_SECONDS)
+        between = "Between two tokens of a streamed answer; those that come together share the time since the last ones"
+        self._between = make(Histogram, "vllm:inter_token_latency_seconds", between, buckets=_BETWEEN)
         per_forward = "Tokens per forward of each answer"
         self._per_forward = make(Histogram, "refusion_jax:tokens_per_forward", per_forward, buckets=_PER_FORWARD)
+        self.registry.register(_Drafts(model, engine))
 
     def asked(self, prompt_tokens: int) -> None:
         """Counts a request."""
@@ -49,6 +57,11 @@ class Metrics:
     def began(self, seconds: float) -> None:
         """Hears how long the first tokens of a stream took."""
         self._first.observe(seconds)
+
+    def went_on(self, tokens: int, seconds: float) -> None:
+        """Hears how long further tokens of a stream took, all together."""
+        for _ in range(tokens):
+            self._between.observe(seconds / tokens)
 
     def finished(self, reason: str, tokens: int, forwards: int, seconds: float) -> None:
         """Counts an answer.
@@ -64,3 +77,18 @@ class Metrics:
         self._whole.observe(seconds)
         if forwards:
             self._per_forward.observe(tokens / forwards)
+
+
+class _Drafts(Collector):
+    """Drafts and those of them that were accepted, whose ratio is the accepted share; the engine counts them."""
+
+    def __init__(self, model: str, engine: Engine):
+        self._model, self._engine = model, engine
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """As Prometheus asks."""
+        texts = {"draft": "Tokens that forwards have verified", "accepted": "Those of them that were committed"}
+        for (name, text), count in zip(texts.items(), self._engine.verified, strict=True):
+            family = CounterMetricFamily(f"vllm:spec_decode_num_{name}_tokens", text, labels=["model_name"])
+            family.add_metric([self._model], count)
+            yield family

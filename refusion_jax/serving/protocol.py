@@ -12,7 +12,6 @@ _MOST_PARTS = 1024  # messages of a conversation, and texts to choose from
 _MOST_TOOLS = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
 _ANY_OBJECT = {"type": "object"}
-_NOT_STREAMED = "logprobs: answers are scored when they are finished, which is not for a stream"
 
 
 class StreamOptions(Strict):
@@ -54,6 +53,8 @@ class _Body(Strict):
     max_tokens: int | None = Field(
         None, ge=0, le=2**24, description="Tokens of the answer, at most; by default the server's decode.max_new_tokens"
     )
+    min_tokens: int = Field(0, ge=0, description="Tokens of the answer before which the model does not end it")
+    ignore_eos: bool = Field(False, description="The model does not end the answer: min_tokens is max_tokens")
     temperature: float | None = Field(None, ge=0, le=1e4, description="By default the server's: 0, greedy")
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(
@@ -153,8 +154,6 @@ class Completion(_Body):
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> "Completion":
-        if self.stream and self.logprobs is not None:
-            raise ValueError(_NOT_STREAMED)
         if self.suffix is not None and self.constraints:
             raise ValueError("suffix: an answer that has to follow a grammar has no text after it")
         if self.suffix is not None and not self.max_tokens:
@@ -215,9 +214,7 @@ class Chat(_Body):
         return self
 
     @model_validator(mode="after")
-    def _whole_answers_are_scored(self) -> Self:
-        if self.logprobs and self.stream:
-            raise ValueError(_NOT_STREAMED)
+    def _tops_are_of_scores(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs")
         return self

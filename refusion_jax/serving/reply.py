@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -15,10 +15,12 @@ from starlette.exceptions import HTTPException
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.answers import Answer
+from refusion_jax.serving.choices import Choice
 from refusion_jax.serving.errors import error_body
 from refusion_jax.serving.jobs import BusyError, Job
 from refusion_jax.serving.protocol import Chat, Completion, StreamOptions
-from refusion_jax.serving.service import Choice, Service
+from refusion_jax.serving.scores import ScoredStream
+from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
 _BETWEEN_LOOKS = 0.2  # seconds between two checks of whether a client is still there
@@ -39,6 +41,7 @@ class Reply:
         self._deltas: asyncio.Queue[tuple[int, Delta | Exception, Answer | None]] = asyncio.Queue()
         self._jobs: list[Job] = []
         self._tokens = [0] * len(choices)  # of each answer so far
+        self._last = [0.0] * len(choices)  # seconds until the last of them
         self._began = time.monotonic()
 
     def _submit(self, is_watched: bool) -> None:
@@ -65,8 +68,10 @@ class Reply:
             if isinstance(delta, Exception):
                 raise delta
             metrics, seconds = self._service.metrics, time.monotonic() - self._began
-            if self._body.stream and delta.tokens and not self._tokens[number]:
-                metrics.began(seconds)
+            new = len(delta.tokens) - self._tokens[number]
+            if self._body.stream and new > 0:
+                last, self._last[number] = self._last[number], seconds
+                metrics.went_on(new, seconds - last) if last else metrics.began(seconds)
             self._tokens[number] = len(delta.tokens)
             if delta.finish_reason:
                 missing -= 1
@@ -81,13 +86,13 @@ class Reply:
             job.is_over = True
 
     async def whole(
-        self, request: Request, fields: Callable[[list[Delta]], Awaitable[list[dict[str, Any]]]]
+        self, request: Request, fields: Callable[[int, Delta, dict[str, Any] | None], dict[str, Any]]
     ) -> dict[str, Any]:
         """All choices in one response; a client that goes away frees its rows.
 
         Args:
           request: whose client is waiting.
-          fields: the whole answers -> the fields of each choice that hold them.
+          fields: (number of the choice, whole answer, its `logprobs`) -> the fields of the choice that hold them.
         """
         said: list[list[Delta]] = [[] for _ in self._choices]
         ends: list[dict[str, Any]] = [{} for _ in self._choices]
@@ -111,24 +116,31 @@ class Reply:
             dataclasses.replace(own[-1], text="".join(d.text for d in own), calls=[c for d in own for c in d.calls])
             for own in said
         ]
-        both = zip(await fields(answers), ends, strict=True)
-        choices = [{"index": number, **own, **end} for number, (own, end) in enumerate(both)]
+        scores: list[dict[str, Any] | None] = [None] * len(answers)
+        scorer, tokens = self._service.scorer, [delta.tokens for delta in answers]
+        if scorer.is_asked(self._body):
+            scores = [*await scorer.score(self._body, self._choices, tokens)]
+        whole = zip(answers, scores, ends, strict=True)
+        choices = [{"index": i, **fields(i, delta, own), **end} for i, (delta, own, end) in enumerate(whole)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def stream(
-        self, fields: Callable[[Delta], dict[str, Any]], begins_with_role: bool = False
+        self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool = False
     ) -> StreamingResponse:
         """The choices as server-sent events, each with the text that has become certain.
 
         Args:
-          fields: delta -> the fields of a choice that hold it.
+          fields: (delta, its `logprobs`) -> the fields of a choice that hold it.
           begins_with_role: whether each choice begins with an event that says who speaks, as chats do.
         """
         self._submit(is_watched=True)
         return StreamingResponse(self._events(fields, begins_with_role), media_type="text/event-stream")
 
-    async def _events(self, fields: Callable[[Delta], dict[str, Any]], begins_with_role: bool) -> AsyncIterator[str]:
-        options = self._body.stream_options or StreamOptions()
+    async def _events(
+        self, fields: Callable[[Delta, dict[str, Any] | None], dict[str, Any]], begins_with_role: bool
+    ) -> AsyncIterator[str]:
+        options, service = self._body.stream_options or StreamOptions(), self._service
+        scored = [ScoredStream(service.scorer, service.tokenizer, self._body, one) for one in self._choices]
 
         def event(choices: Sequence[dict[str, Any]]) -> str:
             said = {**self._head, "choices": choices}
@@ -140,13 +152,14 @@ class Reply:
             for number, one in enumerate(self._choices):
                 start = {"delta": {"role": "assistant", "content": ""}} if begins_with_role else None
                 if isinstance(self._body, Completion) and self._body.echo:
-                    start = {"text": self._service.echoes([one])[0], "logprobs": None}
+                    start = {"text": service.echoes([one])[0], "logprobs": await scored[number].of(None)}
                 if start:
                     yield event([{"index": number, **start, "finish_reason": None}])
             async for number, delta, answer in self._arriving():
                 said = delta.text or delta.calls or delta.finish_reason
                 if said or self._body.watch or (self._body.commits and delta.commits):
-                    yield event([{"index": number, **fields(delta), **self._end(delta, answer, delta.commits)}])
+                    own = fields(delta, await scored[number].of(delta))
+                    yield event([{"index": number, **own, **self._end(delta, answer, delta.commits)}])
             if options.include_usage:
                 yield event([])
             yield "data: [DONE]\n\n"

@@ -15,7 +15,6 @@ from refusion_jax.serving.protocol import Chat
 from refusion_jax.serving.reply import Reply
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.strict import Strict
-from refusion_jax.serving.writer import Delta
 
 _MOST_PARTS = 1024
 _AS_CHAT = {"max_output_tokens": "max_tokens"} | {name: name for name in ("model", "temperature", "top_p", "stream")}
@@ -120,11 +119,7 @@ class TextReply(Reply):
 
     async def respond(self, request: Request) -> dict[str, Any]:
         """The whole response."""
-
-        async def fields(answers: list[Delta]) -> list[dict[str, Any]]:
-            return [{"text": delta.text} for delta in answers]
-
-        (choice,) = (await self.whole(request, fields))["choices"]
+        (choice,) = (await self.whole(request, lambda number, delta, scores: {"text": delta.text}))["choices"]
         return self._response(choice["text"], choice["finish_reason"])
 
     async def _events(self, *_: Any) -> AsyncIterator[str]:

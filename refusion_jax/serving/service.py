@@ -16,30 +16,18 @@ from refusion_jax.decoding.prompts import check_characters
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.decoding.stops import Stops
-from refusion_jax.evaluation.likelihood import TokenScore, token_scores
 from refusion_jax.model.transformer import Transformer
+from refusion_jax.serving.choices import Choice
 from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.grammar import Grammars
 from refusion_jax.serving.metrics import Metrics
 from refusion_jax.serving.protocol import Chat, Completion
+from refusion_jax.serving.scores import Scorer
 from refusion_jax.serving.tools import CallReader, check_template
 from refusion_jax.serving.writer import Delta, Writer
 
 _LONGEST_TOKEN = 128  # characters, on average; few tokens of any vocabulary are as long
 _OWN_FIELDS = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One answer that a client wants."""
-
-    prompt: list[int]  # as the model reads it
-    added: int  # leading tokens of it that the client did not send: 1 for a BOS, or 0
-    text: str | None  # that the prompt was given as
-    request: Request | None  # checked; None where no token is to be decoded
-    limit: int  # tokens of the answer, at most
-    stops: Stops
-    engine: Engine  # that decodes it
 
 
 class Service:
@@ -57,7 +45,7 @@ class Service:
         """
         self.name, self.engine, self.tokenizer, self._seed = name, engine, tokenizer, seed
         self.metrics = Metrics(name, engine)
-        self._model, self._settings = model, engine.settings
+        self.scorer, self._settings = Scorer(model, tokenizer, engine.settings), engine.settings
         # As in `evaluate`: a model's config may name a token that its tokenizer never writes.
         begins = next((id for id in (tokenizer.bos_id, model.config.bos_token_id) if id >= 0), -1)
         self._ends = {"eos_token": tokenizer.eos_id, "bos_token": begins}
@@ -143,14 +131,19 @@ class Service:
         noises: Iterable[int],
     ) -> list[Choice]:
         settings, limit = self._own_settings(body, len(ids))
-        stops = Stops(tuple(body.stop or ()))
+        self.scorer.is_asked(body)  # refuses
+        stops, least = Stops(tuple(body.stop or ())), limit if body.ignore_eos else body.min_tokens
+        if least > limit:
+            raise UserError(f"min_tokens={least}: an answer has at most {limit} tokens here")
         self.engine.check_prompt(ids, name, limit + sum(map(len, suffix)))
         request, engine = None, self.engine
         if limit:
             grammar = next((self._grammars.compile(*given) for given in body.constraints), None)
+            if grammar and least:
+                raise UserError("min_tokens, ignore_eos: an answer ends where its grammar says so")
             engine = self.engine if grammar is None else self.engine.constrained(grammar)
             template = (limit, *suffix) if suffix else ()
-            request = engine.check(Request(ids, template, settings, name=name, grammar=grammar))
+            request = engine.check(Request(ids, template, settings, name=name, grammar=grammar, least=least))
         requests = [request and dataclasses.replace(request, noise=noise) for noise in noises]
         return [Choice(ids, added, text, one, limit, stops, engine) for one in requests]
 
@@ -231,52 +224,3 @@ class Service:
     def echoes(self, choices: Sequence[Choice]) -> list[str]:
         """The prompts as text, as they were given where they were."""
         return [self.tokenizer.decode(one.prompt[one.added :]) if one.text is None else one.text for one in choices]
-
-    def scores(
-        self, choices: Sequence[Choice], answers: Sequence[Sequence[int]], echo: bool, best: bool
-    ) -> list[dict[str, Any]]:
-        """The `logprobs` of completions: of the prompt too where it is echoed, as the client sent it.
-
-        Its first token has none unless a token was added before it.
-
-        Args:
-          choices: with the prompts.
-          answers: the tokens of each.
-          echo: whether the prompts are part of the texts.
-          best: whether to tell the most probable token of each place.
-
-        Raises:
-          UserError: where the likelihood of a token is not known.
-        """
-        how = {"method": self._settings.method, "slot_size": self._settings.slot_size}
-        prompts = [one.prompt for one in choices]
-        echoed = [prompt if echo else [] for prompt in prompts]
-        contexts = [prompt[:1] for prompt in echoed] + prompts
-        scored = token_scores(self._model, contexts, [prompt[1:] for prompt in echoed] + [*answers], **how)
-        parts = zip(choices, echoed, answers, scored[: len(choices)], scored[len(choices) :], strict=True)
-        return [
-            self._logprobs([*prompt, *answer][one.added * echo :], [*first, *of_prompt, *of_answer], best)
-            for one, prompt, answer, of_prompt, of_answer in parts
-            for first in ([None] if echo and not one.added else [],)
-        ]
-
-    def _logprobs(self, tokens: list[int], scored: list[TokenScore | None], best: bool) -> dict[str, Any]:
-        """The field of one completion, from the scores of its tokens."""
-        texts = [self.tokenizer.decode([token]) for token in tokens]
-        offsets = [0]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
-        top = [one and self._top(one, token) for one, token in zip(scored, tokens, strict=True)]
-        return {
-            "tokens": texts,
-            "token_logprobs": [one and one.log_p for one in scored],
-            "top_logprobs": top if best else None,
-            "text_offset": offsets[:-1],
-        }
-
-    def _top(self, score: TokenScore, token: int) -> dict[str, float]:
-        """The most probable token and the one that stands there; two that are spelled alike are kept apart."""
-        text, best = (self.tokenizer.decode([id]) for id in (token, score.best))
-        if text == best and token != score.best:
-            best = f"token_id:{score.best}"
-        return {best: score.best_log_p, text: score.log_p}

@@ -21,9 +21,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-# What tools send along: labels, bookkeeping of other servers, and `ignore_eos` of load generators.
+# What tools send along: labels, and bookkeeping of other servers.
 _IGNORED = frozenset(
-    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend ignore_eos metadata name priority "
+    "cache_salt disable_any_whitespace disable_fallback guided_decoding_backend metadata name priority "
     "prompt_cache_key request_id safety_identifier service_tier skip_special_tokens spaces_between_special_tokens "
     "store user".split()
 )

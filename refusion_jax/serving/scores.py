@@ -1,0 +1,109 @@
+"""The `logprobs` of answers: the exact likelihood of their tokens, with slots in text order, once they are written."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from refusion_jax.data.interface import Tokenizer
+from refusion_jax.decoding.prompts import tokens_of
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.evaluation.likelihood import TokenScore, token_scores
+from refusion_jax.model.transformer import Transformer
+from refusion_jax.serving.choices import Choice
+from refusion_jax.serving.protocol import Chat, Completion
+from refusion_jax.serving.writer import Delta
+
+
+class Scorer:
+    """Scores answers of a model, those of one response at a time: it takes memory besides the batch."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, settings: Settings):
+        self._model, self._tokenizer = model, tokenizer
+        self._how = {"method": settings.method, "slot_size": settings.slot_size}
+        self._turn = anyio.CapacityLimiter(1)
+
+    def is_asked(self, body: Completion | Chat) -> bool:
+        """Whether a client wants scores.
+
+        Raises:
+          UserError: where it does, and the likelihood of a token is not known.
+        """
+        if body.logprobs is None or body.logprobs is False:
+            return False
+        token_scores(self._model, [], [], **self._how)
+        return True
+
+    async def score(
+        self, body: Completion | Chat, choices: Sequence[Choice], answers: Sequence[Sequence[int]]
+    ) -> list[dict[str, Any]]:
+        """The `logprobs` of each answer; of its prompt, too, as the client sent it, where that is echoed."""
+        return await anyio.to_thread.run_sync(self._score, body, choices, answers, limiter=self._turn)
+
+    def _score(
+        self, body: Completion | Chat, choices: Sequence[Choice], answers: Sequence[Sequence[int]]
+    ) -> list[dict[str, Any]]:
+        echo = isinstance(body, Completion) and body.echo
+        prompts = [one.prompt for one in choices]
+        echoed = [prompt if echo else [] for prompt in prompts]
+        contexts = [prompt[:1] for prompt in echoed] + prompts
+        scored = token_scores(self._model, contexts, [prompt[1:] for prompt in echoed] + [*answers], **self._how)
+        parts = zip(choices, echoed, answers, scored[: len(choices)], scored[len(choices) :], strict=True)
+        told = self._of_chat if isinstance(body, Chat) else self._of_completion
+        return [
+            # The first token of a text has no score, unless a token was added before it.
+            told(body, [*prompt, *answer][one.added * echo :], [*[None] * (echo and not one.added), *first, *rest])
+            for one, prompt, answer, first, rest in parts
+        ]
+
+    def _of_completion(self, body: Completion, tokens: list[int], scored: list[TokenScore | None]) -> dict[str, Any]:
+        texts = [self._tokenizer.decode([token]) for token in tokens]
+        offsets = [0]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        top = [one and self._top(one, token) for one, token in zip(scored, tokens, strict=True)]
+        return {
+            "tokens": texts,
+            "token_logprobs": [one and one.log_p for one in scored],
+            "top_logprobs": top if body.logprobs else None,
+            "text_offset": offsets[:-1],
+        }
+
+    def _of_chat(self, body: Chat, tokens: list[int], scored: list[TokenScore]) -> dict[str, Any]:
+        def told(text: str, log_p: float) -> dict[str, Any]:
+            return {"token": text, "logprob": log_p, "bytes": [*text.encode()]}
+
+        content = [
+            told(self._tokenizer.decode([token]), one.log_p)
+            | {"top_logprobs": [told(*pair) for pair in [*self._top(one, token).items()][: body.top_logprobs]]}
+            for token, one in zip(tokens, scored, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _top(self, score: TokenScore, token: int) -> dict[str, float]:
+        """The most probable token and the one that stands there; two that are spelled alike are kept apart."""
+        text, best = (self._tokenizer.decode([id]) for id in (token, score.best))
+        if text == best and token != score.best:
+            best = f"token_id:{score.best}"
+        return {best: score.best_log_p, text: score.log_p}
+
+
+class ScoredStream:
+    """The `logprobs` of one answer, piece by piece; None of each where nobody asks for them."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, body: Completion | Chat, choice: Choice):
+        self._scorer, self._tokenizer, self._body, self._choice = scorer, tokenizer, body, choice
+        self._is_asked, self._text, self._told = scorer.is_asked(body), "", 0  # the places that have been told
+
+    async def of(self, delta: Delta | None) -> dict[str, Any] | None:
+        """Those of the tokens whose text comes with a delta; with None, before all of them, of an echoed prompt."""
+        if not self._is_asked:
+            return None
+        tokens = []
+        if delta:
+            self._text += delta.text
+            tokens = delta.tokens if delta.finish_reason else tokens_of(self._text, delta.tokens, self._tokenizer)
+        (whole,) = await self._scorer.score(self._body, [self._choice], [tokens])
+        new = {name: value[self._told :] if isinstance(value, list) else value for name, value in whole.items()}
+        self._told = max(len(value) for value in whole.values() if isinstance(value, list))
+        return new
