@@ -125,14 +125,14 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, m
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which other tests have set
     flags = [f"--tokenizer={tokenizer_file}", "--workers=1", f"--output={tmp_path}/out"]
     process = start("prepare", "--input=hf://datasets/o/n@v1", *flags)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, ""), err
     assert "4 documents" in out
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert f"--input=hf://datasets/o/n@{Hub.commit} " in manifest["command"]
     assert list(manifest["sources"]) == [f"hf://datasets/o/n@{Hub.commit}"]
     process = start("prepare", "--input=hf://datasets/o/other", *flags[:2], f"--output={tmp_path}/none")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert err.startswith("error: --input=hf://datasets/o/other: ")
     server.shutdown()

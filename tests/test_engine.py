@@ -71,7 +71,11 @@ class Told:
     """Collects what the engine reports, in order, for several jobs."""
 
     def __init__(self):
-        self.finished, self.done = [], threading.Semaphore(0)
+        self.finished, self.done, self.all_asked = [], threading.Semaphore(0), threading.Event()
+
+    def hold(self, answer):
+        """Has the engine stand still until all is asked, however quick it is."""
+        return self.all_asked.wait(300)
 
     def job(self, name, request, watch=lambda answer: True, is_watched=False):
         def report(answer, is_finished):
@@ -88,8 +92,9 @@ class Told:
         self.done.release()
 
     def wait(self, count):
+        self.all_asked.set()
         for _ in range(count):
-            assert self.done.acquire(timeout=120)
+            assert self.done.acquire(timeout=300)
         return [name for name, _ in self.finished]
 
 
@@ -111,7 +116,7 @@ def test_short_answers_do_not_wait_for_a_long_one(engine):
     engine, model, own = engine
     told = Told()
     long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
-    engine.submit([told.job("long", request_of(engine, long, 96))])
+    engine.submit([told.job("long", request_of(engine, long, 96), told.hold, is_watched=True)])
     engine.submit([told.job(i, request_of(engine, [BOS, 7 + i], 4)) for i in range(12)])
     assert told.wait(13) == [*range(12), "long"]
     answers = dict(told.finished)
@@ -141,7 +146,7 @@ def test_a_row_is_kept_for_callers_that_have_none(engine):
     engine, model, own = engine
     long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
     told = Told()
-    engine.submit([told.job(("long", i), request_of(engine, long, 96)) for i in range(6)])
+    engine.submit([told.job(("long", i), request_of(engine, long, 96), told.hold, is_watched=True) for i in range(6)])
     wait_until(lambda: engine.load["decoding"])
     engine.submit([told.job("short", request_of(engine, [BOS, 9], 4))])
     assert told.wait(1) == ["short"]
@@ -172,7 +177,8 @@ def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine,
 def test_callers_take_turns(engine):
     engine, *_ = engine
     told = Told()
-    engine.submit([told.job(("many", i), request_of(engine, [BOS, 5 + i % 20], 8)) for i in range(40)])
+    many = [request_of(engine, [BOS, 5 + i % 20], 8) for i in range(40)]
+    engine.submit([told.job(i, request, told.hold, is_watched=True) for i, request in enumerate(many)])
     engine.submit([told.job("single", request_of(engine, [BOS, 9], 8))])
     assert told.wait(41).index("single") < 8
 
@@ -207,17 +213,17 @@ def test_those_who_have_gone_keep_nobody_out(engine):
     """While both rows are busy."""
     engine, *_ = engine
     told, request = Told(), request_of(engine, [BOS, 5], 96)
-    busy, release = threading.Semaphore(0), threading.Event()
+    both = threading.Event()
 
     def hold(answer):
-        busy.release()
-        release.wait()
-        return False
+        both.wait(300)
+        return engine.load["decoding"] < 2 or not told.hold(answer)
 
     for i in range(2):
         engine.submit([told.job(i, request, hold, is_watched=True)])
+    both.set()
     try:
-        assert busy.acquire(timeout=60)
+        wait_until(lambda: engine.load["decoding"] == 2)
         gone = [Told().job(i, request) for i in range(MOST_WAITING)]
         engine.submit(gone)
         with pytest.raises(BusyError, match=f"{MOST_WAITING} answers are waiting"):
@@ -228,7 +234,7 @@ def test_those_who_have_gone_keep_nobody_out(engine):
         engine.submit([told.job("late", request)])
         assert engine.load["waiting"] == 1
     finally:
-        release.set()
+        told.all_asked.set()
     assert told.wait(3) == [0, 1, "late"]
 
 

@@ -406,6 +406,7 @@ watcher.start()
 params = jax.block_until_ready(huggingface.load_params(path, target))
 running = False
 watcher.join()
+peak = max(peak, anonymous())
 sizes = [x.nbytes for x in jax.tree.leaves(params)]
 print((peak - before - sum(sizes)) / params["embed_tokens"].nbytes)
 """

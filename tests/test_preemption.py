@@ -54,7 +54,7 @@ def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(tmp_path)
     caught = 1 << (signal.SIGTERM - 1)  # once it has imported; then a minute of data begins
     wait_until(lambda: int(re.search(r"SigCgt:\s*(\w+)", status.read_text())[1], 16) & caught, process)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 75, err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
@@ -67,8 +67,8 @@ IN_A_FINALIZER = "type('Dying', (), {'__del__': lambda _: os.kill(os.getpid(), 1
 @pytest.mark.parametrize("moment", [IN_A_CALLBACK, IN_A_FINALIZER])
 def test_a_signal_is_heard_where_python_drops_exceptions(moment):
     program = "import gc, os, time; from refusion_jax.distributed.preemption import Preemption; Preemption();"
-    command = [sys.executable, "-c", f"{program} {moment}; time.sleep(60)"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    command = [sys.executable, "-c", f"{program} {moment}; time.sleep(600)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (preemption.EXIT_CODE, "")
 
 
@@ -98,11 +98,6 @@ def metadata_server():
     server.server_close()
 
 
-def wait_until_asked(server, times: int) -> None:
-    """Until every answer has been given so often: what stood before a change is known then."""
-    wait_until(lambda: min(server.given[name] for name in server.answers) >= times)
-
-
 TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
 
 
@@ -122,10 +117,10 @@ def test_a_notice_becomes_sigterm(metadata_server, monkeypatch, before, notice):
     address = f"localhost:{metadata_server.server_port}"
     watcher = threading.Thread(target=preemption.watch_maintenance, args=(address,), daemon=True)
     watcher.start()
-    wait_until(lambda: min(metadata_server.given[name] for name in metadata_server.answers) >= 3, seconds=60)
+    wait_until(lambda: min(metadata_server.given[name] for name in metadata_server.answers) >= 3)
     assert not heard
     metadata_server.answers.update(notice)
-    watcher.join(60)
+    watcher.join(300)
     assert heard == [signal.SIGTERM]
 
 

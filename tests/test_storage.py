@@ -131,21 +131,21 @@ def test_what_is_written_while_a_copy_is_under_way_is_copied_before_the_end(monk
     def slow_copy(*arguments):
         copy(*arguments)
         under_way.set()
-        go_on.wait(60)
+        go_on.wait(300)
 
     monkeypatch.setattr(storage.LogDirectory, "_copy", slow_copy)
     logs = storage.LogDirectory(workdir)
     with logs.fetch("metrics.jsonl").open("a") as file:
         print("1", file=file, flush=True)
         logs.sync()
-        assert under_way.wait(60)
+        assert under_way.wait(300)
         print("2", file=file, flush=True)
     closing = threading.Thread(target=logs.close)
     closing.start()
     while not logs._closing:
         time.sleep(0.01)
     go_on.set()
-    closing.join(60)
+    closing.join(300)
     assert workdir.written == {"metrics.jsonl": b"1\n2\n"}
 
 
@@ -188,7 +188,7 @@ def test_a_pipe_is_written_through(tmp_path):
     listener = threading.Thread(target=lambda: heard.append(pipe.read_text()))
     listener.start()
     storage.write_file(pipe, "through")
-    listener.join(60)
+    listener.join(300)
     assert heard == ["through"]
     assert pipe.is_fifo()
 
@@ -275,7 +275,7 @@ def test_the_page_for_8b_runs_as_it_is_written(store, tmp_path):
             with start("serve", "--port=0", *flags) as server:
                 assert server.stdout.readline().startswith("serving ")
                 server.send_signal(signal.SIGINT)
-                assert server.wait(60) == 130
+                assert server.wait(300) == 130
         elif command != "plan":
             run(command, *flags, *(small if command == "train" else []))
     assert done == "convert prepare plan train evaluate convert serve".split()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY_RUN, config_with, run, start
+from helpers import wait_until
 
 from refusion_jax.checkpoints.directory import saved_steps
 from refusion_jax.training import trackers
@@ -66,7 +67,7 @@ def train(workdir: Path, *flags: str, steps: int = 6) -> str:
     """Trains to the end in a process of its own; gives what it says on stderr."""
     short = [f"--config.steps={steps}", "--config.checkpoint.every=3", "--config.schedule=constant"]
     process = start("train", *TINY_RUN, *short, f"--workdir={workdir}", *flags)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, out + err
     return err
 
@@ -115,6 +116,7 @@ def test_a_tracker_that_never_begins_costs_one_warning(tmp_path, monkeypatch, ca
     monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.2)
     both = trackers.Trackers(config_with(tracker="wandb,trackio"), tmp_path, tmp_path, 0)
     both.log(1, {"loss": 1.0})
+    wait_until(lambda: caplog.messages)
     both.finish()
     freed.set()
     assert caplog.messages == [
