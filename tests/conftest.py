@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,10 +137,9 @@ def environment(devices: int) -> dict[str, str]:
 def start(
     command: str, *flags: str, devices: int = 1, stdout: int = subprocess.PIPE, directory: Path = ROOT
 ) -> subprocess.Popen:
-    """Starts a command of ours as a user would, on the CPU."""
-    env = environment(devices)
-    line = [sys.executable, "-m", f"refusion_jax.{command}", *flags]
-    return subprocess.Popen(line, cwd=directory, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    """Starts a command of ours on the CPU, in a session of its own."""
+    how = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    return FORKS.start(command, [*map(str, flags)], environment(devices), directory, **how)
 
 
 @contextlib.contextmanager
@@ -153,7 +151,7 @@ def serving(*flags: str, directory: Path = ROOT) -> Iterator[str]:
         assert line, process.communicate()[1]
         yield re.fullmatch(r"serving .* at (http://\S+)/v1\n", line)[1]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (130, "error: interrupted\n")
     finally:
         process.kill()

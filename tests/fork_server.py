@@ -1,12 +1,12 @@
 """Runs commands of ours quickly: a process that has imported everything once forks for each of them.
 
 To import JAX and ourselves takes 2 s of processor time, longer than most commands that a test starts.
-The process reads one JSON object a line, {"command", "flags", "environment", "directory", "seconds"}, and answers
-{"code", "out", "err", "cpu"}. A code below 0 is the signal that ended the command, -9 also where it took longer than it
-may.
+What the process is asked comes with the files that are to be the fork's stdin, stdout and stderr, and one to which it
+writes {"pid"} first and, once the fork has ended, {"status", "cpu" (seconds)}.
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -14,13 +14,14 @@ import os
 import pkgutil
 import resource
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,67 +39,139 @@ class ForkServer:
     def __init__(self):
         self._process = None
 
-    def ask(
-        self,
-        command: str,
-        flags: list[str],
-        environment: dict[str, str],
-        seconds: float = 600,
-        directory: Path = ROOT,
-    ) -> dict:
-        """Runs `python -m refusion_jax.COMMAND` to its end: {"code", "out", "err", "cpu" (seconds)}."""
+    def start(
+        self, command: str, flags: list[str], environment: dict[str, str], directory: Path = ROOT, **how
+    ) -> subprocess.Popen:
+        """`python -m refusion_jax.COMMAND`, under the limits of this process, in a session of its own."""
         if self._process is None:
-            line = [sys.executable, "-W", "ignore", __file__]
+            self._socket, theirs = socket.socketpair()
+            line = [sys.executable, __file__, str(theirs.fileno())]
             # Whatever the first who asks has set for one command alone:
             env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
-        asked = {"command": command, "flags": flags, "environment": environment, "seconds": seconds}
-        asked["directory"] = str(directory)
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)  # as most forks have them
+            self._process = subprocess.Popen(line, cwd=ROOT, env=env, pass_fds=[theirs.fileno()], **pipes)
+            theirs.close()
+        asked = {"command": command, "flags": flags, "environment": environment, "directory": str(directory)}
+        asked["file_size"] = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return Forked(self._socket, asked, **how)
+
+    def ask(
+        self, command: str, flags: list[str], environment: dict[str, str], seconds: float = 600, directory: Path = ROOT
+    ) -> dict:
+        """Runs a command to its end: {"code", "out", "err", "cpu" (seconds)}.
+
+        A code below 0 is the signal that ended it, -9 also where it took longer than it may.
+        """
+        pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        with self.start(command, flags, environment, directory, **pipes) as process:
+            try:
+                said = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                said = process.communicate()
+        out, err = (text.decode(errors="replace") for text in said)
+        return {"code": process.returncode, "cpu": process.cpu, "out": out, "err": err}
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and what it has started."""
         if self._process:
+            self._socket.close()
             self._process.communicate()
             self._process = None
+
+
+class Forked(subprocess.Popen):
+    """A process of which the server is the parent, and tells when it has ended."""
+
+    def __init__(self, server: socket.socket, asked: dict, **how):
+        self._server, self._asked = server, asked
+        super().__init__([asked["command"], *asked["flags"]], **{"stdin": subprocess.DEVNULL} | how)
+
+    def _execute_child(self, *how):
+        ends = how[10:16]  # for us and for the process, of stdin, stdout and stderr
+        told, tells = os.pipe()
+        asked = json.dumps(self._asked).encode()
+        socket.send_fds(self._server, [len(asked).to_bytes(4)], [ends[0], ends[3], ends[5], tells])
+        self._server.sendall(asked)
+        os.close(tells)
+        self._told = os.fdopen(told)
+        self.pid = json.loads(self._told.readline())["pid"]
+        self._child_created = True
+        self._close_pipe_fds(*ends)
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        if flags and not select.select([self._told], [], [], 0)[0]:
+            return 0, 0
+        with self._told:
+            said = json.loads(self._told.readline())
+        self.cpu = said["cpu"]
+        return self.pid, said["status"]
+
+    def _internal_poll(self, *_, **__) -> int | None:
+        if self.returncode is None and (ended := self._try_wait(os.WNOHANG))[0]:
+            self._handle_exitstatus(ended[1])
+        return self.returncode
 
 
 def main() -> None:
     """Serves until nobody asks any more."""
     gc.disable()  # what is imported stays
-    for module in pkgutil.walk_packages(refusion_jax.__path__, "refusion_jax."):
-        name = module.name.removeprefix("refusion_jax.")
-        if name not in (*COMMANDS, "data.beam") and not name.startswith("benchmarks."):
-            importlib.import_module(module.name)
+    with warnings.catch_warnings(action="ignore"):
+        for module in pkgutil.walk_packages(refusion_jax.__path__, "refusion_jax."):
+            name = module.name.removeprefix("refusion_jax.")
+            if name not in (*COMMANDS, "data.beam") and not name.startswith("benchmarks."):
+                importlib.import_module(module.name)
     gc.freeze()  # or a collection in a fork would copy all that it shares with this process
     gc.enable()
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        asked = json.loads(line)
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    server, running = socket.socket(fileno=int(sys.argv[1])), {}
+    wakes, wakeup = socket.socketpair()
+    for end in (wakes, wakeup):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakeup.fileno())
+    while True:
+        ready, _, _ = select.select([server, wakes], [], [])
+        if server in ready:
+            size, files, _, _ = socket.recv_fds(server, 4, 4)
+            if not size:
+                break
+            asked = json.loads(server.recv(int.from_bytes(size), socket.MSG_WAITALL))
             if not (pid := os.fork()):
-                os.setsid()
-                for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out.fileno(), 1), (err.fileno(), 2)):
-                    os.dup2(source, target)
-                answers.close()
-                os.environ.clear()
-                os.environ.update(asked["environment"])
-                os.chdir(asked["directory"])
-                # Which JAX reads from the environment as it is imported.
-                jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR"))
-                run(asked["command"], asked["flags"])
-            code = wait(pid, asked["seconds"])
-            spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-            cpu = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
-            said = {}
-            for name, file in (("out", out), ("err", err)):
-                file.seek(0)
-                said[name] = file.read().decode(errors="replace")
-        print(json.dumps({"code": code, "cpu": cpu, **said}), file=answers, flush=True)
+                for end in (server, wakes, wakeup, *running.values()):
+                    end.close()
+                become(asked, files)
+            for file in files[:3]:
+                os.close(file)
+            running[pid] = os.fdopen(files[3], "w")
+            print(json.dumps({"pid": pid}), file=running[pid], flush=True)
+        if wakes in ready:
+            wakes.recv(1 << 10)
+            while running and (ended := os.wait4(-1, os.WNOHANG))[0]:
+                pid, status, spent = ended
+                with running.pop(pid) as tells, contextlib.suppress(BrokenPipeError):
+                    print(json.dumps({"status": status, "cpu": spent.ru_utime + spent.ru_stime}), file=tells)
+    for pid in running:
+        os.killpg(pid, signal.SIGKILL)
+
+
+def become(asked: dict, files: list[int]) -> NoReturn:
+    """Makes this fork the process that is asked for."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for source, target in zip(files, range(3), strict=False):
+        os.dup2(source, target)
+    for file in files:
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.chdir(asked["directory"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_size"], resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    # Which JAX reads from the environment as it is imported.
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+    run(asked["command"], asked["flags"])
 
 
 def run(command: str, flags: list[str]) -> NoReturn:
@@ -128,18 +201,6 @@ def run(command: str, flags: list[str]) -> NoReturn:
         code = 120
     finally:
         os._exit(code)
-
-
-def wait(pid: int, seconds: float) -> int:
-    """The exit code of a process, which is ended with all that it has started where it takes too long."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.killpg(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":

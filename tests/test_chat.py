@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from conftest import ROOT, environment, run
+from conftest import FORKS, ROOT, environment, run
 from helpers import tiny_qwen3
 
 from refusion_jax import DecodeSettings, Request, decode, load_model, load_tokenizer
@@ -29,10 +29,10 @@ def talker(tmp_path_factory):
 
 def chat(checkpoint, lines: list[str], *flags: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of a chat that gets these lines through a pipe."""
-    line = [sys.executable, "-m", "refusion_jax.chat", f"--checkpoint={checkpoint}", *flags]
-    given = "".join(f"{text}\n" for text in lines).encode()
-    ended = subprocess.run(line, input=given, capture_output=True, cwd=ROOT, env=environment(1))
-    return ended.returncode, ended.stdout.decode(), ended.stderr.decode()
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with FORKS.start("chat", [f"--checkpoint={checkpoint}", *flags], environment(1), **pipes) as process:
+        out, err = process.communicate("".join(f"{text}\n" for text in lines).encode())
+    return process.returncode, out.decode(), err.decode()
 
 
 class Terminal:
@@ -65,11 +65,11 @@ def terminal(checkpoint, *flags: str) -> Iterator[Terminal]:
     env = environment(1) | {"TERM": "xterm", "JAX_LOG_COMPILES": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([*line, f"--checkpoint={checkpoint}", *flags], cwd=ROOT, env=env, **pipes) as process:
-        timer = threading.Timer(120, process.kill)  # or what is never shown would be waited for
+        timer = threading.Timer(600, process.kill)  # or what is never shown would be waited for
         timer.start()
         try:
             yield Terminal(process)
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=300) == 0
         finally:
             timer.cancel()
             process.kill()
