@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import re
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import run
 from flax import nnx
-from test_tpu import config_of, pytestmark  # noqa: F401  the marks are for the tests below
+from test_tpu import config_of, patient_config, pytestmark  # noqa: F401  the marks are for the tests below
 
 from refusion_jax import DecodeSettings
 from refusion_jax.config.model import model_config
@@ -27,28 +26,20 @@ from refusion_jax.planning.costs import collective_kind, count
 from refusion_jax.planning.decode_estimate import forward_costs
 from refusion_jax.planning.programs import lower_decode
 from refusion_jax.planning.report import decoding_loop
-from refusion_jax.planning.search import fix_for_decode
 
 ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block after the text; all rows plan the next, too
 
 
-def test_the_decoder_is_planned_too():
-    flags = ["--config=configs/quickstart.py", "--topology=v5e:2x2", "--what=decode", "--memory_only", "--json"]
-    flags += ["--decode.batch_size=8", "--decode.max_new_tokens=16", "--decode.slot_size=4"]
-    flags += ["--decode.method=sequential"]  # it compiles in a fifth of the time; the default's is looked into below
-    record = json.loads(run("plan", *flags)[0])
-    assert record["what"] == "decode"
-    assert record["fits"]
+def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does(tmp_path):
+    """One that compiles in a fifth of the time; the default's is looked into below."""
+    flags = [f"--config={patient_config(tmp_path)}:0.6b", "--topology=v5e:2x2", "--config.model.num_hidden_layers=4"]
+    flags += ["--what=decode", "--decode.method=sequential", "--memory_only", "--json"]
+    flags += ["--decode.batch_size=1040"]  # of which 520 and 260 are a whole number of rows for each chip
+    out, err = run("plan", *flags, code=2)
+    record = json.loads(out)
+    assert (record["what"], record["fits"]) == ("decode", False)
     assert record["flops_per_chip"] > 0
-
-
-def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does(monkeypatch):
-    prepare_environment()
-    monkeypatch.setattr("refusion_jax.planning.search.FIX_SECONDS", math.inf)  # however busy the machine is
-    config = config_of("refusion_8b", "0.6b", **{"model.num_hidden_layers": 4})
-    settings = DecodeSettings("sequential", batch_size=1024)  # which compiles in a fifth of the time
-    found = re.fullmatch(r"--decode.batch_size=(\d+)", fix_for_decode(config, "v5e:2x2", 1, settings))
-    assert 1 <= int(found[1]) <= 512
+    assert re.fullmatch(r"error: needs .* --decode.batch_size=(520|260) makes it fit\n", err)
 
 
 @functools.cache
