@@ -37,9 +37,18 @@ def checked(function: Callable) -> Callable:
 def hooked(typechecker: Callable) -> Callable:
     """What jaxtyping's import hook decorates every function and class with: nothing where no shape is said.
 
-    Its own binds the arguments of every call, of which a test makes a quarter of a million.
+    Its own binds the arguments of every call, of which a test makes a quarter of a million, and checks those of a
+    function twice: before the call, and again with what it returns.
     """
-    return lambda one: one if _says_none(one) else _jaxtyped(one, typechecker=typechecker)
+
+    def decorate(one: Callable | type) -> Callable | type:
+        if _says_none(one):
+            return one
+        if inspect.isclass(one):
+            return _jaxtyped(one, typechecker=typechecker)
+        return _jaxtyped(typechecker(one), typechecker=None)
+
+    return decorate
 
 
 def _says_none(one: Callable | type) -> bool:

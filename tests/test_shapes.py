@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import TypeCheckError
 
 from refusion_jax.batch.batch import mean_over
@@ -21,13 +22,13 @@ def test_a_wrong_shape_is_reported_where_it_is_made():
     k = v = jnp.ones((2, 5, 2, 8))
     attention(q, k, v, mask)
     for wrong in ((q, k.swapaxes(1, 2), v, mask), (q, k, v, mask[:1]), (q, k, v, mask.astype(jnp.int32))):
-        with pytest.raises(TypeCheckError):
+        with pytest.raises(BeartypeCallHintViolation):
             jax.jit(attention)(*wrong)
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         text_positions(jnp.ones(5, jnp.int32))
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         mean_over(jnp.ones((2, 5)))
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation):
         Record.empty(2, 8).append(jnp.ones((2, 3), jnp.int32), jnp.ones((2, 4), jnp.int32), jnp.ones(2, jnp.int32))
 
 
