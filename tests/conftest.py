@@ -53,6 +53,7 @@ from refusion_jax.systems.registry import find_decoder
 
 # No other process asks for what a test compiles in this one: to write it would take a tenth of the time that it took.
 jax.config.update("jax_enable_compilation_cache", False)
+jax.devices()  # XLA reads its flags now: what plans for TPUs takes those away that make it compile quickly
 
 hypothesis.settings.register_profile(  # the same examples each time, and no fault of theirs where the machine is busy
     "refusion",
