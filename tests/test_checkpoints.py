@@ -360,7 +360,7 @@ def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, caplog, monkeypatch
         put(checkpoints, 2)
     for thread in set(threading.enumerate()) - before:
         if not re.search(r"_\d+$", thread.name):  # those of pools wait for work, and end when told to
-            threading.Thread.join(thread, 10)  # Orbax's own raises what the thread has met
+            threading.Thread.join(thread, 300)  # Orbax's own raises what the thread has met
             assert not thread.is_alive(), thread
     assert saved_steps(tmp_path) == [2]
 

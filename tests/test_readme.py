@@ -112,7 +112,7 @@ def run_quickly(command: str, home) -> str:
     if not ours or needs_a_shell or any(Path(path).stem in command for path, _ in FILES):
         return shell(command, home)
     name, *flags = shlex.split(ours[2])
-    env = user_environment(home)
+    env = user_environment(home) | {"PYTHONPATH": str(ROOT)}  # whence the fork has what it has imported
     env["XLA_FLAGS"] += f" {ours[1] or ''}"
     ended = FORKS.ask(name, flags, env, directory=home)
     assert ended["code"] == 0, f"{command}\n{ended['out']}\n{ended['err']}"
