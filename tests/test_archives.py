@@ -5,12 +5,14 @@ import gzip
 import http.server
 import json
 import re
+import subprocess
+import sys
 import threading
 from urllib.parse import urlsplit
 
 import pyarrow
 import pytest
-from conftest import start
+from conftest import ROOT
 from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
 
 from refusion_jax.data import shards
@@ -123,17 +125,17 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, m
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{server.server_port}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which other tests have set
-    flags = [f"--tokenizer={tokenizer_file}", "--workers=1", f"--output={tmp_path}/out"]
-    process = start("prepare", "--input=hf://datasets/o/n@v1", *flags)
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (0, ""), err
-    assert "4 documents" in out
+    line = [sys.executable, "-m", "refusion_jax.prepare"]  # no fork: huggingface_hub reads both as it is imported
+    line += [f"--tokenizer={tokenizer_file}", "--workers=1", "--input=hf://datasets/o/n@v1", f"--output={tmp_path}/out"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 documents" in done.stdout
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert f"--input=hf://datasets/o/n@{Hub.commit} " in manifest["command"]
     assert list(manifest["sources"]) == [f"hf://datasets/o/n@{Hub.commit}"]
-    process = start("prepare", "--input=hf://datasets/o/other", *flags[:2], f"--output={tmp_path}/none")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert err.startswith("error: --input=hf://datasets/o/other: ")
+    line[-2:] = ["--input=hf://datasets/o/other", f"--output={tmp_path}/none"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --input=hf://datasets/o/other: ")
     server.shutdown()
     server.server_close()
