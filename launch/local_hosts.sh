@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Trains with N processes on this machine, which find each other as the hosts of a pod do.
+# Trains or evaluates with N processes on this machine, which find each other as the hosts of a pod do.
 #   bash launch/local_hosts.sh N --config=configs/NAME.py --workdir=DIR [flags of `train`]
-# From the environment: DEVICES (virtual CPU devices of each process, 1), RESTARTS (how often to start again after a
+#   COMMAND=evaluate bash launch/local_hosts.sh N --checkpoint=DIR --tasks=A,B --output=DIR [flags of `evaluate`]
+# From the environment: COMMAND (train), DEVICES (virtual CPU devices of each process, 1), RESTARTS (how often to start again after a
 # preemption or a lost process, 0), PYTHON (python).
 # SIGTERM and Ctrl-C save one checkpoint and end the run. When one process dies the others are killed. The exit code is that
 # of the process that ended first with another than 0: 75 preempted (start it again), 2 bad input (never started again).
@@ -24,16 +25,16 @@ told=
 trap 'rm -rf "$logs"' EXIT
 trap 'told=1; kill -TERM "${pids[@]}" 2>/dev/null' TERM INT
 
-train() { # starts all processes and waits for them; sets code
+work() { # starts all processes and waits for them; sets code
   local index finished status first=
   JAX_COORDINATOR_ADDRESS=localhost:$("$python" -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
   export JAX_COORDINATOR_ADDRESS
   pids=()
   for ((index = 0; index < hosts; index++)); do
     if ((index == 0)); then
-      JAX_PROCESS_ID=$index "$python" -m refusion_jax.train "$@" &
+      JAX_PROCESS_ID=$index "$python" -m "refusion_jax.${COMMAND:-train}" "$@" &
     else
-      JAX_PROCESS_ID=$index "$python" -m refusion_jax.train "$@" >"$logs/$index" 2>&1 &
+      JAX_PROCESS_ID=$index "$python" -m "refusion_jax.${COMMAND:-train}" "$@" >"$logs/$index" 2>&1 &
     fi
     pids[index]=$!
   done
@@ -64,7 +65,7 @@ train() { # starts all processes and waits for them; sets code
 
 for ((start = 0; start <= ${RESTARTS:-0}; start++)); do
   if ((start > 0)); then echo "starting again after exit code $code ($start of $RESTARTS)"; fi
-  train "$@"
+  work "$@"
   if [ -n "$told" ] || ((code != 75 && code != 137)); then break; fi # 137: killed, as a lost machine is
 done
 exit "$code"

@@ -21,6 +21,11 @@ byte of their text. It is exact for left-to-right models, and for slots in one o
 For masked diffusion it is a Monte Carlo bound, with eval_bits_per_byte_is_bound and its standard error. Of
 systems whose likelihood is not known there are the losses alone.
 
+Several processes split the problems, or the texts of --data, and write what one would; killed, the same command goes
+on:
+
+  COMMAND=evaluate bash launch/local_hosts.sh 4 --checkpoint=runs/mine --tasks=gsm8k --output=results/mine
+
 How to decode: what a flag --decode.NAME says, or else the request of the task (max_gen_toks, temperature), or else
 `decode` in the metadata of the task's file.
 """
@@ -93,14 +98,14 @@ def main() -> None:
     output = Path(_OUTPUT.value)
     flag_values.check_output("output", output, directory=True)
     checkpoint = epath.Path(_CHECKPOINT.value)
-    if _PREPARED.value:
-        held_out = measure(checkpoint, _PREPARED.value)
-        write_file(output / "results.json", json.dumps({"held_out": held_out}, indent=2) + "\n")
-        print("\n".join(f"{name}  {value}" for name, value in held_out.items()))
-        return
     with together():
-        results = evaluate(checkpoint, output)
-        if jax.process_index() == 0:
+        results = measure(checkpoint, _PREPARED.value) if _PREPARED.value else evaluate(checkpoint, output)
+        if jax.process_index():
+            return
+        if _PREPARED.value:
+            write_file(output / "results.json", json.dumps({"held_out": results}, indent=2) + "\n")
+            print("\n".join(f"{name}  {value}" for name, value in results.items()))
+        else:
             write_results(output, results)
 
 

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,13 @@ def load_config(name: str) -> Callable:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.get_config
+
+
+def on_hosts(command: str, hosts: int, *flags: str) -> subprocess.CompletedProcess:
+    """Runs a command of ours with several processes by launch/local_hosts.sh, to its end."""
+    env = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu", "COMMAND": command, "XLA_FLAGS": ""}
+    line = ["bash", "launch/local_hosts.sh", str(hosts), *flags]
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def wait_until(happened: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 300) -> None:

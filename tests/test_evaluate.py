@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SHARED, run, start
-from helpers import free_port, wait_until
+from helpers import on_hosts, wait_until
 from local_task import CHOICES, GENERATE, TEXTS, answers, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer, log_likelihood
@@ -258,18 +258,11 @@ def test_six_hundred_questions_of_gsm8k(loaded, trained_run, tasks, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hosts_answer_as_one(loaded, trained_run, tasks, tmp_path, monkeypatch):
+def test_two_hosts_answer_as_one(loaded, trained_run, tasks, tmp_path):
     directory = tasks(GENERATE)
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/two"]
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{free_port()}")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    processes = []
-    for index in range(2):
-        monkeypatch.setenv("JAX_PROCESS_ID", str(index))
-        processes.append(start("evaluate", *flags, "--limit=12"))
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, out + err
+    ended = on_hosts("evaluate", 2, *flags, "--limit=12")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     one, expected = evaluate(loaded, tmp_path / "one", "sums", directory, limit=12)
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     samples = list(map(json.loads, (tmp_path / "two" / "samples_sums.jsonl").read_text().splitlines()))

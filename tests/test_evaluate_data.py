@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import TINY_RUN, run
+from helpers import on_hosts
 from local_task import GENERATE, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer
@@ -40,6 +41,18 @@ def test_the_loss_is_measured_where_the_likelihood_is_not_known_on_any_number_of
     assert "eval_bits_per_byte" not in one
     three = held_out(unknown, prepared, tmp_path / "three", "--mesh.data=3", devices=3)
     assert three["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_hosts_score_as_one(trained_run, prepared, tmp_path):
+    """The texts in random orders of slots, each drawn by the text's own number."""
+    flags = ["--decode.slot_size=4", "--order=random", "--draws=2"]
+    one = held_out(trained_run, prepared, tmp_path / "one", *flags)
+    where = [f"--checkpoint={trained_run}", f"--data={prepared}", f"--output={tmp_path}/two"]
+    ended = on_hosts("evaluate", 2, *where, *flags)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    two = json.loads((tmp_path / "two" / "results.json").read_text())["held_out"]
+    assert two == {name: pytest.approx(x, rel=1e-6) if isinstance(x, float) else x for name, x in one.items()}
 
 
 def test_settings_that_scoring_has_no_use_for_are_refused(trained_run, prepared, tmp_path):

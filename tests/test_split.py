@@ -10,23 +10,33 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from conftest import PROMPTS, run, settings, sharp_model
+from conftest import PROMPTS, run, settings, sharp_model, start
+from etils import epath
+from flax import nnx
 
 from refusion_jax import decode
+from refusion_jax.checkpoints.load import open_weights, read_model_config, reader_of
+from refusion_jax.checkpoints.run_directory import write_model_config
+from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.decoding.requests import prepare
+from refusion_jax.model import huggingface
 from refusion_jax.model.int8 import Int4Array
 from refusion_jax.split import choice, frames
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
-from refusion_jax.split.model import Packing, SplitModel, Upper, fingerprint, part_of
+from refusion_jax.split.model import Packing, SplitModel, Upper
+from refusion_jax.split.parts import fingerprint, load_part, part_of
 from refusion_jax.split.service import Service
 from refusion_jax.systems.registry import find_decoder
+
+EXACT = CODECS["exact"]
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +92,19 @@ def model():
 @pytest.fixture(scope="module")
 def served(model, key):
     """(the service, a proxy before it)."""
-    service = Service(model, fingerprint(model), 1 << 30, choice.measure)
+    service = Service(3, stamp_of(model), lambda first: part_of(model, first, 3), 1 << 30, lambda: (0.0, 0.0))
     listening = socket.create_server(("127.0.0.1", 0))
     tls = frames.secured(key, is_server=True)
     threading.Thread(target=service.listen, args=(listening, tls), daemon=True).start()
     return service, Cutter(listening.getsockname()[1])
 
 
+def stamp_of(model):
+    return fingerprint(reader_of(model), model.config, "float32")
+
+
 def link_to(served, model, key, codec="exact", layers=1, patience=20.0):
-    return Link(("127.0.0.1", served[1].port), key, fingerprint(model), layers, codec, patience)
+    return Link(("127.0.0.1", served[1].port), key, stamp_of(model), layers, codec, patience)
 
 
 def answers(model, link, method, prompts=PROMPTS, layers=1, **changes):
@@ -120,6 +134,7 @@ def test_hidden_states_cross_within_their_bound(D):
                     codec.decode(bad, tokens, D, np.float32)
     normal = draw.normal(size=(8, D)).astype(np.float32)
     if D > 100:
+        assert len(EXACT.encode(normal)) <= 0.87 * normal.nbytes
         assert len(CODECS["int8"].encode(normal)) <= 0.27 * normal.nbytes
         assert len(CODECS["adaptive"].encode(normal)) <= 0.15 * normal.nbytes
 
@@ -180,48 +195,49 @@ def test_several_devices_are_computed_together(served, model, key, monkeypatch):
     shape, index = jax.ShapeDtypeStruct((1, 2, D), np.float32), np.arange(2, dtype=np.int32)[None]
     xs = draw.normal(size=(3, 1, 2, D)).astype(np.float32)
     links = [link_to(served, model, key) for _ in xs]
-    for link in links:
-        link.start(1, 16)
 
     def ask(link, x):
-        return link.receive(shape, packing, link.send(packing, x, index, none, visible, index, none + 2))
+        link.begin()
+        link.start(1, 16)
+        read = link.receive(shape, packing, link.send(packing, x, index, none, visible, index, none + 2))
+        link.check()
+        return read
 
     alone = [ask(*pair) for pair in zip(links, xs, strict=True)]
-    forward, held = Upper.__call__, iter([2])
+    forward, held, sizes = Upper.__call__, iter([2]), []
 
-    def hold(*inputs):
+    def hold(upper, packing, caches, arrays):
         wanted = next(held, 0)
-        until(lambda: service._jobs.qsize() >= wanted)
-        return forward(*inputs)
+        until(lambda: service._batches.waiting() >= wanted)
+        sizes.append(len(caches))
+        return forward(upper, packing, caches, arrays)
 
     monkeypatch.setattr(Upper, "__call__", hold)
     with ThreadPoolExecutor(3) as devices:
         together = list(devices.map(ask, links, xs))
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
-    assert service.together[-2:] == [1, 2]
+    assert sizes == [1, 2]
     for link in links:
-        link.check()
         link.close()
 
 
 def test_malformed_frames_are_refused(served, model, key):
     """300 of them: none is accepted, and the server goes on."""
     draw = random.Random(0)
-    hello = frames.Hello(frames.VERSION, fingerprint(model), 1, "exact", b"s" * 16, 0)
-    forward = frames.Forward(2, True, 1, 1, 1, 1, b"\1\0\0\0", b"\0" * 4, b"\0" * 4, b"", bytes(64))
+    hello = frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", b"s" * 16, 0)
+    tokens = EXACT.encode(np.zeros((1, 16), np.float32))
+    forward = frames.Forward(2, True, 1, 1, 1, 1, b"\1\0\0\0", b"\0" * 4, b"\0" * 4, b"", tokens)
     wrong = {
-        "fed": b"\2\0\0\0", "length": b"\xff\xff\xff\xff", "positions": b"", "visible": b"\0\0", "tokens": bytes(60),
+        "fed": b"\2\0\0\0", "length": b"\xff\xff\xff\xff", "positions": b"", "visible": b"\0\0", "tokens": bytes(20),
         "width": 1 << 30, "shards": 3, "tile": 0, "tiles": 1 << 30, "number": 7,
     }  # fmt: skip
 
     def replies(*sent: bytes) -> list:
-        here, there = socket.socketpair()
-        with here, there:
-            threading.Thread(target=served[0].talk, args=(there,)).start()
-            here.sendall(b"".join(sent))
+        with talking(served) as there:
+            there.sendall(b"".join(sent))
             got = []
             while not got or isinstance(got[-1], frames.Welcome):
-                got.append(frames.receive(here)[0])
+                got.append(frames.receive(there)[0])
             return got
 
     start = frames.pack(frames.Start(1, 1, 16))
@@ -245,6 +261,46 @@ def test_malformed_frames_are_refused(served, model, key):
     assert [type(each) for each in got] == [frames.Welcome, frames.Result]
 
 
+def test_a_message_that_comes_twice_is_dealt_with_once(served, model):
+    """Its second content is not looked at: what the first gave comes again, also after a new connection."""
+    hello = frames.Hello(frames.VERSION, stamp_of(model), 1, "exact", b"twice" + bytes(11), 0)
+    one, zero = np.int32(1).tobytes(), np.int32(0).tobytes()
+    D = model.config.hidden_size
+
+    def forward(number, value, length):
+        x = EXACT.encode(np.full((1, D), value, np.float32))
+        return frames.Forward(number, True, 1, 1, 1, 1, one, length, length, b"", x)
+
+    def answer(there, message):
+        frames.send(there, message)
+        return frames.receive(there)[0]
+
+    with talking(served) as there:
+        assert answer(there, hello) == frames.Welcome(0, 0.0, 0.0)
+        frames.send(there, frames.Start(1, 1, 16))
+        first = answer(there, forward(2, 1.0, zero))
+        assert answer(there, forward(2, -3.0, zero)) == first
+        frames.send(there, frames.Start(1, 1, 16))  # would empty the cache
+        second = answer(there, forward(3, 2.0, one))
+    with talking(served) as there:
+        assert answer(there, dataclasses.replace(hello, last=3)) == frames.Welcome(3, 0.0, 0.0)
+        assert answer(there, forward(3, -3.0, one)) == second
+        frames.send(there, frames.Bye(3))
+    with talking(served) as there:  # once each, they give the same
+        answer(there, dataclasses.replace(hello, session=b"once" + bytes(12)))
+        frames.send(there, frames.Start(1, 1, 16))
+        assert [answer(there, forward(2, 1.0, zero)), answer(there, forward(3, 2.0, one))] == [first, second]
+
+
+@contextlib.contextmanager
+def talking(served):
+    """A connection to the service without TLS."""
+    here, there = socket.socketpair()
+    with here, there:
+        threading.Thread(target=served[0].talk, args=(there,)).start()
+        yield here
+
+
 def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tmp_path):
     other = tmp_path / "other.pem"
     ask = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=split".split()
@@ -253,6 +309,61 @@ def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tm
         link_to(served, model, other)
     with pytest.raises(UserError, match="another model"):
         link_to(served, sharp_model(1), key)
+
+
+@pytest.mark.parametrize("kind", ["run", "Hugging Face"])
+def test_a_part_is_what_the_whole_model_has_and_nothing_else_is_kept(model, tmp_path, kind):
+    save(model, epath.Path(tmp_path), kind)
+    config, read, sizes = read_model_config(epath.Path(tmp_path)), open_weights(tmp_path), []
+
+    def counting(*asked):
+        sizes.append(read(*asked).size)
+        return read(*asked)
+
+    kept = 0
+    for layers, weights in (((0, 1), "int4"), ((1, 3), "same")):
+        part = load_part(counting, config, *layers, "float32", weights)
+        wanted = part_of(model.rounded(weights), *layers)
+        jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(x)) for x in (part, wanted)))
+        kept += sum(x.size for x in jax.tree.leaves(nnx.state(part_of(model, *layers))))
+    assert sum(sizes) == kept
+    assert not hasattr(part, "embed_tokens")
+    stamp = fingerprint(read, config, "float32")
+    assert stamp == fingerprint(reader_of(model), config, "float32")
+    assert stamp != fingerprint(lambda name, at: read(name, at) + (name[-1] == "o_proj"), config, "float32")
+
+
+def save(model, path, kind="run"):
+    if kind == "run":
+        save_params(path, nnx.to_pure_dict(nnx.state(model)))
+        write_model_config(path, model.config)
+    else:
+        huggingface.save(model, path)
+
+
+@pytest.mark.slow  # four processes
+def test_three_devices_on_one_server_get_what_the_whole_model_gives(model, key, tmp_path):
+    """As processes, at once; with rows in which prompts of several lengths are filled."""
+    save(model, epath.Path(tmp_path / "run"))
+    asked = [f"--checkpoint={tmp_path}/run", f"--key={key}"]
+    names = "slot_size slot_threshold token_threshold speculate max_new_tokens batch_size".split()
+    flags = [f"--decode.{name}={getattr(settings(batch_size=2), name)}" for name in names]
+    lines = [json.dumps({"prompt_ids": prompt}) for prompt in PROMPTS]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    server = start("split", "server", *asked, "--port=0")
+    port = int(server.stdout.readline().rpartition(":")[2])
+    asked += [f"--server=127.0.0.1:{port}", "--layers=1", "--patience=600", f"--input={tmp_path}/in.jsonl", *flags]
+    outs = [f"{tmp_path}/{number}.jsonl" for number in range(3)]
+    devices = [start("split", "device", *asked, f"--output={out}") for out in outs]
+    for device in devices:
+        _, err = device.communicate()
+        assert device.returncode == 0, err
+    server.terminate()
+    _, err = server.communicate()
+    assert (server.returncode, err) == (0, "")
+    whole = decode(model, PROMPTS, settings(batch_size=2)).tokens
+    for path in outs:
+        assert [json.loads(line)["tokens"] for line in Path(path).read_text().splitlines()] == whole
 
 
 @pytest.mark.slow  # 200 prompts for each decoder
@@ -294,6 +405,8 @@ def test_the_choice_keeps_both_limits_and_gives_up_least():
             assert chosen.cache_length >= 48
         assert given_up == sorted(given_up, reverse=True)  # with more memory no more is given up
     assert min(none, fitted) > 5
+    for network, fed in ((choice.Network(0.0, 1e4), 8), (choice.Network(0.2, 1e9), 16)):  # each token takes its bytes
+        assert choice.choose(choice.candidates(config, device, server, 1e-4, network, wanted, decoder)).fed == fed
 
 
 def test_plan_says_where_to_cut():

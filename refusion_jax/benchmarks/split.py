@@ -3,11 +3,13 @@
   python -m refusion_jax.bench split --key=split.pem --setup='ar runs/ar' --setup='refusion runs/quickstart slot_size=4'
   python -m refusion_jax.bench split --key=split.pem --setup='ar random' --size=medium
 
-Each --setup is a decoder, a trained model or `random`, and settings of its own. The server runs in a process of its
-own; a proxy on the loopback delays every byte by half of the round trip, and lets as many pass as the bandwidth has,
-in each direction. Prompts are decoded one at a time. It prints for each setup, codec, round trip and bandwidth: tokens
-a second and what `plan --what=split` expects of the measured machines; round trips and bytes for each token; answers
-that are right (problems of the quickstart), and that are those of the whole model.
+Each --setup is a decoder, a trained model or `random`, and settings of its own; each --precision has weights and cache
+of the device, then those of the server. The server runs in a process of its own; a proxy on the loopback delays every
+byte by half of the round trip, and lets as many pass as the bandwidth has, in each direction. Prompts are decoded one
+at a time. It prints for each setup, precision, codec, round trip and bandwidth: tokens a second and what `plan
+--what=split` expects of the measured machines; round trips and bytes for each token; bytes of both sides; answers that
+are right (problems of the quickstart), and that are those of the whole, unrounded model; bits per byte of the right
+answers.
 """
 
 import collections
@@ -23,36 +25,47 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from etils import epath
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
 from refusion_jax.batch.visibility import sees
 from refusion_jax.benchmarks.decode import SIZES, random_model, random_prompts, read_setup
-from refusion_jax.checkpoints.load import find_objective, load_model, load_tokenizer
+from refusion_jax.checkpoints.load import (
+    find_objective,
+    load_model,
+    load_tokenizer,
+    open_weights,
+    read_model_config,
+    reader_of,
+)
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data import tasks
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model.key_values import attend_over
 from refusion_jax.model.ragged import Ragged
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.split import choice, frames
 from refusion_jax.split.codec import CODECS, Codec
 from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
-from refusion_jax.split.model import SplitModel, fingerprint, part_of
+from refusion_jax.split.model import SplitModel
+from refusion_jax.split.parts import Reader, fingerprint, load_part
 from refusion_jax.split.service import Service
 from refusion_jax.systems.api import decode
 from refusion_jax.systems.interface import ScoredText
 from refusion_jax.systems.registry import find_system
 
-_SCORED = 24  # problems of which the perplexity is taken
+_SCORED = 24  # problems whose right answers are scored
+_SAME = "same,same,same,same"
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -64,6 +77,10 @@ def define_flags(own: flags.FlagValues) -> None:
     several("rtts", ["0", "20", "50", "100", "200"], "Milliseconds of a round trip")
     several("bandwidths", ["1", "10", "100"], "Mbit/s in each direction")
     several("codecs", [*CODECS], "How hidden states cross")
+    precisions = "Of weights and cache of the device, then of the server, each same, int8 or int4"
+    flags.DEFINE_multi_string("precision", [_SAME], precisions, flag_values=own)
+    dtypes = ["float32", "bfloat16"]
+    flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and hidden states", flag_values=own)
     flags.DEFINE_integer("layers", 1, "Of the device", 1, flag_values=own)
     flags.DEFINE_integer("prompts", 8, "That are decoded in every setting", 1, flag_values=own)
     flags.DEFINE_integer("max_new_tokens", 32, "Of an answer", 1, flag_values=own)
@@ -76,29 +93,44 @@ def main(own: flags.FlagValues) -> None:
     rtts, bandwidths = ([float(x) for x in values] for values in (own.rtts, own.bandwidths))
     if unknown := set(own.codecs) - set(CODECS):
         raise UserError(f"--codecs={min(unknown)}: unknown; known: {', '.join(CODECS)}")
-    table = Table("setup", "codec", "rtt, ms", "Mbit/s", "tokens/s", "planned", "trips", "bytes", "right", "same")
-    for setup in own.setup:
-        for record in measure(setup, own, rtts, bandwidths):
+    for text in own.precision:
+        parts = text.split(",")
+        if len(parts) != 4 or not set(parts) <= set(choice.PRECISIONS):
+            raise UserError(f"--precision={text}: must be four of {', '.join(choice.PRECISIONS)}, with commas between")
+    table = Table(
+        *("setup", "precision", "codec", "rtt, ms", "Mbit/s", "tokens/s", "planned", "trips", "bytes"),
+        *("device, KiB", "server, KiB", "right", "same", "bits a byte"),
+    )
+    for setup, precision in itertools.product(own.setup, own.precision):
+        for record in measure(setup, precision.split(","), own, rtts, bandwidths):
             print(json.dumps(record), flush=True)
             right = "" if record["right"] is None else f"{record['right']:.1%}"
             table.add_row(
-                *(record["setup"], record["codec"], f"{record['rtt_ms']:g}", f"{record['mbit_per_second']:g}"),
+                *(record["setup"], record["precision"], record["codec"]),
+                *(f"{record[name]:g}" for name in ("rtt_ms", "mbit_per_second")),
                 *(f"{record[name]:.1f}" for name in ("tokens_per_second", "planned_tokens_per_second")),
                 *(f"{record['round_trips_per_token']:.2f}", f"{record['bytes_per_token']:,.0f}"),
+                *(f"{record[name] / 1024:,.0f}" for name in ("device_bytes", "server_bytes")),
                 *(right, f"{record['same']:.1%}"),
+                f"{record['bits_per_byte']:.5f}" if checkpoint_of(setup) else "",
             )
     Console().print(table)
 
 
 def measure(
-    setup: str, own: flags.FlagValues, rtts: Sequence[float], bandwidths: Sequence[float]
+    setup: str, precision: list[str], own: flags.FlagValues, rtts: Sequence[float], bandwidths: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     """Yields a record of every codec, round trip and bandwidth."""
-    method, place, *rest = setup.split()
-    checkpoint = None if place == "random" else place
+    (method, _, *rest), checkpoint = setup.split(), checkpoint_of(setup)
     shared = {"max_new_tokens": own.max_new_tokens, "batch_size": 1}
     settings = read_setup(" ".join([method, *rest]), shared, checkpoint)
-    model, problems = load_for_bench(checkpoint, own.size), []
+    model = load_model(checkpoint, own.dtype) if checkpoint else random_model(own.size, own.dtype)
+    (read, config), problems = open_for_bench(checkpoint, own.size), []
+    ends = (0, own.layers), (own.layers, config.num_hidden_layers)
+    lower, upper = (
+        load_part(read, config, *layers, own.dtype, *each)
+        for layers, each in zip(ends, (precision[:2], precision[2:]), strict=True)
+    )
     if checkpoint:
         problems, tokenizer = list(tasks.problems("test", own.prompts, seed=0)), load_tokenizer(checkpoint)
         prompts = tokenizer.encode_prompts([problem.query for problem in problems])
@@ -106,14 +138,14 @@ def measure(
         prompts = random_prompts(own.prompts, 16, model.config)
     whole = decode(model, prompts, settings).tokens
     requests = prepare(prompts, settings, model.config)
-    device = choice.Machine(*choice.measure(part_of(model, 0, own.layers)))
-    with _serving(checkpoint, own.size, own.key) as port:
+    device = choice.Machine(*choice.measure(config, own.dtype, *precision[:2]))
+    with _serving(checkpoint, own.size, own.key, own.dtype, *precision[2:]) as port:
         shaper = Shaper(port)
-        address, stamp = ("127.0.0.1", shaper.port), fingerprint(model)
+        address, stamp = ("127.0.0.1", shaper.port), fingerprint(read, config, own.dtype)
         asking = Link(address, Path(own.key), stamp, 0, "exact", 600)
         server = choice.Machine(asking.server.fixed, asking.server.each)
         link = Link(address, Path(own.key), stamp, own.layers, "exact", 600)
-        split = SplitModel(part_of(model, 0, own.layers), link)
+        split = SplitModel(lower, link)
         decoder = decoder_on_link(requests, model.config)
 
         def run(codec: str) -> dict[str, Any]:
@@ -128,7 +160,7 @@ def measure(
         def planned(codec: str, network: choice.Network, spent: dict[str, Any]) -> float:
             """Seconds of all answers, with the counts of a run."""
             trips = spent["round_trips"]
-            typical = SimpleNamespace(typical=(spent["tokens"] / trips, spent["fed"] / trips))
+            typical = spent["tokens"] / trips, spent["fed"] / trips
             prompt, tokens = statistics.mean(len(r.prompt) for r in requests), spent["tokens"] / len(requests)
             wanted = choice.Wanted(0, 0, prompt, tokens, model.dtype.itemsize)
             args = (model.config, own.layers, codec, device, server, 0.0, network, wanted, typical)
@@ -136,7 +168,7 @@ def measure(
 
         run("exact")  # compiles
         for codec in own.codecs:
-            quality = perplexity(model, own.layers, CODECS[codec], checkpoint, problems[:_SCORED])
+            quality = bits_per_byte(lower, upper, CODECS[codec], checkpoint, problems[:_SCORED]) if checkpoint else None
             # What the host does in a round trip is measured once, on the link as it is.
             shaper.rtt, shaper.bandwidth = 0.0, 1e12
             spent = run(codec)
@@ -152,6 +184,7 @@ def measure(
                 yield {
                     "benchmark": "split",
                     "setup": setup,
+                    "precision": ",".join(precision),
                     "codec": codec,
                     "rtt_ms": rtt,
                     "mbit_per_second": bandwidth,
@@ -163,22 +196,21 @@ def measure(
                     "hidden_state_bytes": spent["crossed"] / spent["crossed_exactly"],
                     "right": statistics.mean(right) if right else None,
                     "same": statistics.mean(a == b for a, b in zip(answers, whole, strict=True)),
-                    "perplexity": quality,
+                    "bits_per_byte": quality,
+                    "device_bytes": bytes_of(lower, decoder.cache_length),
+                    "server_bytes": bytes_of(upper, decoder.cache_length),
                     "tokens": tokens,
                 }
         asking.close()
         link.close()
 
 
-def perplexity(
-    model: Transformer, layers: int, codec: Codec, checkpoint: str | None, problems: Sequence[tasks.Problem]
-) -> float | None:
-    """Of the right answers, with hidden states that cross after some layers and come back; None of random weights."""
-    if not checkpoint:
-        return None
-    tokenizer, config = load_tokenizer(checkpoint), model.config
+def bits_per_byte(
+    lower: Transformer, upper: Transformer, codec: Codec, checkpoint: str, problems: Sequence[tasks.Problem]
+) -> float:
+    """Of the right answers, with hidden states that cross from one part to the other and come back."""
+    tokenizer, config = load_tokenizer(checkpoint), lower.config
     forward = find_system(find_objective(Path(checkpoint))).scoring.forward
-    lower, upper = part_of(model, 0, layers), part_of(model, layers, config.num_hidden_layers)
     total = count = 0.0
     for problem in problems:
         (prompt,) = tokenizer.encode_prompts([problem.query])
@@ -197,10 +229,16 @@ def perplexity(
             return jnp.array(codec.decode(codec.encode(x), *x.shape, x.dtype))[None]
 
         x = crossed(through(lower, lower.embedded(jnp.array(s.tokens)[None])))
-        logits = model.logits(crossed(upper.normed(through(upper, x))))[0]
+        logits = lower.logits(crossed(upper.normed(through(upper, x))))[0]
         chance = jax.nn.log_softmax(logits)[np.arange(len(s)), s.labels]
-        total, count = total - float(np.sum(s.weights * np.asarray(chance))), count + len(answer)
-    return math.exp(total / count)
+        total, count = total - float(np.sum(s.weights * np.asarray(chance))), count + len(problem.response.encode())
+    return total / count / math.log(2)
+
+
+def bytes_of(part: Transformer, cache_length: int) -> int:
+    """Of the weights of a part, and of the cache of one row."""
+    held = nnx.to_pure_dict(nnx.state(part)), jax.eval_shape(lambda: part.empty_cache(1, cache_length))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
 def counts(link: Link) -> dict[str, int]:
@@ -209,18 +247,27 @@ def counts(link: Link) -> dict[str, int]:
     return {name: getattr(link, name) for name in names}
 
 
-def load_for_bench(checkpoint: str | None, size: str) -> Transformer:
-    """A trained model, or random weights: the same in every process."""
-    return load_model(checkpoint) if checkpoint else random_model(size, "float32")
+def checkpoint_of(setup: str) -> str | None:
+    """The trained model of a setup; None: random weights."""
+    place = setup.split()[1]
+    return None if place == "random" else place
+
+
+def open_for_bench(checkpoint: str | None, size: str) -> tuple[Reader, ModelConfig]:
+    """The weights of a trained model, or random ones, the same in every process; and its shape."""
+    if checkpoint:
+        return open_weights(checkpoint), read_model_config(epath.Path(checkpoint))
+    model = random_model(size, "float32")
+    return reader_of(model), model.config
 
 
 class _serving:  # noqa: N801  a context
     """The port of a server in a process of its own, while the context lasts."""
 
-    def __init__(self, checkpoint: str | None, size: str, key: str):
+    def __init__(self, checkpoint: str | None, size: str, key: str, *precision: str):
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(checkpoint, size, key, there), daemon=True)
+        self._process = context.Process(target=_serve, args=(checkpoint, size, key, precision, there), daemon=True)
 
     def __enter__(self) -> int:
         self._process.start()
@@ -231,9 +278,16 @@ class _serving:  # noqa: N801  a context
         self._process.join()
 
 
-def _serve(checkpoint: str | None, size: str, key: str, there: Any) -> None:
-    model = load_for_bench(checkpoint, size)
-    service = Service(model, fingerprint(model), 1 << 33, choice.measure)
+def _serve(checkpoint: str | None, size: str, key: str, precision: tuple[str, ...], there: Any) -> None:
+    read, config = open_for_bench(checkpoint, size)
+    L = config.num_hidden_layers
+    service = Service(
+        layers=L,
+        stamp=fingerprint(read, config, precision[0]),
+        load=lambda first: load_part(read, config, first, L, *precision),
+        memory=1 << 33,
+        measure=lambda: choice.measure(config, *precision),
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     there.send(listening.getsockname()[1])
     service.listen(listening, frames.secured(Path(key), is_server=True))

@@ -1,15 +1,19 @@
 """Loads models and tokenizers from runs and from Hugging Face directories."""
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from etils import epath
 from flax import nnx
 
 from refusion_jax.checkpoints import checksums, run_directory
 from refusion_jax.checkpoints.directory import find_step
-from refusion_jax.checkpoints.weights import restore_params, stored_dtype
+from refusion_jax.checkpoints.weights import open_params, restore_params, stored_dtype
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.data.fast_tokenizer import find_tokenizer_file, first_difference, load_tokenizer_file
 from refusion_jax.data.interface import Tokenizer
@@ -139,6 +143,35 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"{path} holds adapters of {base}, which is no directory")
     trained = restore_params(path, lora.targets_like(target))
     return _merge(lora, combine(lora.without_adapters(trained), load_params(base, target)), trained, target)
+
+
+def open_weights(path: epath.PathLike) -> Callable[[tuple[str, ...], slice], np.ndarray]:
+    """Reads a part of one weight at a time, so that a part of a model takes no memory for the rest of it.
+
+    Of a run with adapters, or a directory of adapters, all weights are in memory.
+
+    Args:
+      path: as for `load_model`.
+
+    Returns:
+      (path of a weight in the tree, entries of its first axis) -> these entries, in any dtype.
+
+    Raises:
+      UserError: as `load_model`.
+    """
+    path = epath.Path(path)
+    target = abstract_transformer(read_model_config(path), "float32", make_mesh({}, jax.devices()[:1]))[1]
+    if huggingface_config.is_huggingface(path):
+        return huggingface.open_params(path, target, releases=releases())
+    if not peft.is_peft(path) and run_directory.read_adapters(find_step(path)[0]) is None:
+        return open_params(path, target)
+    return reader_of(load_model(path))
+
+
+def reader_of(model: Transformer) -> Callable[[tuple[str, ...], slice], np.ndarray]:
+    """What `open_weights` returns, of a model in memory."""
+    params = nnx.to_pure_dict(nnx.state(model))
+    return lambda name, part: np.asarray(functools.reduce(operator.getitem, name, params)[part])
 
 
 def read_trained(path: epath.Path) -> tuple[Lora, dict[str, Any], epath.Path]:

@@ -1,9 +1,12 @@
 """Model weights alone, without the rest of the train state: read from a run's checkpoints, or written as one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from absl import logging
 from etils import epath
 
@@ -38,6 +41,43 @@ def restore_params(path: epath.Path, target: Any) -> Any:
                 raise UserError(f"{path}: {why}; no older one is left to try") from error
             logging.warning("%s; trying the one before", why)
     raise UserError(f"{directory}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
+
+
+def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], slice], np.ndarray]:
+    """Reads weights of the newest step, or of the step that is named, a part of one at a time.
+
+    Memory is taken by the stored chunks that hold the part: by one whole weight, where it was written by one device.
+
+    Args:
+      path: as for `find_step`.
+      target: anything that has the shapes.
+
+    Returns:
+      (path of a weight in the tree, entries of its first axis) -> these entries, as they are stored.
+
+    Raises:
+      UserError: where there are none, they are damaged, or have other shapes.
+    """
+    workdir, step = find_step(path)
+    directory = step / "params"
+    try:
+        check_whole(step, ("params",))
+        misfit = _find_misfit(ocp.StandardCheckpointHandler().metadata(directory), target)
+    except Exception as error:
+        raise UserError(f"{path}: checkpoint {step.name} cannot be read ({first_line(error)})") from error
+    if misfit:
+        raise UserError(f"{step}: {misfit}: this is not the model that {workdir / 'model.json'} describes")
+
+    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
+
+    def read(name: tuple[str, ...], part: slice) -> np.ndarray:
+        info = ocp.type_handlers.ParamInfo(
+            name=".".join(name), parent_dir=directory, is_ocdbt_checkpoint=True, ts_context=context
+        )
+        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        return tensorstore.open(spec, open=True, read=True, context=context).result()[part].read().result()
+
+    return read
 
 
 def stored_dtype(path: epath.Path) -> str:

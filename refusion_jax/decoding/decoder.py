@@ -49,8 +49,8 @@ class Decoder(abc.ABC):
     # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same but for the first token of each slot,
     # which a mask at its place predicts. Empty: the models do not write left to right, and grammars are refused.
     next_token: ClassVar[str] = ""
-    # Tokens that a forward yields and feeds with the default settings, as `bench headline --budget=small` counted them.
-    typical: ClassVar[tuple[float, float]] = (1.0, 1.0)
+    # Tokens that a forward feeds -> those that it yields, as `bench headline --budget=small` counted; see `feeding`.
+    typical: ClassVar[dict[float, float]] = {1.0: 1.0}
 
     ids: TokenIds
     width: int  # tokens of a row that one forward feeds, at most
@@ -66,6 +66,12 @@ class Decoder(abc.ABC):
         Raises:
           UserError: where the decoder cannot serve a request.
         """
+
+    @classmethod
+    def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
+        """The settings with which a forward feeds so many tokens, one of `typical`; none where there is no choice."""
+        del fed, new_tokens, slot_size
+        return {}
 
     def lay_out(self, requests: Sequence[Request]) -> Any:
         """The requests as a tree of numpy arrays with leading axis R; runs on the host."""

@@ -25,6 +25,7 @@ from refusion_jax.data.packing import fit
 from refusion_jax.decoding.queue import mesh_of
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.processes import fetch
+from refusion_jax.evaluation.hosts import Hosts
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ScoredText, ScoredTokens, System
 from refusion_jax.systems.registry import default_system, system_of
@@ -129,10 +130,10 @@ def held_out_bits(
     rows: Iterable[Mapping[str, np.ndarray]],
     **how: object,
 ) -> dict[str, object]:
-    """Bits per byte of all responses, given their prompts, in rows of a data set.
+    """Bits per byte of all responses, given their prompts, in rows of a data set. Hosts score a share each.
 
     Args:
-      model: from `load_model`, or in training.
+      model: from `load_model`, or in training; all hosts call this with the same arguments.
       tokenizer: that made the rows.
       rows: tokens, segment_ids and is_response [T] each.
       how: slot_size, order, draws, seed and method of `likelihoods`.
@@ -146,7 +147,10 @@ def held_out_bits(
     size = sum(len(tokenizer.decode(response.tolist()).encode()) for response in responses)
     if not size:
         return {}
-    scored = likelihoods(model, prompts, responses, **how)
+    hosts = Hosts(model)
+    own = hosts.own_share(len(prompts))
+    scored = likelihoods(model, [prompts[i] for i in own], [responses[i] for i in own], keys=own, **how)
+    scored = [Likelihood(*each) for each in hosts.exchange([*map(dataclasses.astuple, scored)], len(prompts))]
     nats, tokens = sum(s.nats for s in scored), sum(map(len, responses))
     error = sum(s.error**2 for s in scored) ** 0.5
     return {

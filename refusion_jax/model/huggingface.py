@@ -64,6 +64,41 @@ def load_params(
     return params
 
 
+def open_params(
+    path: epath.Path, target: dict[str, Any], releases: Releases = NONE
+) -> Callable[[tuple[str, ...], slice], np.ndarray]:
+    """Reads a part of one weight at a time: (its path in the tree, entries of its first axis) -> these entries.
+
+    Args:
+      path: the Hugging Face directory.
+      target: anything that has the shapes of our weights.
+      releases: as for `huggingface_config.read_config`.
+
+    Raises:
+      UserError: as `load_params`, here and on reading.
+    """
+    tensors, (config, renamed) = Tensors(path), read_with_names(path, releases)
+    weights = dict(layout(target, config.model_type, renamed, config.vocab_size))
+    _refuse_others(tensors, config, renamed, {part.tensor for parts in weights.values() for part in parts})
+
+    def read(name: tuple[str, ...], part: slice) -> np.ndarray:
+        *stack, last = name
+        shape = (target[stack[0]] if stack else target)[last].shape
+        wanted = range(*part.indices(shape[0]))
+        found = []
+        for each in weights[name]:
+            if not stack or each.index[0] in wanted:
+                found.append(each.ours(tensors.read(each.tensor, each.whole)))
+                if not np.isfinite(found[-1]).all():
+                    raise UserError(f"{tensors.place_of(each.tensor)}: {each.tensor} holds values that are not finite")
+        if stack:
+            return np.stack(found).reshape(len(wanted), *shape[1:])
+        missing = shape[0] - len(found[0])
+        return np.pad(found[0], [(0, missing)] + [(0, 0)] * (len(shape) - 1))[part] if missing else found[0][part]
+
+    return read
+
+
 def _stacked(parts: list[Part], goal: jax.ShapeDtypeStruct, read: Callable) -> jax.Array:
     """A weight of all layers, filled part by part."""
     axes = len(parts[0].index)

@@ -7,6 +7,7 @@ Axes: B rows, T tokens of this forward, S keys it sees, L layers, D hidden size,
 H head size, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -221,16 +222,9 @@ class Transformer(nnx.Module):
           cache: "same", "int8" or "int4", of the caches that decoders make for it.
         """
 
-        def of(p):
-            if not p.summed or is_int8(p.get_value()):
-                return p
-            in_int4 = weights == "int4" and p.logical_axes[0] == "layers" and "experts" not in p.logical_axes
-            kind = Int4Array if in_int4 else Int8Array
-            return p.replace(kind.of(p.get_value(), [p.logical_axes.index(name) for name in p.summed]))
-
         graphdef, state = nnx.split(self)
-        if weights != "same":
-            state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+        of = functools.partial(rounded_weight, weights=weights)
+        state = jax.tree.map(of, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
         model = nnx.merge(graphdef, state)
         for _, each in nnx.iter_modules(model):  # also of models inside this one
             if cache != "same" and isinstance(each, Transformer):
@@ -280,6 +274,15 @@ class Transformer(nnx.Module):
     def normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What the output head reads, of what the layers give."""
         return norm(x, self.final_norm[...].astype(self.dtype), self.config)
+
+
+def rounded_weight(p: nnx.Variable, weights: str) -> nnx.Variable:
+    """A weight as `Transformer.rounded` has it."""
+    if weights == "same" or not p.summed or is_int8(p.get_value()):
+        return p
+    in_int4 = weights == "int4" and p.logical_axes[0] == "layers" and "experts" not in p.logical_axes
+    kind = Int4Array if in_int4 else Int8Array
+    return p.replace(kind.of(p.get_value(), [p.logical_axes.index(name) for name in p.summed]))
 
 
 class Wrapper(Transformer):

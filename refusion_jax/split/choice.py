@@ -29,9 +29,8 @@ from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.key_values import attend_over
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.model.transformer import Transformer
 from refusion_jax.split.codec import CODECS
-from refusion_jax.split.model import part_of
+from refusion_jax.split.parts import abstract_part
 
 BITS = {"int8": 8.25, "int4": 4.5}  # of a weight with its part of a scale; of keys and values see `cache_bits`
 PRECISIONS = ("same", *BITS)
@@ -78,12 +77,13 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to cut a model."""
+    """A way to cut a model, and to decode with it."""
 
     layers: int  # of the device
     weights: str  # one of PRECISIONS, on the device; so is the next
     cache: str
     codec: str  # one of CODECS
+    fed: float  # tokens of a forward, one of `Decoder.typical`
     cache_length: int  # tokens that fit next to the weights
     memory: float  # bytes, with the tokens that are wanted
     parts: dict[str, float]  # seconds of a forward, by what takes them
@@ -102,13 +102,14 @@ def candidates(
     """All ways to cut a model; arguments are as in the formula, `head` the seconds h."""
     found = []
     for layers in range(1, config.num_hidden_layers):
-        for weights, cache, codec in itertools.product(PRECISIONS, PRECISIONS, CODECS):
+        for weights, cache, codec, fed in itertools.product(PRECISIONS, PRECISIONS, CODECS, decoder.typical):
             weight_bytes, token_bytes = device_bytes(config, layers, weights, cache, wanted.itemsize)
             length = wanted.prompt + wanted.new_tokens
-            parts, answer = seconds(config, layers, codec, device, server, head, network, wanted, decoder)
+            typical = decoder.typical[fed], fed
+            parts, answer = seconds(config, layers, codec, device, server, head, network, wanted, typical)
             room = int(max(wanted.memory - weight_bytes, 0) // token_bytes)
             found.append(
-                Candidate(layers, weights, cache, codec, room, weight_bytes + length * token_bytes, parts, answer)
+                Candidate(layers, weights, cache, codec, fed, room, weight_bytes + length * token_bytes, parts, answer)
             )
     return found
 
@@ -146,10 +147,10 @@ def device_bytes(config: ModelConfig, layers: int, weights: str, cache: str, ite
 
 def seconds(
     config: ModelConfig, layers: int, codec: str, device: Machine, server: Machine, head: float, network: Network,
-    wanted: Wanted, decoder: type[Decoder],
+    wanted: Wanted, typical: tuple[float, float],
 ) -> tuple[dict[str, float], float]:  # fmt: skip
-    """(seconds of a forward, by what takes them; seconds of an answer)."""
-    tokens, fed = decoder.typical
+    """(seconds of a forward, by what takes them; seconds of an answer); a forward yields and feeds `typical` tokens."""
+    tokens, fed = typical
     each = CODECS[codec].bytes_per_token(config.hidden_size, wanted.itemsize)
     rest = config.num_hidden_layers - layers
     parts = {
@@ -162,10 +163,16 @@ def seconds(
     return parts, sum(parts.values()) * wanted.new_tokens / tokens + prompt
 
 
-def measure(model: Transformer, few: int = 1, many: int = 16, repeats: int = 5) -> tuple[float, float]:
-    """(fixed, each) of a `Machine`, for the layers of a model on this machine; the least of some repeats counts."""
-    L = model.config.num_hidden_layers
-    part = part_of(model, L // 2, L) if L > 1 else model
+def measure(
+    config: ModelConfig, dtype: str, weights: str = "same", cache: str = "same", few: int = 1, many: int = 16,
+    repeats: int = 5,
+) -> tuple[float, float]:  # fmt: skip
+    """(fixed, each) of a `Machine`, by the last layers of a model with random weights; the least of repeats counts."""
+    L = config.num_hidden_layers
+    graphdef, state = nnx.split(abstract_part(config, max(L - 2, 1), L, dtype))
+    draw = np.random.default_rng(0)
+    state = jax.tree.map(lambda w: jnp.asarray(draw.normal(0, 0.02, w.shape), w.dtype), state)
+    part = nnx.merge(graphdef, state).rounded(weights, cache)
     first, cached = part.layers.first, part.empty_cache(1, 64)
     graphdef, params = nnx.split(part)
 
@@ -178,7 +185,7 @@ def measure(model: Transformer, few: int = 1, many: int = 16, repeats: int = 5) 
 
     took = []
     for tokens in (few, many):
-        x = jnp.ones((1, tokens, model.config.hidden_size), model.dtype)
+        x = jnp.ones((1, tokens, config.hidden_size), part.dtype)
         run(params, x).block_until_ready()
         times = []
         for _ in range(repeats):

@@ -10,7 +10,8 @@ the formulas are ours). With r the root mean square of a token's values:
   s / 2 <= `tolerance` r. (At 16 bits the bound is s / 2 whatever the tolerance; that takes a tolerance below 2e-5.)
 
 The integers of a message are packed, b bits each, or coded by DEFLATE's Huffman codes where these take less, as they do
-from a few tokens on: Python has no other entropy coder.
+from a few tokens on: Python has no other entropy coder. Exact values are coded byte by byte: first the lowest byte of
+all, and so on; signs and exponents take a third of their byte (0.84 of float32, 0.67 of bfloat16), the rest is noise.
 
 Axes: T tokens, D hidden size.
 """
@@ -39,7 +40,7 @@ class Codec:
     def bytes_per_token(self, D: int, itemsize: int) -> float:
         """Of values of a normal distribution, of which at most 0.6 % are outliers; not deflated."""
         if not (self.bits or self.tolerance):
-            return D * itemsize
+            return D * (itemsize - _SAVED)
         levels = self.threshold / (2 * self.tolerance / _ROUNDING) if self.tolerance else 0
         bits = self.bits or math.ceil(math.log2(levels + 1)) + 1
         outliers = 0.006 * D * (4 + np.dtype(_index_type(D)).itemsize) if self.tolerance else 0
@@ -52,7 +53,7 @@ class Codec:
           FloatingPointError: where a value is not finite.
         """
         if not (self.bits or self.tolerance):
-            return x.tobytes()
+            return _encode_exactly(x)
         x = x.astype(np.float32)
         if not np.isfinite(x).all():
             raise FloatingPointError("a hidden state is not finite")
@@ -76,7 +77,7 @@ class Codec:
             x[is_outlier].astype("<f4").tobytes(),
         ]
         packed = b"".join(_pack(numbers[bits == b] + half[bits == b][0], b) for b in np.unique(bits))
-        deflated = _deflate(numbers) if np.max(bits, initial=0) <= 8 else packed
+        deflated = _deflate(numbers.astype(np.int8)) if np.max(bits, initial=0) <= 8 else packed
         is_deflated = len(deflated) < len(packed)
         return b"".join([bytes([is_deflated]), *parts, deflated if is_deflated else packed])
 
@@ -87,9 +88,7 @@ class Codec:
           UserError: where the bytes are not those of so many tokens.
         """
         if not (self.bits or self.tolerance):
-            if len(content) != n * D * np.dtype(dtype).itemsize:
-                raise UserError(f"{len(content)} bytes are not {n} tokens of {D} values")
-            return np.frombuffer(content, dtype).reshape(n, D)
+            return _decode_exactly(content, n, D, np.dtype(dtype))
         parts = _Parts(content)
         (coding,) = parts.take("u1", 1)
         steps = _from_high_half(parts.take("<u2", n))
@@ -105,7 +104,7 @@ class Codec:
             raise UserError("an outlier lies outside its token, or is not finite")
         half = (1 << (bits - 1)) - 1
         if coding == _DEFLATED:
-            numbers = _inflate(parts.rest(), n, D)
+            numbers = _inflate(parts.rest(), n * D).view(np.int8).reshape(n, D).astype(np.int32)
         else:
             numbers = np.zeros((n, D), np.int32)
             for b in np.unique(bits):
@@ -122,6 +121,7 @@ class Codec:
 # By name: exactly; 8 bits for every value; outliers apart and as many bits as each token needs.
 CODECS = {"exact": Codec(), "int8": Codec(bits=8), "adaptive": Codec(threshold=2.75, tolerance=0.2)}
 
+_SAVED = 0.65  # bytes of an exact value, by its code
 _ROUNDING = 1 + 2.0**-7  # by which `_rounded_up` raises a step, at most
 
 
@@ -153,20 +153,38 @@ def _unpack(parts: "_Parts", n: int, D: int, bits: int) -> Int[np.ndarray, "T D"
     return ones @ (1 << np.arange(bits))
 
 
-def _deflate(x: Int32[np.ndarray, "T D"]) -> bytes:
+def _encode_exactly(x: Float[np.ndarray, "T D"]) -> bytes:
+    """The length of each byte's code, 0 where it is not coded; then the bytes."""
+    planes = np.ascontiguousarray(x.reshape(-1, 1).view(np.uint8).T)
+    coded = [_deflate(plane) for plane in planes]
+    coded = [code if len(code) < planes.shape[1] else b"" for code in coded]
+    lengths = np.array([*map(len, coded)], "<u4").tobytes()
+    return lengths + b"".join(code or plane.tobytes() for code, plane in zip(coded, planes, strict=True))
+
+
+def _decode_exactly(content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
+    parts, size = _Parts(content), n * D
+    lengths = parts.take("<u4", dtype.itemsize)
+    planes = [_inflate(parts.take("u1", x).tobytes(), size) if x else parts.take("u1", size) for x in lengths]
+    parts.end()
+    return np.stack(planes, axis=1).view(dtype).reshape(n, D)
+
+
+def _deflate(x: np.ndarray) -> bytes:
     coder = zlib.compressobj(9, wbits=-15, strategy=zlib.Z_HUFFMAN_ONLY)
-    return coder.compress(x.astype(np.int8).tobytes()) + coder.flush()
+    return coder.compress(x.tobytes()) + coder.flush()
 
 
-def _inflate(content: bytes, n: int, D: int) -> Int32[np.ndarray, "T D"]:
+def _inflate(content: bytes, size: int) -> np.ndarray:
+    """So many bytes."""
     coder = zlib.decompressobj(wbits=-15)
     try:
-        plain = coder.decompress(content, n * D + 1)  # whatever it claims to be
+        plain = coder.decompress(content, size + 1)  # whatever it claims to be
     except zlib.error as error:
         raise UserError(f"compressed tokens cannot be read: {error}") from error
-    if len(plain) != n * D or not coder.eof or coder.unused_data:
-        raise UserError(f"compressed tokens are not {n} times {D} values")
-    return np.frombuffer(plain, np.int8).reshape(n, D).astype(np.int32)
+    if len(plain) != size or not coder.eof or coder.unused_data:
+        raise UserError(f"compressed tokens are not {size} values")
+    return np.frombuffer(plain, np.uint8)
 
 
 class _Parts:

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from absl import flags
 from etils import epath
 
-from refusion_jax.checkpoints.load import choose_method, find_tokenizer, load_model, read_model_config, weights_stamp
+from refusion_jax.checkpoints.load import choose_method, find_tokenizer, open_weights, read_model_config, weights_stamp
 from refusion_jax.cli import command, flag_values
 from refusion_jax.cli.errors import SettingError, UserError
 from refusion_jax.decoding import queue
@@ -36,12 +37,14 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split import choice, frames
+from refusion_jax.split.channel import SessionLost
 from refusion_jax.split.codec import CODECS
-from refusion_jax.split.link import Link, SessionLost
-from refusion_jax.split.model import SplitBatch, SplitModel, fingerprint, part_of
-from refusion_jax.split.server import check_given, define_shared
+from refusion_jax.split.link import Link
+from refusion_jax.split.model import SplitBatch, SplitModel
+from refusion_jax.split.parts import fingerprint, load_part
+from refusion_jax.split.server import check_given, define_shared, peak_memory
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings, decoder_for
 
 _OWN = ("weights", "cache")  # are flags of both sides
@@ -92,18 +95,19 @@ def main(own: flags.FlagValues) -> None:
     if own.output:
         flag_values.check_output("output", Path(own.output))
         flag_values.check_apart(own.output, [own.input] if own.input else [])
-    ids, requests = zip(*prompts, strict=True)
-    requests = prepare(requests, settings, config)
+    ids, given = zip(*prompts, strict=True)
+    requests = prepare(given, settings, config)
     decoder = decoder_on_link(requests, config)
     if not own.auto and own.layers >= config.num_hidden_layers:
         raise UserError(f"--layers={own.layers}: the model has {config.num_hidden_layers}; the server needs some")
     keep_for_user(own.compilation_cache)
-    model = load_model(checkpoint, own.dtype)
-    stamp = fingerprint(model)
+    read = open_weights(checkpoint)
+    stamp = fingerprint(read, config, own.dtype)
     if own.auto:
-        choose_way(own, model, stamp, requests, decoder)
-    part = part_of(model.rounded(own.weights, own.cache), 0, own.layers)
-    del model
+        settings = dataclasses.replace(settings, **choose_way(own, config, stamp, requests, decoder))
+        requests = prepare(given, settings, config)
+        decoder = decoder_on_link(requests, config)
+    part = load_part(read, config, 0, own.layers, own.dtype, own.weights, own.cache)
     link = Link(address, Path(own.key), stamp, own.layers, own.codec, own.patience)
 
     call = {name: own[name].value for name in ("layers", "codec", "weights", "cache", "dtype")}
@@ -130,15 +134,18 @@ def main(own: flags.FlagValues) -> None:
 
 
 def choose_way(
-    own: flags.FlagValues, model: Transformer, stamp: bytes, requests: Sequence[Request], decoder: Decoder
-) -> None:
+    own: flags.FlagValues, config: ModelConfig, stamp: bytes, requests: Sequence[Request], decoder: Decoder
+) -> dict[str, Any]:
     """Sets the flags that --auto stands for, by measurements, and says so in a line.
+
+    Returns:
+      Settings of the decoder that are chosen with them: those that no flag gives.
 
     Raises:
       UserError: where nothing keeps the limits.
     """
-    config, itemsize = model.config, model.dtype.itemsize
-    device = choice.Machine(*choice.measure(model))
+    itemsize = jnp.dtype(own.dtype).itemsize
+    device = choice.Machine(*choice.measure(config, own.dtype))
     link = Link(frames.address_of(own.server), Path(own.key), stamp, 0, "exact", own.patience)
     server, network = choice.Machine(link.server.fixed, link.server.each), choice.measure_network(link.probe)
     link.close()
@@ -153,13 +160,18 @@ def choose_way(
         )
     for name in _CHOSEN:
         own[name].value = getattr(chosen, name)
+    slot_size = getattr(requests[0].settings, "slot_size", 8)
+    feeding = decoder.feeding(chosen.fed, decoder.new_tokens, slot_size) if len(decoder.typical) > 1 else {}
+    feeding = {name: value for name, value in feeding.items() if own[f"decode.{name}"].value is None}
+    said = [f"--{name}={own[name].value}" for name in _CHOSEN]
+    said += [f"--decode.{name}={value}" for name, value in feeding.items()]
     print(
         f"round trip {1e3 * network.rtt:.3g} ms, {network.bandwidth * 8e-6:.3g} Mbit/s; a layer takes "
         f"{1e3 * device.seconds(1, 1):.3g} ms here and {1e3 * server.seconds(1, 1):.3g} ms there: "
-        f"{' '.join(f'--{name}={own[name].value}' for name in _CHOSEN)}; what binds: "
-        f"{choice.binding(found, chosen, wanted)}",
+        f"{' '.join(said)}; what binds: {choice.binding(found, chosen, wanted)}",
         file=sys.stderr,
     )
+    return feeding
 
 
 def settings_of(own: flags.FlagValues, checkpoint: epath.Path) -> Settings:
@@ -214,5 +226,5 @@ def summary(link: Link, tokens: int, took: float) -> str:
     return (
         f"{tokens} tokens, {tokens / took:.1f} a second; for each {link.round_trips / max(tokens, 1):.2f} round trips, "
         f"{link.sent / max(tokens, 1):,.0f} bytes sent, {link.received / max(tokens, 1):,.0f} received; hidden states "
-        f"took {share:.1%} of their bytes"
+        f"took {share:.1%} of their bytes; at most {peak_memory():.0f} MiB of memory"
     )

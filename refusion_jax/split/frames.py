@@ -18,7 +18,7 @@ import msgpack
 
 from refusion_jax.cli.errors import UserError
 
-VERSION = 1
+VERSION = 2
 LARGEST = 1 << 28  # bytes of a message
 _HEADER = struct.Struct("!II")  # bytes of the message, their CRC-32
 _MOST = (1 << 31) - 1  # of a number
@@ -56,12 +56,10 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Admit:
-    """The forwards that follow fill the caches of new rows, which have leading entries in common with a row."""
+    """The forwards that follow fill the caches of new rows."""
 
     number: int
     rows: int
-    source: int
-    shared: bool
 
 
 @dataclasses.dataclass(frozen=True)

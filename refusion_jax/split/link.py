@@ -1,18 +1,11 @@
-"""The device's end of the link: numbered messages, of which none is lost and none is dealt with twice.
+"""The device's end of the link: what a split model and its batches tell the server, and what comes back.
 
-Messages that the server need not answer are not waited for. When the connection breaks, it is made again, the server
-says which message it dealt with last, and those after it are sent again: an answer goes on where it was.
+Messages that the server need not answer are not waited for.
 
 Axes: B rows, T tokens, D hidden size, n tokens that cross.
 """
 
-import contextlib
 import dataclasses
-import os
-import secrets
-import socket
-import ssl
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,62 +13,41 @@ from typing import Any
 import jax
 import numpy as np
 
-from refusion_jax.cli.errors import Failure, UserError, first_line
 from refusion_jax.split import frames
+from refusion_jax.split.channel import Channel
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.model import Packing
 
-_RETRY = 0.2  # seconds between two attempts to connect
 
-
-class SessionLost(Failure):
-    """The server has forgotten what it was sent."""
-
-
-class Link:
-    """A connection that is made again where it breaks. Nothing is raised inside a forward: see `check`."""
+class Link(Channel):
+    """A `model.Crossing`. Nothing is raised inside a forward: see `check`."""
 
     def __init__(self, address: tuple[str, int], key: Path, stamp: bytes, layers: int, codec: str, patience: float):
         """Connects.
 
         Args:
-          address: (host, port) of the server.
-          key: that both sides hold.
-          stamp: of the model, see `model.fingerprint`.
+          address, key, patience: as for `Channel`.
+          stamp: of the model, see `parts.fingerprint`.
           layers: of the device.
           codec: one of CODECS, for both directions.
-          patience: seconds in which a lost server must be back, and in which it must answer.
 
         Raises:
-          UserError: where it refuses this device.
-          Failure: where it is not to be reached.
+          UserError, Failure: as `Channel.begin`.
         """
-        self._address, self._tls, self._patience = address, frames.secured(key, is_server=False), patience
-        self._hello = frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0)
-        self._connection: ssl.SSLSocket | None = None
-        self.sent = self.received = self.round_trips = 0  # bytes of frames, and results that were waited for
+        super().__init__(address, key, frames.Hello(frames.VERSION, stamp, layers, codec, b"", 0), patience)
+        self.round_trips = 0  # results that were waited for
         self.crossed = self.crossed_exactly = 0  # bytes of hidden states, and what they would be in their own dtype
         self.fed = 0  # tokens of forwards whose results were waited for
         self.begin()
 
     def begin(self, codec: str = "") -> None:
         """A new session, of the same codec unless one is named; the counts go on."""
-        codec = codec or self._hello.codec
-        self._hello = dataclasses.replace(self._hello, codec=codec, session=secrets.token_bytes(16))
-        self._codec = CODECS[codec]
-        self._number, self._last = 0, 0  # of the last message, and of the last result
-        self._dispatched = 0  # number of the last message that was sent, or tried to be
-        self._unconfirmed: list[frames.Message] = []
+        self._hello = dataclasses.replace(self._hello, codec=codec or self._hello.codec)
+        self._codec = CODECS[self._hello.codec]
         self._waiting: tuple | None = None  # a forward of which it is not known whether its result is wanted
         self._given: np.ndarray | None = None  # of the rows that are being filled: their given tokens
         self.failure: Exception | None = None
-        self.server: frames.Welcome = self._reach()
-
-    def close(self) -> None:
-        """Has the server forget this session."""
-        with contextlib.suppress(OSError):
-            frames.send(self._connection, frames.Bye(self._number))
-        self._connection.close()
+        super().begin()
 
     def check(self) -> None:
         """Raises what went wrong since the last call: the forwards since then mean nothing."""
@@ -84,40 +56,28 @@ class Link:
 
     def start(self, rows: int, capacity: int) -> None:
         """An empty batch of so many rows and cache entries."""
-        self._attempt(self._post, frames.Start(0, rows, capacity))
+        self._attempt(self._tell, frames.Start(0, rows, capacity))
 
-    def admit(self, given: np.ndarray, source: int, shared: int) -> None:
-        """The forwards that follow fill new rows.
-
-        Args:
-          given: [R] given tokens of each; 0 for those that will be dropped.
-          source: a row whose leading entries the new ones have in common with it.
-          shared: how many; 0: none.
-        """
+    def admit(self, given: np.ndarray) -> None:
+        """The forwards that follow fill new rows of so many given tokens, [R]; 0: a row that will be dropped."""
         self._given = given
-        self._attempt(self._post, frames.Admit(0, len(given), source, shared > 0))
+        self._attempt(self._tell, frames.Admit(0, len(given)))
 
     def place(self, rows: np.ndarray) -> None:
         """The new rows take these places, [R]."""
-        self._attempt(self._post, frames.Place(0, _int32(rows)))
+        self._attempt(self._tell, frames.Place(0, _int32(rows)))
         self._given = None
 
     def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
         """See `model.Crossing`."""
         self._attempt(self._keep, packing, *map(np.asarray, arrays))
-        return np.int32(self._number)
+        return np.int32(0)
 
-    def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, number: np.ndarray) -> np.ndarray:
+    def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, sent: np.ndarray) -> np.ndarray:
         """See `model.Crossing`; zeros once something went wrong."""
-        out = self._attempt(self._fetch, shape, packing, int(number))
+        del sent
+        out = self._attempt(self._fetch, shape, packing)
         return np.zeros(shape.shape, shape.dtype) if out is None else out
-
-    def probe(self, up: int, down: int) -> float:
-        """Seconds until the server has received so many bytes, and its answer of so many has come."""
-        began = time.perf_counter()
-        frames.send(self._connection, frames.Probe(down, bytes(up)))
-        frames.receive(self._connection)
-        return time.perf_counter() - began
 
     def _attempt(self, function: Callable, *arguments: Any) -> Any:
         """What a function returns; what it raises is kept for `check`, and nothing is sent after it."""
@@ -131,14 +91,17 @@ class Link:
     def _keep(self, *forward: Any) -> None:
         """Keeps a forward until it is known whether its result is wanted."""
         self._flush()
-        self._number += 1
         self._waiting = forward
 
-    def _fetch(self, shape: jax.ShapeDtypeStruct, packing: Packing, number: int) -> np.ndarray:
+    def _tell(self, message: frames.Message) -> None:
+        """Sends a message, after the forward that waits."""
+        self._flush()
+        self.post(message)
+
+    def _fetch(self, shape: jax.ShapeDtypeStruct, packing: Packing) -> np.ndarray:
         """Sends the forward that waits, and waits for its result."""
         *_, index, fed = self._waiting
-        self._flush(is_wanted=True)
-        result = self._result(number)
+        result = self.result(self._flush(is_wanted=True))
         self.round_trips += 1
         self.fed += int(fed.sum())
         is_fed = np.arange(packing.width)[None] < fed[:, None]
@@ -148,14 +111,10 @@ class Link:
         self._count(result.tokens, x)
         return out
 
-    def _count(self, content: bytes, x: np.ndarray) -> None:
-        self.crossed += len(content)
-        self.crossed_exactly += x.nbytes
-
-    def _flush(self, is_wanted: bool = False) -> None:
-        """Sends the forward that waits."""
+    def _flush(self, is_wanted: bool = False) -> int | None:
+        """Sends the forward that waits, if there is one: its number."""
         if self._waiting is None:
-            return
+            return None
         (packing, x, positions, length, visible, index, fed), self._waiting = self._waiting, None
         if not is_wanted and self._given is not None:
             fed = np.clip(self._given - length, 0, fed)  # the rest of a prompt's last chunk is padding
@@ -165,7 +124,7 @@ class Link:
         content = self._codec.encode(x)
         self._count(content, x)
         forward = frames.Forward(
-            number=self._number,
+            number=0,
             wanted=is_wanted,
             **{name: getattr(packing, name) for name in ("width", "shards", "tile", "tiles")},
             fed=_int32(fed),
@@ -174,76 +133,11 @@ class Link:
             visible=b"" if is_causal else np.packbits(visible).tobytes(),
             tokens=content,
         )
-        self._dispatch(forward)
+        return self.post(forward)
 
-    def _post(self, message: frames.Message) -> None:
-        """Sends a message, after the forward that waits."""
-        self._flush()
-        self._number += 1
-        self._dispatch(dataclasses.replace(message, number=self._number))
-
-    def _dispatch(self, message: frames.Message) -> None:
-        self._unconfirmed.append(message)
-        self._dispatched = message.number
-        try:
-            self.sent += frames.send(self._connection, message)
-        except OSError:
-            self._reach()
-
-    def _result(self, number: int) -> frames.Result:
-        """The result of a message."""
-        while True:
-            try:
-                message, size = frames.receive(self._connection)
-            except OSError:
-                self._reach()
-                continue
-            self.received += size
-            if isinstance(message, frames.Refused):
-                raise UserError(f"the server refuses to go on: {message.why}")
-            if isinstance(message, frames.Result) and message.number == number:
-                self._last = number
-                self._unconfirmed = [each for each in self._unconfirmed if each.number > number]
-                return message
-            if not isinstance(message, frames.Result) or message.number > number:
-                raise frames.FrameError("the server sent what it was not asked for")
-
-    def _reach(self) -> frames.Welcome:
-        """Connects, again if need be, and sends what the server has not dealt with."""
-        is_first = self._connection is None
-        until, why = time.monotonic() + (0 if is_first else self._patience), None
-        while True:
-            if self._connection:
-                self._connection.close()
-            try:
-                plain = socket.create_connection(self._address, timeout=min(10, self._patience))
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._connection = self._tls.wrap_socket(plain)
-                frames.send(self._connection, dataclasses.replace(self._hello, last=self._last))
-                self._connection.settimeout(self._patience)
-                message, _ = frames.receive(self._connection)
-                if isinstance(message, frames.Refused):
-                    raise UserError(f"the server refuses this device: {message.why}")
-                if not isinstance(message, frames.Welcome):
-                    raise frames.FrameError("the server did not introduce itself")
-                if message.last < self._dispatched - len(self._unconfirmed):
-                    raise SessionLost("the server has forgotten what it was sent")
-                for each in self._unconfirmed:
-                    if each.number > message.last:
-                        self.sent += frames.send(self._connection, each)
-                return message
-            except ssl.SSLCertVerificationError as error:
-                raise UserError("the server has another --key") from error
-            except (UserError, Failure):
-                self._connection.close()
-                raise
-            except OSError as error:
-                why = why or error
-                if time.monotonic() > until:
-                    where = "{}:{}".format(*self._address)
-                    told = os.strerror(why.errno) if why.errno and why.errno > 0 else first_line(why)
-                    raise Failure(f"the server at {where} is not to be reached: {told}") from error
-                time.sleep(_RETRY)
+    def _count(self, content: bytes, x: np.ndarray) -> None:
+        self.crossed += len(content)
+        self.crossed_exactly += x.nbytes
 
 
 def _packed(packing: Packing, index: np.ndarray, is_fed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

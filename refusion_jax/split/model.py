@@ -8,9 +8,7 @@ Axes: B rows, T tokens of this forward, C cache entries, L layers of a part, D h
 size.
 """
 
-import dataclasses
 import functools
-import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.newcomers import Newcomers
-from refusion_jax.decoding.queue import Progress, RunningBatch
+from refusion_jax.decoding.queue import Progress, RunningBatch, StaticArguments
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
 from refusion_jax.model.transformer import Transformer, Wrapper
@@ -49,39 +47,14 @@ class Packing(NamedTuple):
         return Ragged.of(fed, self.width, self.tile, self.tiles, self.shards)
 
 
-def part_of(model: Transformer, first: int, end: int) -> Transformer:
-    """The layers `first` to `end` - 1 of a model, with all that is outside its layers.
-
-    The layers keep their numbers. The part's weights are copies.
-    """
-    part = nnx.clone(model)
-    part.config = dataclasses.replace(model.config, num_hidden_layers=end - first)
-    for name in ("dense_layers", "layers"):
-        layers = getattr(part, name, None)
-        if layers is not None:
-            begin, stop = (min(max(at, layers.first), layers.end) - layers.first for at in (first, end))
-            state = jax.tree.map(lambda w, cut=slice(begin, stop): w[cut], nnx.state(layers))
-            nnx.update(layers, state)
-            layers.first, layers.end = layers.first + begin, layers.first + stop
-    return part
-
-
-def fingerprint(model: Transformer) -> bytes:
-    """16 bytes that differ between models: from their shape, and the first values of every weight."""
-    content = hashlib.blake2b(repr(model.config).encode(), digest_size=16)
-    for weight in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))):
-        content.update(np.asarray(weight.reshape(-1)[:4096], np.float32).tobytes())
-    return content.digest()
-
-
 class Crossing(Protocol):
     """Where the hidden states of a device go, and come back from; called by the host while the device waits."""
 
     def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
-        """Takes x, positions, length, visible, index and fed of a forward: its number, int32."""
+        """Takes x, positions, length, visible, index and fed of a forward: an int32 that `receive` depends on."""
 
-    def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, number: np.ndarray) -> np.ndarray:
-        """What the output head reads, packed as x was; only asked where somebody reads it."""
+    def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, sent: np.ndarray) -> np.ndarray:
+        """What the output head reads of the last forward, packed as x was; only asked where somebody reads it."""
 
 
 class SplitModel(Wrapper):
@@ -107,11 +80,11 @@ class SplitModel(Wrapper):
         x, new, _ = self.model.through_layers(x, ragged.pack(positions), attend)
         packing = Packing.of(ragged)
         arrays = (x, positions, length, visible, ragged.index(), ragged.fed)
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        number = io_callback(functools.partial(self.link.send, packing), number, *arrays, ordered=True)
+        sent = jax.ShapeDtypeStruct((), jnp.int32)
+        sent = io_callback(functools.partial(self.link.send, packing), sent, *arrays, ordered=True)
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         # Pure, so that it is left out where nothing depends on it: a prefill does not wait for its round trips.
-        return jax.pure_callback(functools.partial(self.link.receive, shape, packing), shape, number), new
+        return jax.pure_callback(functools.partial(self.link.receive, shape, packing), shape, sent), new
 
     def hidden_and_load(self, *fed: Any):
         """Refused: only decoders with a cache run over two machines."""
@@ -131,10 +104,10 @@ class SplitBatch(RunningBatch):
         super().__init__(model, decoder, like, rows)
         self._link.start(rows, decoder.cache_length)
 
-    def _prefill(self, new: Newcomers) -> None:
+    def _prefill(self, new: Newcomers, compiled: StaticArguments) -> None:
         given = np.where(new.rows < self.rows, new.layout.given.length, 0)
-        self._link.admit(given, source=0, shared=0)
-        super()._prefill(new)
+        self._link.admit(given)
+        super()._prefill(new, compiled)
         jax.block_until_ready(self._state)
         self._link.place(new.rows)
 
@@ -148,6 +121,7 @@ class Upper:
     """The server's part of a model: runs forwards of several batches at once."""
 
     def __init__(self, part: Transformer):
+        self.hidden_size, self.dtype = part.config.hidden_size, part.dtype
         graphdef, params = nnx.split(part)
         self._params = nnx.to_pure_dict(params)
         self._part, self._run = part, jax.jit(functools.partial(_forward, graphdef), static_argnums=1, donate_argnums=2)

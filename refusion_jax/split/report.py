@@ -83,9 +83,11 @@ def plan_split(config: ModelConfig, itemsize: int, method: str, own: flags.FlagV
         )
     speeds = {}
     for name, each in on_link.items():
-        answer = seconds(config, chosen.layers, chosen.codec, device, server, head, network, wanted, each)[1]
+        arguments = (config, chosen.layers, chosen.codec, device, server, head, network, wanted)
+        answer = min(seconds(*arguments, (tokens, fed))[1] for fed, tokens in each.typical.items())
         speeds[name] = wanted.new_tokens / answer
     record = _record(chosen) | {"binds": binding(found, chosen, wanted), "tokens_per_second": speeds}
+    record["decode"] = on_link[method].feeding(chosen.fed, wanted.new_tokens)
     return [*({"feasible": True} | _record(each) for each in fitting), {"chosen": True} | record]
 
 
@@ -108,22 +110,27 @@ def show(records: list[dict[str, Any]], is_json: bool) -> None:
         return
     *fitting, chosen = records
     table = Table(title=f"{len(fitting)} ways to cut keep the limits; at every layer the one that gives up least")
-    for name in ("layers", "weights", "cache", "codec", "GiB", "cache length", "ms/forward", "s/answer"):
+    for name in ("layers", "weights", "cache", "codec", "fed", "GiB", "cache length", "ms/forward", "s/answer"):
         table.add_column(name, justify="right")
     for each in _least_given_up(fitting):
         shown = each["memory"] / _GIB
         forward = sum(x for name, x in each.items() if name.endswith("_ms"))
         table.add_row(
             *(str(each[name]) for name in ("layers", "weights", "cache", "codec")),
+            f"{each['fed']:g}",
             *(f"{shown:.3g}", f"{each['cache_length']:,}", f"{forward:.3g}", f"{each['answer']:.3g}"),
         )
     Console(soft_wrap=not Console().is_terminal).print(table)
+    flags = "".join(f" --decode.{name}={value}" for name, value in chosen["decode"].items())
     print(
         f"chosen: --layers={chosen['layers']} --weights={chosen['weights']} --cache={chosen['cache']} "
-        f"--codec={chosen['codec']}; what binds: {chosen['binds']}"
+        f"--codec={chosen['codec']}{flags}; what binds: {chosen['binds']}"
     )
     for name, speed in sorted(chosen["tokens_per_second"].items(), key=lambda pair: -pair[1]):
         print(f"  {name:16} {speed:8.2f} tokens/s")
+
+
+_CHOSEN = ("weights", "cache", "codec", "fed")
 
 
 def _least_given_up(fitting: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -133,5 +140,4 @@ def _least_given_up(fitting: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         by_layers.setdefault(each["layers"], []).append(each)
     for some in by_layers.values():
         best = choose([Candidate(**{name: each[name] for name in fields}, parts={}) for each in some])
-        wanted = (best.weights, best.cache, best.codec)
-        yield next(each for each in some if (each["weights"], each["cache"], each["codec"]) == wanted)
+        yield next(each for each in some if all(each[name] == getattr(best, name) for name in _CHOSEN))

@@ -2,26 +2,28 @@
 
   python -m refusion_jax.split server --checkpoint=runs/quickstart --key=split.pem --port=9000
 
-Each device says how many layers it has, and how hidden states cross the link. Only holders of --key are listened to.
-The server ends on SIGINT or SIGTERM; devices that find it again within their --patience decode their unfinished
-answers anew.
+Each device says how many layers it has, and how hidden states cross the link; the layers after those are loaded when
+the first such device comes. Only holders of --key are listened to. The server ends on SIGINT or SIGTERM; devices that
+find it again within their --patience decode their unfinished answers anew.
 """
 
 import functools
+import resource
 import signal
 import sys
 from pathlib import Path
 
 from absl import flags
+from etils import epath
 
-from refusion_jax.checkpoints.load import load_model
+from refusion_jax.checkpoints.load import open_weights, read_model_config
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.serving.address import listen
 from refusion_jax.split import frames
 from refusion_jax.split.choice import measure
-from refusion_jax.split.model import fingerprint
+from refusion_jax.split.parts import fingerprint, load_part
 from refusion_jax.split.service import Service
 
 
@@ -56,12 +58,26 @@ def main(own: flags.FlagValues) -> None:
     tls = frames.secured(Path(own.key), is_server=True)
     listening = listen(own.host, own.port)
     keep_for_user(own.compilation_cache)
-    model = load_model(own.checkpoint, own.dtype)
-    stamp = fingerprint(model)
-    service = Service(model.rounded(own.weights, own.cache), stamp, int(own.memory * 2**30), measure)
+    read, config = open_weights(own.checkpoint), read_model_config(epath.Path(own.checkpoint))
+    L, precision = config.num_hidden_layers, (own.dtype, own.weights, own.cache)
+    service = Service(
+        layers=L,
+        stamp=fingerprint(read, config, own.dtype),
+        load=lambda first: load_part(read, config, first, L, *precision),
+        memory=int(own.memory * 2**30),
+        measure=lambda: measure(config, *precision),
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     command.say(f"serving the last layers of {own.checkpoint} at {own.host}:{listening.getsockname()[1]}")
-    service.listen(listening, tls)
+    try:
+        service.listen(listening, tls)
+    finally:
+        command.say(f"at most {peak_memory():.0f} MiB of memory")
+
+
+def peak_memory() -> float:
+    """The most memory that this process has held, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def check_given(own: flags.FlagValues, *names: str) -> None:

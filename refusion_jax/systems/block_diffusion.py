@@ -162,7 +162,7 @@ class BlockByBlock(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[BlockSettings]] = BlockSettings
-    typical: ClassVar[tuple[float, float]] = (3.24, 16.0)
+    typical: ClassVar[dict[float, float]] = {16.0: 3.24}
     shift: ClassVar[int] = 1  # a token is predicted so many places before it
 
     @classmethod

@@ -161,7 +161,7 @@ class CausalBlocks(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[PassSettings]] = PassSettings
-    typical: ClassVar[tuple[float, float]] = (4.66, 16.0)
+    typical: ClassVar[dict[float, float]] = {16.0: 4.66}
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

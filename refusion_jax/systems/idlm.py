@@ -150,7 +150,7 @@ class DraftAndCheck(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[StrideSettings]] = StrideSettings
-    typical: ClassVar[tuple[float, float]] = (2.56, 7.0)
+    typical: ClassVar[dict[float, float]] = {7.0: 2.56}
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

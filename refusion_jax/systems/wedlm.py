@@ -134,7 +134,7 @@ class SlidingWindow(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[WindowSettings]] = WindowSettings
-    typical: ClassVar[tuple[float, float]] = (3.41, 16.0)
+    typical: ClassVar[dict[float, float]] = {16.0: 3.41}
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

@@ -96,7 +96,7 @@ class Drafting(Continuer):
     settings: ClassVar[type[DraftSettings]] = DraftSettings
     fills_gaps: ClassVar[bool] = True
     next_token: ClassVar[str] = LAST_TOKEN
-    typical: ClassVar[tuple[float, float]] = (5.32, 16.0)
+    typical: ClassVar[dict[float, float]] = {16.0: 5.32, 2.0: 1.0}
 
     slot_size: int
     fed_tokens: int  # of a row, at most; 0: what pays
@@ -115,6 +115,11 @@ class Drafting(Continuer):
         reach, prefixes = own.most
         width = reach * (1 + prefixes)
         return dataclasses.replace(own, width=width, cache_length=text_capacity(requests) + width)
+
+    @classmethod
+    def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
+        del new_tokens, slot_size
+        return {"fed_tokens": int(fed)}
 
     @property
     def most(self) -> tuple[int, int]:

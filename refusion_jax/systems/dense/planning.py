@@ -53,7 +53,7 @@ class PlanAlone(ExactInfill):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[PlanSettings]] = PlanSettings
-    typical: ClassVar[tuple[float, float]] = (4.53, 16.0)
+    typical: ClassVar[dict[float, float]] = {16.0: 4.53}
 
     def visible(self, work: ExactWork, feed: Feed) -> Bool[Array, "B W W"]:
         """Which tokens of the feed each one attends to: itself and those before it, but for masks of other slots."""

@@ -12,7 +12,7 @@ Axes: B rows, M slots of a block, K slot size, W width of a forward.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -87,13 +87,19 @@ class SlotDecoder(Decoder):
     settings: ClassVar[type[SlotSettings]] = SlotSettings
     copies_prefix: ClassVar[bool] = True
     next_token: ClassVar[str] = SLOT_MASK
-    typical: ClassVar[tuple[float, float]] = (3.7, 16.0)
+    typical: ClassVar[dict[float, float]] = {16.0: 3.7, 8.0: 2.71}
     draws_drafts: ClassVar[bool]  # whether a temperature draws the tokens that are read at drafts
 
     slot_size: int  # K
     slots: int  # at most, in a row
     block_slots: int  # M, at most, in a serial block
     budget: int  # tokens up to which a forward of a shard may speculate, if requests set it
+
+    @classmethod
+    def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
+        """A plan feeds a serial block, of whole slots."""
+        slots, most = new_tokens // slot_size, max(1, round(new_tokens / fed))
+        return {"serial_blocks": next(blocks for blocks in range(most, 0, -1) if slots % blocks == 0)}
 
     @property
     def block(self) -> int:

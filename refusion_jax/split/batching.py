@@ -1,0 +1,75 @@
+"""One thread computes the forwards of all devices.
+
+Forwards that wait at the same time, in the same packing and with caches of the same size, run as one batch: the weights
+are read once. Nothing waits for others to come.
+"""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+from concurrent.futures import Future
+
+import jax
+import numpy as np
+
+from refusion_jax.model.key_values import KeyValues
+from refusion_jax.split.model import Packing, Upper
+
+_MOST_TOGETHER = 8  # a power of two
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # equal to itself alone: its fields are arrays
+class Job:
+    """A forward of one device."""
+
+    upper: Upper
+    packing: Packing
+    cache: KeyValues  # given away
+    arrays: tuple[np.ndarray, ...]  # see `Upper`
+    result: Future = dataclasses.field(default_factory=Future)  # what the output head reads, and the new cache
+
+    @property
+    def kind(self) -> tuple:
+        """Jobs of the same kind are computed together."""
+        return self.upper, self.packing, jax.tree.leaves(self.cache)[0].shape
+
+
+class Batches:
+    """Computes jobs in a thread of its own until the process ends."""
+
+    def __init__(self):
+        self._jobs: queue.Queue[Job] = queue.Queue()
+        threading.Thread(target=self._compute, daemon=True).start()
+
+    def run(self, job: Job) -> tuple[np.ndarray, KeyValues]:
+        """(what the output head reads, [B, T, D]; the new cache).
+
+        Raises:
+          Exception: whatever went wrong in the batch.
+        """
+        self._jobs.put(job)
+        return job.result.result()
+
+    def waiting(self) -> int:
+        """Jobs that no batch has yet."""
+        return self._jobs.qsize()
+
+    def _compute(self) -> None:
+        waiting: list[Job] = []
+        while True:
+            if not waiting:
+                waiting.append(self._jobs.get())
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.append(self._jobs.get_nowait())
+            some = [job for job in waiting if job.kind == waiting[0].kind][:_MOST_TOGETHER]
+            some = some[: 1 << (len(some).bit_length() - 1)]  # so many are compiled: 1, 2, 4, 8
+            waiting = [job for job in waiting if job not in some]
+            try:
+                found = some[0].upper(some[0].packing, [job.cache for job in some], [job.arrays for job in some])
+                for job, *result in zip(some, *found, strict=True):
+                    job.result.set_result(result)
+            except Exception as error:  # noqa: BLE001  is told to the devices
+                for job in some:
+                    job.result.set_exception(error)

@@ -1,0 +1,84 @@
+"""Parts of a model: its first layers for a device, the rest for a server; loaded without the other part in memory."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from refusion_jax.model.shape import ModelConfig
+from refusion_jax.model.transformer import Transformer, rounded_weight
+
+Reader = Callable[[tuple[str, ...], slice], np.ndarray]  # see `checkpoints.load.open_weights`
+_STACKS = ("dense_layers", "layers")  # of the weights of a model, in order
+_HASHED = 4096  # values of each weight
+
+
+def part_of(model: Transformer, first: int, end: int) -> Transformer:
+    """The layers `first` to `end` - 1 of a model, with the embedding and the output head if `first` is 0.
+
+    The layers keep their numbers. The part's weights are copies.
+    """
+    part = nnx.clone(model)
+    part.config = dataclasses.replace(model.config, num_hidden_layers=end - first)
+    for name in _STACKS:
+        layers = getattr(part, name, None)
+        if layers is not None:
+            begin, stop = (min(max(at, layers.first), layers.end) - layers.first for at in (first, end))
+            state = jax.tree.map(lambda w, cut=slice(begin, stop): w[cut], nnx.state(layers))
+            nnx.update(layers, state)
+            layers.first, layers.end = layers.first + begin, layers.first + stop
+    if first:
+        for name in ("embed_tokens", "lm_head"):
+            if hasattr(part, name):
+                delattr(part, name)
+    return part
+
+
+def load_part(
+    read: Reader, config: ModelConfig, first: int, end: int, dtype: str, weights: str = "same", cache: str = "same"
+) -> Transformer:
+    """`part_of` a stored model; no other weights are kept, and each is rounded before the next is read.
+
+    Args:
+      read: from `checkpoints.load.open_weights`.
+      config: of the whole model.
+      first, end: as for `part_of`.
+      dtype: of weights and computation.
+      weights, cache: as for `Transformer.rounded`.
+
+    Raises:
+      UserError: where a weight cannot be read.
+    """
+    part = abstract_part(config, first, end, dtype)
+    graphdef, state = nnx.split(part)
+    begins = {"layers": config.first_k_dense_replace, "dense_layers": 0}
+
+    def fill(path, p: nnx.Variable) -> nnx.Variable:
+        name, shape = tuple(str(key.key) for key in path), p.get_value().shape
+        begin = getattr(part, name[0]).first - begins[name[0]] if name[0] in _STACKS else 0
+        value = jnp.asarray(read(name, slice(begin, begin + shape[0])), dtype)
+        return rounded_weight(p.replace(value), weights)
+
+    state = jax.tree.map_with_path(fill, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    return nnx.merge(graphdef, state).rounded(cache=cache)
+
+
+def abstract_part(config: ModelConfig, first: int, end: int, dtype: str) -> Transformer:
+    """`part_of` a model without arrays."""
+    return nnx.eval_shape(lambda: part_of(Transformer(config, nnx.Rngs(0), dtype), first, end))
+
+
+def fingerprint(read: Reader, config: ModelConfig, dtype: str) -> bytes:
+    """16 bytes that differ between models: from their shape, their dtype, and the first values of every weight."""
+    content = hashlib.blake2b(f"{config} {dtype}".encode(), digest_size=16)
+    whole = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype))))
+    for path, weight in jax.tree.leaves_with_path(whole):
+        name = tuple(key.key for key in path)
+        entries = min(-(-_HASHED // math.prod(weight.shape[1:])), weight.shape[0])
+        content.update(read(name, slice(0, entries)).reshape(-1)[:_HASHED].astype(np.float32).tobytes())
+    return content.digest()

@@ -1,0 +1,139 @@
+"""What the server keeps of a device: the caches of the server's layers, and the number of its last message.
+
+Messages are dealt with in the order of their numbers. One that comes again is not dealt with again: it is answered from
+memory.
+"""
+
+import dataclasses
+import functools
+import socket
+import threading
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from refusion_jax.model.key_values import KeyValues
+from refusion_jax.split import frames
+from refusion_jax.split.batching import Batches, Job
+from refusion_jax.split.codec import Codec
+from refusion_jax.split.model import Packing, Upper
+
+_MOST_TOKENS = 1 << 20  # places of a forward
+_MOST_ROWS = 1 << 12
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """Outlives its connection."""
+
+    upper: Upper
+    codec: Codec
+    batches: Batches
+    reserve: Callable[["Session", int], None]  # takes so many bytes for caches, or refuses them
+    last: int = 0  # number of the last message that was dealt with
+    result: frames.Result | None = None  # of the last forward whose result was wanted
+    batch: KeyValues | None = None
+    new: KeyValues | None = None  # caches of rows that are being filled
+    rows: int = 0
+    capacity: int = 0
+    cache_bytes: int = 0  # of the batch, and as much for rows that are being filled
+    seen: float = 0.0  # time of the last message
+    connection: socket.socket | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def deal(self, message: frames.Message) -> frames.Result | None:
+        """Deals with a message, and returns the result that it wants.
+
+        Raises:
+          FrameError: where it cannot be meant.
+          UserError: where there is no memory for it.
+        """
+        deals = {
+            frames.Start: self._start, frames.Admit: self._admit, frames.Place: self._place,
+            frames.Forward: self._forward,
+        }  # fmt: skip
+        if type(message) not in deals:
+            raise frames.FrameError("no message of a device")
+        if message.number > self.last:
+            if message.number != self.last + 1:
+                raise frames.FrameError(f"message {message.number} after {self.last}")
+            deals[type(message)](message)
+            self.last = message.number
+        is_wanted = isinstance(message, frames.Forward) and message.wanted
+        return self.result if is_wanted and self.result and self.result.number == message.number else None
+
+    def _start(self, message: frames.Start) -> None:
+        if not (0 < message.rows <= _MOST_ROWS and 0 < message.capacity):
+            raise frames.FrameError("a batch of impossible size")
+        self.reserve(self, 2 * self.upper.cache_bytes(message.rows, message.capacity))
+        self.rows, self.capacity = message.rows, message.capacity
+        self.batch, self.new = self.upper.empty_cache(message.rows, message.capacity), None
+
+    def _admit(self, message: frames.Admit) -> None:
+        if not 0 < message.rows <= self.rows:
+            raise frames.FrameError("more rows than the batch has")
+        self.new = self.upper.empty_cache(message.rows, self.capacity)
+
+    def _place(self, message: frames.Place) -> None:
+        rows = np.frombuffer(message.rows, "<i4") if len(message.rows) % 4 == 0 else np.array([-1])
+        if self.new is None or len(rows) != _rows_of(self.new) or np.any(rows < 0):
+            raise frames.FrameError("rows that are not those that were filled")
+        self.batch, self.new = _put(self.batch, self.new, rows), None
+
+    def _forward(self, message: frames.Forward) -> None:
+        """Writes the keys and values of the fed tokens; what the output head reads of them is the result."""
+        if not self.rows:
+            raise frames.FrameError("a forward without a batch")
+        is_filling = self.new is not None
+        cache = self.new if is_filling else self.batch
+        packing, arrays, is_fed = self._read(message, _rows_of(cache))
+        x, cache = self.batches.run(Job(self.upper, packing, cache, arrays))
+        if is_filling:
+            self.new = cache
+        else:
+            self.batch = cache
+        if message.wanted:
+            self.result = frames.Result(message.number, self.codec.encode(x[is_fed]))
+
+    def _read(self, message: frames.Forward, B: int) -> tuple[Packing, tuple[np.ndarray, ...], np.ndarray]:
+        """(packing, arrays as `Upper` takes them, which places are fed, [B, T]) of a forward of B rows."""
+        T, D, dtype = message.width, self.upper.hidden_size, self.upper.dtype
+        packing = Packing(B, T, message.shards, message.tile, message.tiles)
+        if not (0 < T and 0 < packing.shards and 0 < packing.tile and 0 < packing.tiles) or B % packing.shards:
+            raise frames.FrameError("an impossible packing")
+        if max(B * T, packing.shards * packing.tile * packing.tiles) > _MOST_TOKENS:
+            raise frames.FrameError("a forward of too many tokens")
+        fed, length = (_numbers(x, B, most) for x, most in ((message.fed, T), (message.length, self.capacity)))
+        tiles = -(-fed // packing.tile)
+        if np.any(tiles.reshape(packing.shards, -1).sum(axis=1) > packing.tiles):
+            raise frames.FrameError("tokens that the packing has no place for")
+        is_fed = np.arange(T)[None] < fed[:, None]
+        x, positions = np.zeros((B, T, D), dtype), np.zeros((B, T), np.int32)
+        positions[is_fed] = _numbers(message.positions, is_fed.sum(), 1 << 28)
+        x[is_fed] = self.codec.decode(message.tokens, is_fed.sum(), D, dtype)
+        visible = np.broadcast_to(np.tri(T, dtype=bool), (B, T, T))
+        if message.visible:
+            if len(message.visible) != -(-B * T * T // 8):
+                raise frames.FrameError("a mask of another size")
+            visible = np.unpackbits(np.frombuffer(message.visible, np.uint8), count=B * T * T) > 0
+        return packing, (x, positions, visible.reshape(B, T, T), length, fed), is_fed
+
+
+def _rows_of(cache: KeyValues) -> int:
+    return jax.tree.leaves(cache)[0].shape[1]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(batch: KeyValues, new: KeyValues, rows: jax.Array) -> KeyValues:
+    return jax.tree.map(lambda all, own: all.at[:, rows].set(own, mode="drop"), batch, new)
+
+
+def _numbers(content: bytes, count: int, most: int) -> np.ndarray:
+    """So many int32, none below 0 or above `most`."""
+    if len(content) != 4 * count:
+        raise frames.FrameError("another number of tokens or rows")
+    numbers = np.frombuffer(content, "<i4")
+    if np.any((numbers < 0) | (numbers > most)):
+        raise frames.FrameError("a number outside its limits")
+    return numbers.astype(np.int32)
