@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -222,73 +223,50 @@ def to_table(r: dict) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column(f"{where}, {'prefill and one forward' if r['what'] == 'decode' else 'one step'}")
     table.add_column("", justify="right")
-    rows = []
-    if "rows_per_chip" in r:
-        rows.append(("rows x tokens, of a chip", f"{r['rows_per_chip']:g} x {r['row_length']:,}"))
-    if r.get("weights", 0) > r.get("active_weights", 0):
-        rows.append(
-            ("weights, those that a token uses", f"{r['weights'] / 1e9:.3g} G, {r['active_weights'] / 1e9:.3g} G")
-        )
-    if "state_gib" in r:
-        rows += [
-            ("state" if r["what"] == "train" else "weights and prompts", f"{r['state_gib']:.2f} GiB"),
-            ("activations, gradients and buffers", f"{r['activations_gib']:.2f} GiB"),
-        ]
-    rows += [
-        ("peak HBM", f"{r['peak_hbm_gib']:.2f} of {r['hbm_limit_gib']:.2f} GiB"),
-        ("verdict", f"fits, {r['headroom_gib']:.2f} GiB to spare" if r["fits"] else "DOES NOT FIT"),
-    ]
-    if r["host_gib"]:
-        rows.append(("offloaded to the host", f"{r['host_gib']:.2f} GiB"))
-    rows += [
-        ("FLOPs", f"{r['flops_per_chip']:.3g}"),
-        ("HBM traffic", _bytes(r["hbm_bytes_per_chip"])),
-        ("received from other chips", _bytes(r["collective_bytes_per_chip"])),
-    ]
-    rows += [
-        (f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{_overlap(c)}", _bytes(c["bytes"]))
-        for c in r["collectives"]
-        if c["bytes"] >= 1e6
-    ]
-    rows += _rows_of_times(r)
-    if "libtpu" in r:
-        cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
-        how = " up to the buffer assignment" if r["memory_only"] else ""
-        rows.append((f"compiled{how} by libtpu {r['libtpu']}", f"{r['compile_seconds']:.1f} s{cpu}"))
-    for row in rows:
-        table.add_row(*row)
+    for label, value in _rows(r):
+        if value:  # what this kind of plan says
+            table.add_row(label, value)
     return table
 
 
-def _rows_of_times(r: dict) -> list[tuple[str, str]]:
-    if r["what"] == "decode":
-        return [
-            ("prefill and one forward, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"])),
-            ("one forward: HBM traffic", _bytes(r["forward_hbm_bytes_per_chip"])),
-            ("one forward, at least (not calibrated)", _seconds(r["forward_seconds"])),
-        ]
-    dcn = "not documented" if r["dcn_seconds"] is None else _seconds(r["dcn_seconds"])
-    rows = [
-        ("arithmetic at the peak", _seconds(r["compute_seconds"])),
-        ("HBM at the peak", _seconds(r["hbm_seconds"])),
-        ("operations, each at its roofline", _seconds(r["operations_seconds"])),
-        ("network within the slice, between slices", f"{_seconds(r['ici_seconds'])}, {dcn}"),
-        ("  of which nothing hides", _seconds(r["waiting_seconds"])),
-        ("all of it at the peaks: the roofline", _seconds(r["roofline_seconds"])),
-        ("estimated step", _range(r)),
-    ]
-    if "mfu" in r:
-        rows += [
-            ("estimated MFU (attention counted where a key is seen)", f"{r['mfu']:.1%}"),
-            ("estimated tokens a day, all chips", f"{r['tokens_per_day'] / 1e9:,.2f} G"),
-        ]
-    return rows
-
-
-def _overlap(collective: dict) -> str:
-    if collective["fused"]:
-        return ", fused with arithmetic"
-    return ", overlapped" if collective["overlapped"] else ""
+def _rows(r: dict) -> Iterator[tuple[str, str | bool | float]]:
+    """(label, text) of each row, with something empty for what is not known of this plan."""
+    is_sparse = r.get("weights", 0) > r.get("active_weights", 0)
+    state = "state" if r["what"] == "train" else "weights and prompts"
+    has_state, is_decode, has_mfu = "state_gib" in r, r["what"] == "decode", "mfu" in r
+    yield "rows x tokens, of a chip", "rows_per_chip" in r and f"{r['rows_per_chip']:g} x {r['row_length']:,}"
+    used = is_sparse and f"{r['weights'] / 1e9:.3g} G, {r['active_weights'] / 1e9:.3g} G"
+    yield "weights, those that a token uses", used
+    yield state, has_state and f"{r['state_gib']:.2f} GiB"
+    yield "activations, gradients and buffers", has_state and f"{r['activations_gib']:.2f} GiB"
+    yield "peak HBM", f"{r['peak_hbm_gib']:.2f} of {r['hbm_limit_gib']:.2f} GiB"
+    yield "verdict", f"fits, {r['headroom_gib']:.2f} GiB to spare" if r["fits"] else "DOES NOT FIT"
+    yield "offloaded to the host", r["host_gib"] and f"{r['host_gib']:.2f} GiB"
+    yield "FLOPs", f"{r['flops_per_chip']:.3g}"
+    yield "HBM traffic", _bytes(r["hbm_bytes_per_chip"])
+    yield "received from other chips", _bytes(r["collective_bytes_per_chip"])
+    for c in r["collectives"]:
+        how = ", fused with arithmetic" if c["fused"] else ", overlapped" if c["overlapped"] else ""
+        yield f"  {c['kind']} x {c['count']:,.0f}, {c['over']}{how}", c["bytes"] >= 1e6 and _bytes(c["bytes"])
+    if is_decode:
+        yield "prefill and one forward, at least (not calibrated)", _seconds(r["prefill_and_forward_seconds"])
+        yield "one forward: HBM traffic", _bytes(r["forward_hbm_bytes_per_chip"])
+        yield "one forward, at least (not calibrated)", _seconds(r["forward_seconds"])
+    else:
+        dcn = "not documented" if r["dcn_seconds"] is None else _seconds(r["dcn_seconds"])
+        yield "arithmetic at the peak", _seconds(r["compute_seconds"])
+        yield "HBM at the peak", _seconds(r["hbm_seconds"])
+        yield "operations, each at its roofline", _seconds(r["operations_seconds"])
+        yield "network within the slice, between slices", f"{_seconds(r['ici_seconds'])}, {dcn}"
+        yield "  of which nothing hides", _seconds(r["waiting_seconds"])
+        yield "all of it at the peaks: the roofline", _seconds(r["roofline_seconds"])
+        yield "estimated step", _range(r)
+        yield "estimated MFU (attention counted where a key is seen)", has_mfu and f"{r['mfu']:.1%}"
+        yield "estimated tokens a day, all chips", has_mfu and f"{r['tokens_per_day'] / 1e9:,.2f} G"
+    if "libtpu" in r:
+        cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
+        how = " up to the buffer assignment" if r["memory_only"] else ""
+        yield f"compiled{how} by libtpu {r['libtpu']}", f"{r['compile_seconds']:.1f} s{cpu}"
 
 
 def _range(r: dict) -> str:
