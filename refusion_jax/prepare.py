@@ -35,7 +35,7 @@ from refusion_jax.data.hub import pinned
 from refusion_jax.data.input_splits import find_files
 from refusion_jax.data.manifest import LONGEST_ROW, Manifest, file_checksum
 from refusion_jax.data.preparation import Preparation, plan_chunks
-from refusion_jax.data.shards import Settings
+from refusion_jax.data.shards import PrepareSettings
 from refusion_jax.data.tokenizer import MASK_PIECE
 from refusion_jax.data.workers import Processes, Runner
 from refusion_jax.distributed.cores import available_cores
@@ -161,7 +161,7 @@ def describe(manifest: Manifest) -> str:
     )
 
 
-def _runner() -> Callable[[Settings, epath.Path], Runner]:
+def _runner() -> Callable[[PrepareSettings, epath.Path], Runner]:
     """What has the work done."""
     count = _WORKERS.value or available_cores()
     if _RUNNER.value == "local":
@@ -205,8 +205,8 @@ def main() -> None:
         flag_values.check_apart(_OUTPUT.value, _INPUT.value)
     tokenizer = load_tokenizer_file(flag["tokenizer"], flag["mask_piece"], flag["thinking"])
     fields = Fields(flag["query_field"], flag["response_field"], flag["text_field"], "--", flag["turns"])
-    shared = {field.name: flag[field.name] for field in dataclasses.fields(Settings) if field.name in flag}
-    settings = Settings(**shared | {"fields": fields, "filters": _filters(flag)})
+    shared = {field.name: flag[field.name] for field in dataclasses.fields(PrepareSettings) if field.name in flag}
+    settings = PrepareSettings(**shared | {"fields": fields, "filters": _filters(flag)})
     runner, inputs = _runner(), list(map(pinned, _INPUT.value))
     bar = _Bar()
     try:

@@ -26,7 +26,7 @@ from refusion_jax.data.manifest import read_manifest
 from refusion_jax.data.preparation import Preparation, plan_chunks
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.data.rows import check_row, decode_row, encode_row
-from refusion_jax.data.shards import Settings
+from refusion_jax.data.shards import PrepareSettings
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 from refusion_jax.data.workers import Processes
 from refusion_jax.distributed.cores import available_cores
@@ -48,7 +48,7 @@ def tokenizer_file(tmp_path_factory):
 
 def make(tokenizer_file, source, output, *, shard=1 << 10, processes=1, runner=None, row_length=64, **changes):
     """Prepares in this process."""
-    settings = Settings(
+    settings = PrepareSettings(
         str(tokenizer_file), MASK_PIECE, "unset", row_length, "best_fit", "stop", False, 0.0, Fields(flag="--")
     )
     settings = dataclasses.replace(settings, **changes)

@@ -17,7 +17,7 @@ from refusion_jax.cli.errors import Failure
 from refusion_jax.data import duplicates
 from refusion_jax.data.input_splits import InputSplit
 from refusion_jax.data.manifest import PROGRESS
-from refusion_jax.data.shards import Report, Settings, Worker
+from refusion_jax.data.shards import PrepareSettings, Report, Worker
 from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 
@@ -25,7 +25,7 @@ from refusion_jax.distributed.json_files import read_json
 class BeamRunner(Runner):
     """Pipelines that read the input and write the output themselves: what flows through them is small."""
 
-    def __init__(self, settings: Settings, output: epath.Path, *, options: list[str], count: int):
+    def __init__(self, settings: PrepareSettings, output: epath.Path, *, options: list[str], count: int):
         """Starts nothing yet.
 
         Args:
@@ -42,7 +42,7 @@ class BeamRunner(Runner):
         logging.getLogger("apache_beam").setLevel(logging.ERROR)  # it tells of each of its threads
 
     def __exit__(self, *_) -> None:
-        """Nothing is left to end."""
+        """Does nothing: `run` waits for its pipeline."""
 
     def run(self, task: Task, chunks: dict[int, list[InputSplit]]) -> Iterator[Report]:
         """The report of every chunk, in order, once all are made.
@@ -88,7 +88,7 @@ class BeamRunner(Runner):
 class _Work(beam.DoFn):
     """A task on one chunk after the other, with a worker of its own."""
 
-    def __init__(self, task: Task, settings: Settings, output: str):
+    def __init__(self, task: Task, settings: PrepareSettings, output: str):
         self._task, self._settings, self._output = task, settings, output
 
     def setup(self) -> None:

@@ -83,12 +83,12 @@ class Filters:
         for name, step in self._steps.items():
             outcome = step(example)
             if isinstance(outcome, str):
-                return left_out(example, f"{name}: {outcome}" if outcome else name)
+                return filtered_out(example, f"{name}: {outcome}" if outcome else name)
             example = outcome
         return example
 
 
-def left_out(example: Example, kind: str) -> Bad:
+def filtered_out(example: Example, kind: str) -> Bad:
     """An example that is left out on purpose."""
     return Bad(example.where, " ".join(example.response[:_EXCERPT].split()), kind, by_filter=True)
 

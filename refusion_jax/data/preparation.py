@@ -27,7 +27,7 @@ from refusion_jax.data.input_splits import InputSplit, find_files, splits_of
 from refusion_jax.data.interface import Tokenizer
 from refusion_jax.data.manifest import FILE, PROGRESS, Manifest, read_manifest, write_manifest
 from refusion_jax.data.rows import token_type
-from refusion_jax.data.shards import Report, Settings, Worker
+from refusion_jax.data.shards import PrepareSettings, Report, Worker
 from refusion_jax.data.workers import Runner, Task
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import replacing, write_file
@@ -80,12 +80,12 @@ class Preparation:
 
     chunks: list[list[InputSplit]]  # of the input
     output: epath.Path  # the directory
-    settings: Settings  # what shapes the rows
+    settings: PrepareSettings  # what shapes the rows
     tokenizer: Tokenizer  # of the rows
     command: str  # for the manifest
-    runner: Callable[[Settings, epath.Path], Runner]  # has the work done; it changes nothing in the output
-    started: Callable[[str, int], None]  # hears of each pass over the input what it is for, and the bytes to be read
-    advance: Callable[[int, int], None]  # hears of each chunk that is done its bytes, and the tokens made of it
+    runner: Callable[[PrepareSettings, epath.Path], Runner]  # any: the files do not depend on it
+    started: Callable[[str, int], None]  # called with what each pass over the input is for, and its bytes
+    advance: Callable[[int, int], None]  # called with the bytes of each chunk that is done, and its tokens
 
     def run(self) -> Manifest:
         """Makes the missing shards, then the manifest.

@@ -21,7 +21,7 @@ from refusion_jax.data import duplicates
 from refusion_jax.data.duplicates import NEAR
 from refusion_jax.data.examples import OPENING, Bad, Example, Fields
 from refusion_jax.data.fast_tokenizer import load_tokenizer_file
-from refusion_jax.data.filters import Filters, FilterSettings, left_out
+from refusion_jax.data.filters import Filters, FilterSettings, filtered_out
 from refusion_jax.data.input_splits import InputSplit, read
 from refusion_jax.data.manifest import PROGRESS, Shard, file_checksum
 from refusion_jax.data.ngrams import band_digests
@@ -37,7 +37,7 @@ _OPTIONS = "group_size:1,zstd:1"  # every row is compressed alone, so that readi
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class PrepareSettings:
     """All that the rows depend on besides the input."""
 
     tokenizer: str  # its file
@@ -79,9 +79,9 @@ class _Stopped(Exception):  # noqa: N818  no error of ours
 
 
 class Worker:
-    """Makes what is asked for of one chunk at a time."""
+    """Reads, filters, tokenizes and packs one chunk at a time."""
 
-    def __init__(self, settings: Settings, output: str):
+    def __init__(self, settings: PrepareSettings, output: str):
         """Loads the tokenizer, and what the filters go by."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
         self._settings, self._output = settings, epath.Path(output)
@@ -137,7 +137,7 @@ class Worker:
                 is_blocked = (
                     self._filters.blocked and isinstance(example, Example) and self._filters.is_blocked(example)
                 )
-                yield part.source, left_out(example, "blocked_url") if is_blocked else example
+                yield part.source, filtered_out(example, "blocked_url") if is_blocked else example
 
     def _documents(
         self, chunk: list[InputSplit], repeated: set[int], report: Report, drop: Callable[[Bad], object]
@@ -147,17 +147,17 @@ class Worker:
         Args:
           chunk: of the input.
           repeated: numbers of the good examples to leave out, with NEAR those that are nearly duplicates.
-          report: in which is counted what becomes of all examples.
-          drop: hears of each example that is left out; of those that are left out on purpose, of some of each kind.
+          report: counts what becomes of all examples.
+          drop: called with each example that is left out; of those left out on purpose, with some of each kind.
         """
         drops, sources, languages, lengths = (collections.Counter() for _ in range(4))
         number, settings = 0, self._settings
 
         def left(example: Example, number: int) -> Example | Bad:
             if number in repeated:
-                return left_out(example, "duplicate")
+                return filtered_out(example, "duplicate")
             if number | NEAR in repeated:
-                return left_out(example, "near_duplicate")
+                return filtered_out(example, "near_duplicate")
             return self._filters(example) if self._filters else example
 
         for batch in batches(self._examples(chunk), lambda item: len(getattr(item[1], "response", ""))):
@@ -210,7 +210,7 @@ def _split(example: Example, held_out: float) -> str:
 class _ShardWriter:
     """Packs documents into a shard, some at a time, so that memory does not grow with what a file decompresses to."""
 
-    def __init__(self, path: Path, settings: Settings, dtype: np.dtype):
+    def __init__(self, path: Path, settings: PrepareSettings, dtype: np.dtype):
         """Begins a file."""
         self._path, self._settings, self._dtype = path, settings, dtype
         self._writer = ArrayRecordWriter(str(path), _OPTIONS)

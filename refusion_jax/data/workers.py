@@ -1,4 +1,4 @@
-"""Has the tasks of workers done by processes of this machine."""
+"""Runs the tasks of workers: the interface of all runners, and the one with processes of this machine."""
 
 import abc
 import contextlib
@@ -15,13 +15,13 @@ from etils import epath
 from refusion_jax.cli.errors import UserError
 from refusion_jax.data import duplicates
 from refusion_jax.data.input_splits import InputSplit
-from refusion_jax.data.shards import Report, Settings, Worker
+from refusion_jax.data.shards import PrepareSettings, Report, Worker
 
 Task = Callable[[Worker, int, list[InputSplit]], Report]  # a method of Worker
 
 
 class Runner(contextlib.AbstractContextManager):
-    """What has tasks done, anywhere; after an error the end of its block ends those that are under way."""
+    """Runs tasks on chunks, in processes here or on other machines. Use it in a `with` block, which ends them."""
 
     @abc.abstractmethod
     def run(self, task: Task, chunks: dict[int, list[InputSplit]]) -> Iterator[Report]:
@@ -35,7 +35,7 @@ class Runner(contextlib.AbstractContextManager):
 class Processes(Runner):
     """Processes of this machine; with one, or one chunk, this process. They end with their parent."""
 
-    def __init__(self, settings: Settings, output: epath.Path, *, count: int):
+    def __init__(self, settings: PrepareSettings, output: epath.Path, *, count: int):
         """Starts nothing yet."""
         context = multiprocessing.get_context("spawn")  # fork copies threads' locks
         self._given, self._count = (settings, str(output)), count
@@ -69,7 +69,7 @@ class Processes(Runner):
 _worker: Worker  # of this process
 
 
-def _start(settings: Settings, output: str) -> None:
+def _start(settings: PrepareSettings, output: str) -> None:
     global _worker
     _worker = Worker(settings, output)
     if parent := multiprocessing.parent_process():

@@ -25,7 +25,7 @@ FILE = "published_runs.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One published run, and our program of the same shape."""
 
     name: str
@@ -52,19 +52,19 @@ class Run:
         return estimate(self.costs, find_chip(self.topology)).expected
 
 
-def read_runs() -> list[Run]:
+def read_runs() -> list[PublishedRun]:
     """The published runs that ship with the package."""
     stored = json.loads(resources.files("refusion_jax.planning").joinpath(FILE).read_text())
-    return [Run(**run | {"costs": _costs(run["costs"])}) for run in stored["runs"]]
+    return [PublishedRun(**run | {"costs": _costs(run["costs"])}) for run in stored["runs"]]
 
 
-def write_runs(runs: Sequence[Run]) -> str:
+def write_runs(runs: Sequence[PublishedRun]) -> str:
     """The text of a file that `read_runs` reads."""
     lines = [json.dumps(dataclasses.asdict(run) | {"costs": _stored(run.costs)}) for run in runs]
     return '{"runs": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def compiled_again(run: Run) -> Run:
+def compiled_again(run: PublishedRun) -> PublishedRun:
     """The run with our program compiled and counted again."""
     config = default_config()
     config.update_from_flattened_dict(run.config)
@@ -89,7 +89,7 @@ def summed(costs: Costs, topology: str) -> Costs:
     return dataclasses.replace(costs, operations=operations)
 
 
-def calibrate(runs: Sequence[Run]) -> dict[str, Calibration]:
+def calibrate(runs: Sequence[PublishedRun]) -> dict[str, Calibration]:
     """The factor of every generation with at least two runs, and the spread to expect of a further run.
 
     The spread is the deviation of single runs from the mean of their generation: pooled over all generations, because
@@ -109,7 +109,7 @@ def calibrate(runs: Sequence[Run]) -> dict[str, Calibration]:
     }
 
 
-def left_out_errors(runs: Sequence[Run]) -> dict[str, float]:
+def left_out_errors(runs: Sequence[PublishedRun]) -> dict[str, float]:
     """Relative error of predicting each run from the others of its generation, by name of the run."""
     errors = {}
     for run in runs:
@@ -119,7 +119,7 @@ def left_out_errors(runs: Sequence[Run]) -> dict[str, float]:
     return errors
 
 
-def _logs(runs: Sequence[Run]) -> dict[str, list[float]]:
+def _logs(runs: Sequence[PublishedRun]) -> dict[str, list[float]]:
     """Logarithms of published over estimated step times, by generation."""
     found: dict[str, list[float]] = {}
     for run in runs:
