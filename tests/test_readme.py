@@ -161,7 +161,7 @@ def test_a_command_works_as_written(command, user):
 def server(user):
     """The address of the server that the README starts."""
     (command,) = (c for c in COMMANDS if ".serve " in c)
-    with serving(*command.split()[3:], directory=user) as address:
+    with serving(*command.split()[3:], "--decode.batch_size=8", directory=user) as address:
         yield address
 
 
