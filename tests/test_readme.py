@@ -106,13 +106,16 @@ def user_environment(home) -> dict[str, str]:
 
 
 def run_quickly(command: str, home) -> str:
-    """As the shell does, but where it is one of our commands and needs nothing of the reader's own code, in a fork."""
-    ours = re.fullmatch(rf"(?:XLA_FLAGS=(\S+) )?{sys.executable} -m refusion_jax\.(.*)", command)
+    """As the shell does, but where it is one of our commands and needs nothing of the reader's own code, in a fork.
+
+    What `plan` compiles is compiled in a process that imports the reader's.
+    """
+    ours = re.fullmatch(rf"(?:XLA_FLAGS=(\S+) )?{sys.executable} -m refusion_jax\.((?!plan ).*)", command)
     needs_a_shell = set("|&;<>$`") & set(re.sub("'[^']*'", "", command))
     if not ours or needs_a_shell or any(Path(path).stem in command for path, _ in FILES):
         return shell(command, home)
     name, *flags = shlex.split(ours[2])
-    env = user_environment(home) | {"PYTHONPATH": str(ROOT)}  # whence the fork has what it has imported
+    env = user_environment(home)
     env["XLA_FLAGS"] += f" {ours[1] or ''}"
     ended = FORKS.ask(name, flags, env, directory=home)
     assert ended["code"] == 0, f"{command}\n{ended['out']}\n{ended['err']}"
