@@ -380,7 +380,7 @@ def copy_of_llada(name: str) -> str:
         (
             copy_of_llada("odd").replace("masked.MaskedDecoder", "Decoder").replace("import masked", "import masked\n"
             "from refusion_jax.decoding.decoder import Decoder"),
-            "UserError: system 'odd': its decoder 'odd' has no init",
+            "UserError: system 'odd': its decoder 'odd' has no for_requests",
         ),
         (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
     ],

@@ -131,7 +131,7 @@ class Constrained(Continuer):
         B, N, U = len(last), self.reach, -(-model.config.vocab_size // 32)
         nothing = {"drafts": jnp.zeros((B, N - 1), jnp.int32), "drafted": jnp.zeros_like(last)}
         nothing |= {"allowed": jnp.zeros((B, N, U), jnp.int32), "guesses": jnp.zeros((B, self.new_tokens), jnp.int32)}
-        return self.start(State, layout, keys, cache, last=last, **nothing)
+        return State.start(layout, keys, self.width, cache=cache, last=last, **nothing)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token."""
@@ -160,19 +160,12 @@ class Constrained(Continuer):
         agrees = (tokens[:, : N - 1] == s.drafts) & is_reached[:, 1:]
         accepted = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1)
         tell_drafts(s.drafts, begin + place[:, : N - 1], is_reached[:, 1:])
-        room = s.places.count - s.record.count
-        after, kept = s.commit(tokens[:, :N], begin + place, jnp.minimum(accepted + 1, room), self.ids.eos_id)
+        after, kept = s.commit(cache, tokens[:, :N], begin + place, accepted + 1, self.ids.eos_id)
         last = jnp.take_along_axis(tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
         # After a refused draft, what the later ones predict is the best guess there is (Jacobi iteration).
         guesses = put(s.guesses, predicted[:, N:], tokens[:, N:])
         guesses = put(guesses, jnp.where(is_reached, place, self.new_tokens), tokens[:, :N])
-        return dataclasses.replace(
-            after,
-            cache=kv.commit(cache, kept),
-            last=jnp.where(kept > 0, last, s.last),
-            guesses=guesses,
-            forwards=s.forwards + s.active,
-        )
+        return dataclasses.replace(after, last=jnp.where(kept > 0, last, s.last), guesses=guesses)
 
 
 def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:

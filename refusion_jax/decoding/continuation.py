@@ -9,51 +9,54 @@ Axes: B rows, T tokens, C cache entries.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, Key
+from jaxtyping import Array, Bool, Int32
 
 from refusion_jax.batch.rows import row_index
-from refusion_jax.decoding.cache import Cache
-from refusion_jax.decoding.decoder import Decoder
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record, put
-from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
+from refusion_jax.decoding import cache as kv
+from refusion_jax.decoding.decoder import Decoder, RowState
+from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import put
+from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Continuation:
+class Continuation(RowState):
     """The state of the decoding loop; decoders that need more fields subclass it."""
 
-    cache: Cache
-    record: Record
-    places: Places
-    keys: Key[Array, "B"]
-    settings: TracedSettings
-    active: Bool[Array, "B"]
-    forwards: Int32[Array, "B"]
-
-    @property
-    def rounds(self) -> Int32[Array, "B"]:
-        """Every forward counts as a round."""
-        return self.forwards
+    cache: kv.Cache
 
     def commit(
-        self, tokens: Int32[Array, "B T"], places: Int32[Array, "B T"], count: Int32[Array, "B"], eos_id: int
+        self,
+        cache: kv.Cache,
+        tokens: Int32[Array, "B T"],
+        places: Int32[Array, "B T"],
+        count: Int32[Array, "B"],
+        eos_id: int,
     ) -> tuple["Continuation", Int32[Array, "B"]]:
-        """Commits the first `count` of these tokens, up to an EOS: (next state but for its cache, their number)."""
-        count = jnp.where(self.active, count, 0)
+        """Commits the first `count` of these tokens, up to an EOS and the last place: (the next state, their number).
+
+        As many entries of the cache, which the forward has written, are committed.
+        """
+        count = jnp.where(self.active, jnp.minimum(count, self.places.count - self.record.count), 0)
         ends = (tokens == eos_id) & (jnp.arange(tokens.shape[1])[None] < count[:, None])
         has_end = jnp.any(ends, axis=1)
         count = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count)
         record = self.record.append(tokens, places, count)
-        active = self.active & ~has_end & (record.count < self.places.count)
-        return dataclasses.replace(self, record=record, active=active), count
+        after = dataclasses.replace(
+            self,
+            cache=kv.commit(cache, count),
+            record=record,
+            active=self.active & ~has_end & (record.count < self.places.count),
+            forwards=self.forwards + self.active,
+        )
+        return after, count
 
 
 @jax.tree_util.register_dataclass
@@ -62,16 +65,16 @@ class FilledText(Continuation):
     """The state of decoders that fill the masks of a text."""
 
     text: Int32[Array, "B C"]  # the mask token wherever nothing is filled
-    end: Int32[Array, "B"]  # its maximal length; where an EOS is filled, it ends there
+    length: Int32[Array, "B"]  # at most; where an EOS is filled, the text ends there
 
     def masks(self, mask_id: int) -> Bool[Array, "B C"]:
         """The places that are still to be filled; a prompt may hold mask tokens as well."""
         index = row_index(self.text)
-        return (self.text == mask_id) & (index >= self.places.position[:, :1]) & (index < self.end[:, None])
+        return (self.text == mask_id) & (index >= self.places.position[:, :1]) & (index < self.length[:, None])
 
     def fill(
         self,
-        cache: Cache,
+        cache: kv.Cache,
         is_new: Bool[Array, "B T"],
         tokens: Int32[Array, "B T"],
         places: Int32[Array, "B T"],
@@ -80,21 +83,18 @@ class FilledText(Continuation):
     ) -> "FilledText":
         """The state after a forward of active rows that fills new tokens, up to the first EOS among them."""
         is_new &= self.active[:, None]
-        end = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.end[:, None]), axis=1)
-        is_new &= places < end[:, None]
+        length = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.length[:, None]), axis=1)
+        is_new &= places < length[:, None]
         after = dataclasses.replace(
             self,
             cache=cache,
             record=self.record.append_where(is_new, tokens, places),
             text=put(self.text, jnp.where(is_new, places, self.text.shape[1]), tokens),
-            end=end,
+            length=length,
             forwards=self.forwards + self.active,
             **own,
         )
         return dataclasses.replace(after, active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
-
-
-_State = TypeVar("_State", bound=Continuation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Continuer(Decoder):
             new_tokens=most_new_tokens(requests),
             cache_length=text_capacity(requests) + width,
             chunk=prefill_chunk(requests),
+            **cls.compiled(requests[0].settings),
         )
 
     @classmethod
@@ -124,26 +125,3 @@ class Continuer(Decoder):
     def scored(self, model: Transformer, rows: int) -> int:
         """No more places of a row than it decodes."""
         return super().scored(model, rows) * min(self.width, self.new_tokens) // self.width
-
-    def start(self, state: type[_State], layout: Layout, keys: Key[Array, "B"], cache: Cache, **own: Any) -> _State:
-        """The initial state of some rows."""
-        zeros = jnp.zeros_like(layout.given.length)
-        return state(
-            cache=cache,
-            record=Record.empty(len(zeros), self.new_tokens + self.width),
-            places=layout.places,
-            keys=keys,
-            settings=layout.settings,
-            active=zeros == 0,
-            forwards=zeros,
-            **own,
-        )
-
-    def start_text(
-        self, state: type[_State], layout: Layout, keys: Key[Array, "B"], cache: Cache, **own: Any
-    ) -> _State:
-        """`start` for a `FilledText`, of masks after what is given."""
-        given = layout.given
-        text = jnp.where(row_index(given.tokens) < given.length[:, None], given.tokens, self.ids.mask_id)
-        own |= {"text": text, "end": given.length + layout.places.count}
-        return self.start(state, layout, keys, cache, **own)

@@ -8,11 +8,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, Self
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Key
 
-from refusion_jax.decoding.requests import ROUNDING, Layout, Request
-from refusion_jax.decoding.sampling import Record
-from refusion_jax.decoding.settings import Settings, TokenIds
+from refusion_jax.cli.settings import scope
+from refusion_jax.decoding.requests import ROUNDING, Layout, Places, Request
+from refusion_jax.decoding.sampling import Record, put
+from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.distributed.sharding import shard_count_here
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -37,6 +40,46 @@ class State(Protocol):
         ...
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowState:
+    """A `State` for most decoders, which add fields of their own in a subclass."""
+
+    record: Record
+    places: Places
+    settings: TracedSettings
+    keys: Key[Array, "B"]
+    active: Bool[Array, "B"]
+    forwards: Int32[Array, "B"]
+
+    @property
+    def rounds(self) -> Int32[Array, "B"]:
+        """Every forward counts as a round."""
+        return self.forwards
+
+    @classmethod
+    def start(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, **own: Any) -> Self:
+        """The initial state of some rows.
+
+        Args:
+          layout: given tokens, places to decode and settings.
+          keys: one per row.
+          at_once: tokens of a row that a forward commits at most; the record needs room for that many extra entries.
+          **own: further fields of the subclass.
+        """
+        zeros, room = jnp.zeros_like(layout.given.length), layout.places.position.shape[1] + at_once
+        record = Record.empty(len(zeros), room)
+        return cls(record, layout.places, layout.settings, keys, active=zeros == 0, forwards=zeros, **own)
+
+    @classmethod
+    def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
+        """`start` with two fields more: `text` [B, C], masks where nothing is given, and `length` [B], its places."""
+        given, (B, C) = layout.given, layout.given.tokens.shape
+        at = jnp.where(jnp.arange(C)[None] < given.length[:, None], given.positions, C)  # filler is dropped
+        text = put(jnp.full((B, C), mask_id, jnp.int32), at, given.tokens)
+        return cls.start(layout, keys, at_once, text=text, length=given.length + layout.places.count, **own)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
     """A decoding algorithm with its compiled sizes: a frozen, hashable dataclass, static under `jit`."""
@@ -57,6 +100,12 @@ class Decoder(abc.ABC):
     new_tokens: int  # of a row, at most
     cache_length: int = 0  # entries of a row's cache; 0 without one
     chunk: int = 0  # given tokens that one forward of the prefill feeds, for decoders with `copies_prefix`
+
+    @classmethod
+    def compiled(cls, settings: Settings) -> dict[str, Any]:
+        """The values of those of its fields that have the name of a setting that is compiled in."""
+        names = scope(type(settings), "compiled")
+        return {f.name: getattr(settings, f.name) for f in dataclasses.fields(cls) if f.name in names}
 
     @classmethod
     @abc.abstractmethod

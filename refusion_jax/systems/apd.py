@@ -111,15 +111,15 @@ class DraftAndCheck(Decoder):
         room = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, self.lookahead))), (given.tokens, given.positions))
         cache = kv.prefill(model.verifier, dataclasses.replace(given, tokens=room[0], positions=room[1]), self.chunk)
         cache = kv.commit(cache, jnp.full_like(given.length, -1))
-        return State.start(layout, keys, self.ids, self.lookahead, cache=cache)
+        return State.start_text(layout, keys, self.lookahead, self.ids.mask_id, cache=cache)
 
     def scored(self, model: Transformer, rows: int) -> int:
         return super().scored(model, rows) * self.lookahead // self.width
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
-        given, done, K = s.layout.given.length, s.record.count, self.lookahead
-        w = masked.window(s, self.ids, K, done, jnp.minimum(s.layout.places.count - done, K))
+        given, done, K = s.first, s.record.count, self.lookahead
+        w = masked.window(s, self.ids, K, done, jnp.minimum(s.places.count - done, K))
         ahead = dataclasses.replace(s, length=given + done + w.size)
         drafter = masked.propose(masked.denoise(model, ahead, w.position, self.shifted), s, w, self.ids)
         drafts = drafter.token
@@ -129,7 +129,7 @@ class DraftAndCheck(Decoder):
         last = jnp.take_along_axis(s.text, (given + done - 1)[:, None], axis=1)
         fed = jnp.concatenate([last, drafts[:, :-1]], axis=1)
         logits, cache = kv.extend(model.verifier, s.cache, fed, w.position - 1)
-        share = s.layout.settings.drafter_weight[:, None, None]
+        share = s.settings.drafter_weight[:, None, None]
         verifier = in_vocabulary(logits, drafter.real.shape[2])
         blended = jnp.where(drafter.real > -jnp.inf, share * drafter.real + (1 - share) * verifier, -jnp.inf)
         targets = masked.propose(blended, s, w, self.ids).token

@@ -70,7 +70,7 @@ class LeftToRight(Continuer):
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        return self.start(State, layout, keys, cache, last=last)
+        return State.start(layout, keys, self.width, cache=cache, last=last)
 
     def step(self, model: Transformer, s: State) -> State:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
@@ -78,13 +78,8 @@ class LeftToRight(Continuer):
         logits, cache = kv.extend(model, s.cache, s.last[:, None], place - 1)
         _, choosable = mask_logits(logits, s.places.may_end(place), self.ids)
         token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
-        after, count = s.commit(token, place, jnp.ones_like(s.last), self.ids.eos_id)
-        return dataclasses.replace(
-            after,
-            cache=kv.commit(cache, count),
-            last=jnp.where(s.active, token[:, 0], s.last),
-            forwards=s.forwards + count,
-        )
+        after, _ = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
+        return dataclasses.replace(after, last=jnp.where(s.active, token[:, 0], s.last))
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -186,13 +186,14 @@ class BlockByBlock(Continuer):
         """The initial state: prompts are cached in whole blocks, except the one that predicts the first new token."""
         given, K = layout.given, self.width
         entries = kv.prefill(model, given, self.chunk, block_size=K).entries
-        return self.start_text(FilledText, layout, keys, kv.Cache(entries, (given.length - self.shift) // K * K))
+        cache = kv.Cache(entries, (given.length - self.shift) // K * K)
+        return FilledText.start_text(layout, keys, K, self.ids.mask_id, cache=cache)
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward over each row's block: reveals tokens, or commits it and, if shifted, reveals one of the next."""
         offset, own = jnp.arange(self.width)[None], s.settings
         at = s.cache.length[:, None] + offset  # [B, K]
-        fed = jnp.where(at < s.end[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
+        fed = jnp.where(at < s.length[:, None], jnp.take_along_axis(s.text, at, axis=1), self.ids.mask_id)
         logits, cache = kv.extend(model, s.cache, fed, at, jnp.ones((1, self.width, self.width), bool))
         real, choosable = mask_logits(logits, s.places.may_end(at + self.shift), self.ids)
 

@@ -170,7 +170,8 @@ class CausalBlocks(Continuer):
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
-        return self.start_text(State, layout, keys, cache, passed=jnp.zeros_like(last))
+        own = {"cache": cache, "passed": jnp.zeros_like(last)}
+        return State.start_text(layout, keys, self.width, self.ids.mask_id, **own)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward over each row's block: reveals tokens, or commits a finished block."""

@@ -43,9 +43,6 @@ class ConvSettings(masked.MaskedSettings):
         512, "Places around a mask in which known tokens raise its confidence", at_least=1, at_most=2**24
     )
 
-    def selection_rule(self) -> masked.SelectionRule:
-        return NearKnown()
-
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         points = ((1, 8), (1, 4), (1, 2), (2, 4), (4, 4), (8, 4))  # tokens per forward, windows in an answer
@@ -59,8 +56,7 @@ class NearKnown(masked.EvenSteps):
         self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Float32[Array, "B N"]:
         """The probability of the token times tanh(r)."""
-        own = s.layout.settings
-        known = known_nearby(s.text != mask_id, w.position, own.conv_window // 2)
+        known = known_nearby(s.text != mask_id, w.position, s.settings.conv_window // 2)
         return proposal.probability * jnp.tanh(known.astype(jnp.float32))
 
 
@@ -68,6 +64,7 @@ class Convolve(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[ConvSettings]] = ConvSettings
+    rule: ClassVar[masked.SelectionRule] = NearKnown()
 
 
 def known_nearby(

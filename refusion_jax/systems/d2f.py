@@ -203,12 +203,12 @@ class Pipeline(Decoder):
         nothing = kv.Cache.empty(model, B, 0).entries
         _, new = model.extend_hidden(given.tokens[:, :P], given.positions[:, :P], nothing, zeros, seen)
         cache = kv.commit(kv.write(kv.Cache.empty(model, B, C), new), given.length)
-        return State.start(layout, keys, self.ids, self.width, cache=cache, opened=zeros)
+        return State.start_text(layout, keys, self.width, self.ids.mask_id, cache=cache, opened=zeros)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward over the blocks in flight."""
-        K, F, own = self.block_length, self.width, s.layout.settings
-        cached = (s.cache.length - s.layout.given.length) // K  # [B] blocks
+        K, F, own = self.block_length, self.width, s.settings
+        cached = (s.cache.length - s.first) // K  # [B] blocks
         before = self._left(s, cached)  # [B, W] masks of the blocks in flight
         opened = self._open(s, cached, before)
         w = masked.window(s, self.ids, F, cached * K, (opened - cached) * K)
@@ -247,7 +247,7 @@ class Pipeline(Decoder):
         last = s.opened - cached - 1  # in flight; -1 where all are cached
         of_last = jnp.take_along_axis(left, jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
         share = jnp.where(last >= 0, 1 - of_last / self.block_length, 1.0)
-        has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.layout.places.count)
+        has_room = (last + 1 < self.width // self.block_length) & (s.opened * self.block_length < s.places.count)
         is_real = jnp.arange(s.record.tokens.shape[1])[None] < s.record.count[:, None]
         has_ended = jnp.any(is_real & (s.record.tokens == self.ids.eos_id), axis=1)
         is_due = has_room & (share >= _OPEN_AT) & ~has_ended

@@ -117,9 +117,6 @@ class DreamSettings(masked.MaskedSettings):
         choices=("entropy", "margin", "maskgit"),
     )
 
-    def selection_rule(self) -> masked.SelectionRule:
-        return Scheduled(self.confidence)
-
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
@@ -135,7 +132,7 @@ class Scheduled:
         self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Bool[Array, "B N"]:
         del mask_id
-        counts = s.layout.settings.counts  # [B, N], of each forward
+        counts = s.settings.counts  # [B, N], of each forward
         at = jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None]
         return masked.ranks(self._confidence(proposal), w) < jnp.take_along_axis(counts, at, axis=1)
 
@@ -150,11 +147,18 @@ class Scheduled:
         return best[:, :, 0] - best[:, :, 1]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Denoise(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DreamSettings]] = DreamSettings
     always_shifted: ClassVar[bool] = True
+
+    confidence: str
+
+    @property
+    def rule(self) -> masked.SelectionRule:
+        return Scheduled(self.confidence)
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         """Given tokens, places to decode, settings and schedules of some requests."""

@@ -63,9 +63,6 @@ class FastSettings(masked.MaskedSettings):
     )  # fmt: skip
     threshold: float = setting(0.9, "Tokens at least this probable are committed at once", at_least=0, at_most=1)
 
-    def selection_rule(self) -> masked.SelectionRule:
-        return Surest()
-
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         short = [{"block_length": 8, "threshold": threshold} for threshold in (0.9, 0.7)]
@@ -89,27 +86,28 @@ class Surest:
     ) -> Bool[Array, "B K"]:
         del mask_id
         p = proposal.probability
-        return w.masked & ((p >= s.layout.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
+        return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCache(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[FastSettings]] = FastSettings
+    rule: ClassVar[masked.SelectionRule] = Surest()
     fills_gaps: ClassVar[bool] = False  # the places that are fed must be contiguous
 
-    reuse: str = "none"
+    reuse: str
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        own, reuse = super().for_requests(requests, model), requests[0].settings.reuse
-        return dataclasses.replace(own, reuse=reuse, cache_length=0 if reuse == "none" else own.width)
+        own = super().for_requests(requests, model)
+        return dataclasses.replace(own, cache_length=0 if own.reuse == "none" else own.width)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state; there is no prefill, as the first forward runs over the whole text."""
         entries = Cache.empty(model, len(keys), self.cache_length).entries
-        return State.start(layout, keys, self.ids, self.block_length, entries=entries)
+        return State.start_text(layout, keys, self.block_length, self.ids.mask_id, entries=entries)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward: over the whole text for rows that begin a block, or over blocks for the others."""
@@ -178,8 +176,8 @@ class BlockCache(masked.MaskedDecoder):
         """The start and length of what is fed on top of the cache: the block, or all from it on."""
         length = masked.block_length(s)
         first = s.block * length
-        left = jnp.maximum(s.layout.places.count - first, 0)
-        return s.layout.given.length + first, jnp.minimum(left, length) if self.reuse == "dual" else left
+        left = jnp.maximum(s.places.count - first, 0)
+        return s.first + first, jnp.minimum(left, length) if self.reuse == "dual" else left
 
 
 def reference(model: Transformer, request: Request) -> dict:

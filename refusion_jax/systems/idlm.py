@@ -166,7 +166,8 @@ class DraftAndCheck(Continuer):
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         B, M, V = len(last), self.stride - 1, model.config.vocab_size
         none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
-        return self.start(State, layout, keys, cache, pending=last, drafted=jnp.zeros_like(last), **none)
+        none |= {"pending": last, "drafted": jnp.zeros_like(last)}
+        return State.start(layout, keys, self.width, cache=cache, **none)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
@@ -183,8 +184,7 @@ class DraftAndCheck(Continuer):
         # p[i] verifies draft i; the p after the last draft gives one more token if all are accepted.
         verdict = (likely[:, :N], s.q, s.drafts, s.drafted, s.keys, places[:, :N], is_warm)
         accepted, tokens = sampling.verify(*verdict)
-        count = jnp.minimum(accepted + 1, s.places.count - s.record.count)
-        after, kept = s.commit(tokens, places[:, :N], count, self.ids.eos_id)
+        after, _ = s.commit(cache, tokens, places[:, :N], accepted + 1, self.ids.eos_id)
 
         # If nothing was rejected, the masks after the drafts stand where the next drafts belong.
         from_mask = s.drafted[:, None] + 1 + offset[:, : N - 1]  # [B, N - 1] of W
@@ -197,12 +197,10 @@ class DraftAndCheck(Continuer):
         row = s.active[:, None]
         return dataclasses.replace(
             after,
-            cache=kv.commit(cache, kept),
             pending=jnp.where(s.active, tokens[:, -1], s.pending),
             drafts=jnp.where(row, drafts, s.drafts),
             q=jnp.where(row[:, :, None], q, s.q),
             drafted=jnp.where(s.active, jnp.where(accepted == s.drafted, N - 1, 0), s.drafted),
-            forwards=s.forwards + s.active,
         )
 
 

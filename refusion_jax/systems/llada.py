@@ -26,8 +26,8 @@ Axes: B rows, T row length, C text length, N tokens to decode, K block length, V
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +42,6 @@ from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
 from refusion_jax.model.families import Release
-from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, ScoredText, ScoredTokens, Scoring, System
@@ -99,26 +98,19 @@ class DiffusionSettings(masked.MaskedSettings):
         if self.steps and blocks and self.steps % blocks:
             self.refuse("steps", f"must be a multiple of the {blocks} blocks of block_length={self.block_length}")
 
-    def selection_rule(self) -> masked.SelectionRule:
-        return masked.EvenSteps()
-
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         whole = [{"steps": max(1, new_tokens // tokens)} for tokens in (1, 2, 4, 8)]
         return whole + [{"block_length": 8, "steps": -(-new_tokens // 8) * forwards} for forwards in (8, 4, 2)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Denoise(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DiffusionSettings]] = DiffusionSettings
 
-    merge: int = 1
-
-    @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        return dataclasses.replace(super().for_requests(requests, model), merge=requests[0].settings.merge)
+    merge: int
 
     def fed(self, s: masked.MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
         return fed_places(s, after_block, self.merge) if self.merge > 1 else None
@@ -132,7 +124,7 @@ def fed_places(s: masked.MaskedText, after: Int32[Array, "B"], merge: int) -> Bo
       after: number of the first place to decode after the block.
       merge: size of the groups of masks after the block.
     """
-    places, text = s.layout.places, jnp.arange(s.text.shape[1])[None]
+    places, text = s.places, jnp.arange(s.text.shape[1])[None]
     number = jnp.arange(places.position.shape[1])[None] - after[:, None]  # [B, N], counted from after the block
     left = places.count[:, None] - after[:, None]
     group = number - number % merge

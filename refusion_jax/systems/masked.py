@@ -22,10 +22,10 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding import settings as shared
-from refusion_jax.decoding.decoder import Decoder
+from refusion_jax.decoding.decoder import Decoder, RowState
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, text_capacity
-from refusion_jax.decoding.sampling import Record, mask_logits, probability, put, sample
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
+from refusion_jax.decoding.sampling import mask_logits, probability, put, sample
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.shape import ModelConfig
@@ -36,51 +36,24 @@ _WIDTHS = 4  # number of compiled widths, at most
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MaskedText:
+class MaskedText(RowState):
     """The state of a decoding loop that fills masks; decoders that need more fields subclass it."""
 
-    layout: Layout
-    keys: Key[Array, "B"]
     text: Int32[Array, "B C"]  # the mask token wherever nothing is committed
     length: Int32[Array, "B"]  # of the text
     block: Int32[Array, "B"]  # that is decoded, for decoders with blocks
     block_step: Int32[Array, "B"]  # forwards taken in this block
-    record: Record
-    active: Bool[Array, "B"]
-    forwards: Int32[Array, "B"]
-
-    @property
-    def rounds(self) -> Int32[Array, "B"]:
-        """Every forward counts as a round."""
-        return self.forwards
 
     @classmethod
-    def start(cls, layout: Layout, keys: Key[Array, "B"], ids: TokenIds, at_once: int, **own: Any) -> Self:
-        """The initial state of some rows.
+    def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
+        """In the first block."""
+        zeros = jnp.zeros_like(layout.given.length)
+        return super().start_text(layout, keys, at_once, mask_id, block=zeros, block_step=zeros, **own)
 
-        Args:
-          layout: given tokens and places to decode.
-          keys: one per row.
-          ids: of the special tokens.
-          at_once: the largest K; the record needs room for that many extra entries.
-          **own: further fields of the subclass.
-        """
-        B, C = layout.given.tokens.shape
-        given = layout.given
-        at = jnp.where(jnp.arange(C)[None] < given.length[:, None], given.positions, C)  # filler is dropped
-        zeros = jnp.zeros((B,), jnp.int32)
-        return cls(
-            layout=layout,
-            keys=keys,
-            text=put(jnp.full((B, C), ids.mask_id, jnp.int32), at, given.tokens),
-            length=given.length + layout.places.count,
-            block=zeros,
-            block_step=zeros,
-            record=Record.empty(B, layout.places.position.shape[1] + at_once),
-            active=zeros == 0,
-            forwards=zeros,
-            **own,
-        )
+    @property
+    def first(self) -> Int32[Array, "B"]:
+        """The place after what is given, where there are no gaps before given text."""
+        return self.length - self.places.count
 
 
 @jax.tree_util.register_dataclass
@@ -121,14 +94,29 @@ class SelectionRule(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class EvenSteps:
+    """A block of n masks takes a number of steps, each of which commits the n / steps most confident ones.
+
+    The settings of the rows have `steps`, for the whole answer; 0: one per mask.
+    """
+
+    def confidence(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
+        """The higher, the earlier a place is committed."""
+        del s, w, mask_id
+        return proposal.probability
+
+    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
+        steps, blocks = s.settings.steps, jnp.maximum(-(-s.places.count // block_length(s)), 1)
+        steps = jnp.clip(jnp.where(steps > 0, steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
+        share = w.size // steps + (s.block_step < w.size % steps)  # the first steps commit one more
+        return ranks(self.confidence(s, w, proposal, mask_id), w) < share[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
 class MaskedSettings(shared.Settings):
     """Settings that all masked decoders know; where one lets the user choose, it declares a field of this name."""
 
     block_length: ClassVar[int] = 0  # 0: the whole answer
-
-    def selection_rule(self) -> SelectionRule:
-        """Which masks a forward commits."""
-        raise NotImplementedError
 
     def traced(self) -> dict[str, float | int | bool]:
         """With `block_length`, also where the user cannot choose it."""
@@ -140,11 +128,11 @@ class MaskedDecoder(Decoder):
     """A masked decoder with its compiled sizes; C, the width, holds the longest text."""
 
     settings: ClassVar[type[MaskedSettings]]
+    rule: ClassVar[SelectionRule] = EvenSteps()
     always_shifted: ClassVar[bool] = False  # whether also a model that does not say so is `shifted`
 
     block_length: int  # K, at most, in a block
     shifted: bool  # whether the token at j is read from the logits at j - 1
-    rule: SelectionRule
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
@@ -162,12 +150,12 @@ class MaskedDecoder(Decoder):
             new_tokens=N,
             block_length=min(N, max(r.settings.block_length or N for r in requests)),
             shifted=shifted,
-            rule=own.selection_rule(),
+            **cls.compiled(own),
         )
 
     def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         """The initial state; there is no prefill."""
-        return MaskedText.start(layout, keys, self.ids, self.block_length)
+        return MaskedText.start_text(layout, keys, self.block_length, self.ids.mask_id)
 
     def scored(self, model: Transformer, rows: int) -> int:
         return super().scored(model, rows) * self.block_length // self.width
@@ -208,34 +196,15 @@ class MaskedDecoder(Decoder):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class EvenSteps:
-    """A block of n masks takes a number of steps, each of which commits the n / steps most confident ones.
-
-    The settings of the rows have `steps`, for the whole answer; 0: one per mask.
-    """
-
-    def confidence(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
-        """The higher, the earlier a place is committed."""
-        del s, w, mask_id
-        return proposal.probability
-
-    def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
-        steps, blocks = s.layout.settings.steps, jnp.maximum(-(-s.layout.places.count // block_length(s)), 1)
-        steps = jnp.clip(jnp.where(steps > 0, steps // blocks, w.size), 1, jnp.maximum(w.size, 1))
-        share = w.size // steps + (s.block_step < w.size % steps)  # the first steps commit one more
-        return ranks(self.confidence(s, w, proposal, mask_id), w) < share[:, None]
-
-
 def block_length(s: MaskedText) -> Int32[Array, "B"]:
     """Tokens of the blocks of each row; all that it decodes where the setting is 0."""
-    own, count = s.layout.settings.block_length, s.layout.places.count
+    own, count = s.settings.block_length, s.places.count
     return jnp.maximum(jnp.where(own > 0, own, count), 1)
 
 
 def window(s: MaskedText, ids: TokenIds, size: int, first: Int32[Array, "B"], length: Int32[Array, "B"]) -> Window:
     """The window of places first .. first + length - 1, padded to K = size."""
-    places, offset = s.layout.places, jnp.arange(size)[None]
+    places, offset = s.places, jnp.arange(size)[None]
     at = first[:, None] + offset
     is_in = (offset < length[:, None]) & (at < places.count[:, None])
     at = jnp.minimum(at, places.position.shape[1] - 1)
@@ -248,7 +217,7 @@ def propose(logits: Float32[Array, "B K V"], s: MaskedText, w: Window, ids: Toke
     """Proposes a token for every place of a window."""
     real, choosable = mask_logits(logits, w.may_end, ids)
     keys = jax.vmap(jax.random.fold_in)(s.keys, s.forwards)
-    return Proposal(sample(choosable, w.masked, keys, w.position, s.layout.settings), real, choosable)
+    return Proposal(sample(choosable, w.masked, keys, w.position, s.settings), real, choosable)
 
 
 def ranks(confidence: Float32[Array, "B K"], w: Window) -> Int32[Array, "B K"]:
@@ -282,14 +251,13 @@ def commit(
         s,
         text=text,
         record=s.record.append_where(committed, chosen, w.position),
-        active=s.active & ~is_complete(text, s.layout, ids),
+        active=s.active & ~is_complete(text, s.places, ids),
         forwards=s.forwards + took_part,
     )
 
 
-def is_complete(text: Int32[Array, "B C"], layout: Layout, ids: TokenIds) -> Bool[Array, "B"]:
+def is_complete(text: Int32[Array, "B C"], places: Places, ids: TokenIds) -> Bool[Array, "B"]:
     """Whether no mask is left before the first EOS, or none at all: the answer cannot change any more."""
-    places = layout.places
     index = jnp.arange(places.position.shape[1])[None]
     tokens = jnp.take_along_axis(text, places.position, axis=1)
 
@@ -373,7 +341,7 @@ def denoise(
       shifted: whether the token at j is read from the logits at j - 1.
       is_fed: which places are fed, none in finished rows; by default the whole text.
     """
-    (B, C), N = s.text.shape, s.layout.places.position.shape[1]
+    (B, C), N = s.text.shape, s.places.position.shape[1]
     at = jnp.maximum(position - shifted, 0)  # place 0 is never decoded then: see `check_first`
     if is_fed is None:
         fed = jnp.broadcast_to(jnp.arange(C)[None], (B, C))

@@ -88,7 +88,8 @@ class DraftAndVerify(Continuer):
         )
         drafter, _ = kv.prefill_but_last(model.drafter, given, self.chunk)
         recent = jnp.pad(last[:, None], ((0, 0), (0, self.width - 1)))
-        return self.start(State, layout, keys, cache, drafter=drafter, recent=recent, count=jnp.ones_like(last))
+        own = {"cache": cache, "drafter": drafter, "recent": recent, "count": jnp.ones_like(last)}
+        return State.start(layout, keys, self.width, **own)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward of each model, after which each row commits the accepted drafts and one more token."""
@@ -112,15 +113,12 @@ class DraftAndVerify(Continuer):
         _, choosable = mask_logits(logits, may_end, self.ids)
         p = sampling.distribution(choosable, s.settings)
         accepted, tokens = sampling.verify(p, q, drafts, jnp.full_like(s.count, M), s.keys, places, is_warm)
-        count = jnp.minimum(accepted + 1, s.places.count - s.record.count)
-        after, kept = s.commit(tokens, places, count, self.ids.eos_id)
+        after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
         return dataclasses.replace(
             after,
-            cache=kv.commit(cache, kept),
             drafter=kv.commit(drafter, jnp.where(s.active, s.count, 0)),
             recent=jnp.where(s.active[:, None], tokens, s.recent),
             count=jnp.where(s.active, kept, s.count),
-            forwards=s.forwards + s.active,
         )
 
 

@@ -19,7 +19,7 @@ Axes: B rows, C cache entries, N tokens that a forward commits at most, M = N - 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,6 @@ from refusion_jax.decoding.decoder import LAST_TOKEN
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.decoding.sampling import mask_logits, put
-from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import System
 
@@ -59,18 +58,14 @@ class State(Continuation):
     text: Int32[Array, "B C"]  # given and committed tokens; the last one is not in the cache yet
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LookUp(Continuer):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[LookupSettings]] = LookupSettings
     next_token: ClassVar[str] = LAST_TOKEN
 
-    ngram: int = 0
-
-    @classmethod
-    def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        return dataclasses.replace(super().for_requests(requests, model), ngram=requests[0].settings.ngram)
+    ngram: int
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
@@ -79,7 +74,7 @@ class LookUp(Continuer):
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, _ = kv.prefill_but_last(model, layout.given, self.chunk)
-        return self.start(State, layout, keys, cache, text=layout.given.tokens)
+        return State.start(layout, keys, self.width, cache=cache, text=layout.given.tokens)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token."""
@@ -93,15 +88,9 @@ class LookUp(Continuer):
         p, is_warm = sampling.distribution(choosable, s.settings), s.settings.temperature > 0
         q = jax.nn.one_hot(drafts, p.shape[-1])
         accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, is_warm)
-        count = jnp.minimum(accepted + 1, s.places.count - s.record.count)
-        after, kept = s.commit(tokens, places, count, self.ids.eos_id)
-        is_new = jnp.arange(N)[None] < kept[:, None]
-        return dataclasses.replace(
-            after,
-            cache=kv.commit(cache, kept),
-            text=put(s.text, jnp.where(is_new, places, s.text.shape[1]), tokens),
-            forwards=s.forwards + s.active,
-        )
+        after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
+        into = jnp.where(jnp.arange(N)[None] < kept[:, None], places, s.text.shape[1])
+        return dataclasses.replace(after, text=put(s.text, into, tokens))
 
 
 def look_up(

@@ -147,11 +147,12 @@ class SlidingWindow(Continuer):
         return self.width // 2
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> FilledText:
-        return self.start_text(FilledText, layout, keys, kv.prefill(model, layout.given, self.chunk))
+        cache = kv.prefill(model, layout.given, self.chunk)
+        return FilledText.start_text(layout, keys, self.width, self.ids.mask_id, cache=cache)
 
     def step(self, model: Transformer, s: FilledText) -> FilledText:
         """One forward, which commits filled places right after each row's committed tokens, and fills masks."""
-        offset, end = jnp.arange(self.width)[None], s.end[:, None]
+        offset, end = jnp.arange(self.width)[None], s.length[:, None]
         at = s.cache.length[:, None] + offset  # [B, F] of text
         tokens = jnp.take_along_axis(s.text, at, axis=1)
         is_filled = (tokens != self.ids.mask_id) & (at < end)

@@ -104,14 +104,8 @@ class Drafting(Continuer):
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         s = requests[0].settings
-        own = cls(
-            ids=TokenIds.of(s, model),
-            width=0,
-            new_tokens=most_new_tokens(requests),
-            chunk=prefill_chunk(requests),
-            slot_size=s.slot_size,
-            fed_tokens=s.fed_tokens,
-        )
+        sizes = {"new_tokens": most_new_tokens(requests), "chunk": prefill_chunk(requests)}
+        own = cls(ids=TokenIds.of(s, model), width=0, **sizes, **cls.compiled(s))
         reach, prefixes = own.most
         width = reach * (1 + prefixes)
         return dataclasses.replace(own, width=width, cache_length=text_capacity(requests) + width)
@@ -161,7 +155,7 @@ class Drafting(Continuer):
         none = {"drafts": jnp.zeros((B, M), jnp.int32), "q": jnp.zeros((B, M, V), jnp.float32)}
         none |= {"sure": jnp.zeros((B, M), jnp.float32), "drafted": jnp.zeros_like(last)}
         own = {"pending": _at(tokens, last), "place": _at(places, last)} | none
-        s = self.start(State, layout, keys, cache, **own)
+        s = State.start(layout, keys, self.width, cache=cache, **own)
 
         prefixes = jnp.zeros((B, 1), jnp.int32)
         ahead = _masks(self._next_place(s), prefixes, N)
@@ -171,8 +165,9 @@ class Drafting(Continuer):
             fed, jnp.concatenate([places, ahead], axis=1), cache.entries, cache.length, visible
         )
         x = jnp.concatenate([jnp.take_along_axis(x, last[:, None, None], axis=1), x[:, P:]], axis=1)
+        after = self._advance(s, cache, model.logits(x), prefixes, 1)
         cache = kv.Cache(kv.write(cache, new).entries, given.length)
-        return self._advance(dataclasses.replace(s, cache=cache), model.logits(x), prefixes, 1)[0]
+        return dataclasses.replace(after, cache=cache, forwards=s.forwards)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
@@ -191,19 +186,19 @@ class Drafting(Continuer):
         places = jnp.concatenate([s.place[:, None], first[:, None] + jnp.arange(N - 1)[None], ahead], axis=1)
         visible = kv.visible_to_masks(N, prefixes, N, self.slot_size)
         logits, cache = kv.extend(model, s.cache, fed, places, visible)
-        after, kept = self._advance(dataclasses.replace(s, drafted=drafted), logits, prefixes, N)
-        return dataclasses.replace(after, cache=kv.commit(cache, kept), forwards=s.forwards + s.active)
+        return self._advance(dataclasses.replace(s, drafted=drafted), cache, logits, prefixes, N)
 
     def _next_place(self, s: State) -> Int32[Array, "B"]:
         return _at(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))
 
     def _advance(
-        self, s: State, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"], n: int
-    ) -> tuple[State, Int32[Array, "B"]]:
-        """(the next state, but for the cache; number of committed tokens).
+        self, s: State, cache: kv.Cache, logits: Float32[Array, "B _ V"], prefixes: Int32[Array, "B G"], n: int
+    ) -> State:
+        """The next state.
 
         Args:
           s: the state, with as many drafts as were fed.
+          cache: which the forward has written to.
           logits: at the last token and the drafts, n in all, then at the masks.
           prefixes: number of drafts that the masks see.
           n: number of verified places.
@@ -222,9 +217,8 @@ class Drafting(Continuer):
         drafts, q = s.drafts[:, : n - 1], s.q[:, : n - 1]
         accepted, tokens = sampling.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, is_warm)
         adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
-        adjacent &= s.record.count[:, None] + offset < s.places.count[:, None]
         room = jnp.sum(jnp.cumprod(adjacent, axis=1), axis=1)  # in this gap
-        after, kept = s.commit(tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
+        after, kept = s.commit(cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
 
         last = jnp.maximum(kept - 1, 0)
         new = {"pending": _at(tokens, last), "place": _at(places, last), "drafted": jnp.zeros_like(kept)}
@@ -235,7 +229,7 @@ class Drafting(Continuer):
             is_new = jnp.arange(ahead.shape[1])[None] < new["drafted"][:, None]
             tell_plan(new["drafts"], ahead, is_new, new["sure"])
         own = {name: _where(s.active, x, getattr(s, name)) for name, x in new.items()}
-        return dataclasses.replace(after, **own), kept
+        return dataclasses.replace(after, **own)
 
     def _next_drafts(
         self,

@@ -59,7 +59,7 @@ class Sequential(Continuer):
         given = layout.given
         last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
         cache = kv.prefill(model, given, self.chunk)
-        return self.start(State, layout, keys, cache, last=last, last_place=jnp.zeros_like(last))
+        return State.start(layout, keys, self.width, cache=cache, last=last, last_place=jnp.zeros_like(last))
 
     def step(self, model: Transformer, s: State) -> State:
         at = jnp.minimum(s.record.count, self.new_tokens - 1)[:, None]
@@ -76,11 +76,10 @@ class Sequential(Continuer):
         chosen = jnp.where(from_mask, logits[:, 1], logits[:, 0])[:, None]  # [B, 1, V]
         _, choosable = mask_logits(chosen, s.places.may_end(place), self.ids)
         token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
-        after, count = s.commit(token, place, jnp.ones_like(s.last), self.ids.eos_id)
+        after, count = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
         return dataclasses.replace(
             after,
             cache=kv.commit(cache, jnp.where(last_is_new, count, 0)),
             last=jnp.where(s.active, token[:, 0], s.last),
             last_place=jnp.where(s.active, place[:, 0], s.last_place),
-            forwards=s.forwards + count,
         )
