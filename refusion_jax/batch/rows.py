@@ -8,7 +8,7 @@ import zlib
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Int, Int32, Key, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, Key, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +40,20 @@ def text_positions(segment_ids: Int32[ArrayLike, "B T"]) -> Int32[Array, "B T"]:
 def next_in_row(x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
     """For each token the value of the next one; 0 at the end of the row."""
     return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+
+
+def join(*streams: Shaped[Array, "B _"]) -> Shaped[Array, "B _"]:
+    """Rows that hold several streams, one after the other."""
+    return jnp.concatenate(streams, axis=1)
+
+
+def decayed_sum(x: Float[Array, "B T"], keep: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """s with s_n = keep_n s_(n-1) + x_n along each row."""
+
+    def after(first, then):
+        return first[0] * then[0], first[1] * then[0] + then[1]
+
+    return jax.lax.associative_scan(after, (keep, x), axis=1)[1]
 
 
 def precedes_response(rows: Rows) -> Bool[Array, "B T"]:

@@ -47,11 +47,11 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Key, Shaped
+from jaxtyping import Array, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels, shuffle_documents
-from refusion_jax.batch.rows import Rows, next_in_row, row_index, text_positions
+from refusion_jax.batch.rows import Rows, join, next_in_row, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
@@ -90,6 +90,7 @@ class ComplementaryMasks(Objective):
     """The mean of CE over the masked tokens of both copies."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
+    streams: ClassVar[int] = 3  # two noisy copies and the text
 
     mask_id: int
     block_size: int
@@ -115,21 +116,13 @@ class ComplementaryMasks(Objective):
         has_label = [jnp.pad(m[:, 1:] & follows, ((0, 0), (0, 1))) for m in masked]
         noisy = [jnp.where(m, self.mask_id, tokens) for m in masked]
         return Batch(
-            inputs=_join(*noisy, rows.tokens),
-            positions=_join(*[start + index % self.block_size] * 2, positions),
-            visibility=Visibility.of(self.pattern, _join(owner, owner, rows.segment_ids)),
-            labels=_join(*[next_in_row(tokens)] * 3),
-            weights={"mdm": mean_over(_join(*has_label, jnp.zeros_like(is_own)))},
-            diagnostics={"mask_ratio": _join(p, 1 - p, 0 * p)},
+            inputs=join(*noisy, rows.tokens),
+            positions=join(*[start + index % self.block_size] * 2, positions),
+            visibility=Visibility.of(self.pattern, join(owner, owner, rows.segment_ids)),
+            labels=join(*[next_in_row(tokens)] * 3),
+            weights={"mdm": mean_over(join(*has_label, jnp.zeros_like(is_own)))},
+            diagnostics={"mask_ratio": join(p, 1 - p, 0 * p)},
         )
-
-    def input_length(self, row_length: int) -> int:
-        """3 T: two noisy copies and the text."""
-        return 3 * row_length
-
-
-def _join(*parts: Shaped[Array, "B _"]) -> Shaped[Array, "B _"]:
-    return jnp.concatenate(parts, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import (
     Rows,
+    decayed_sum,
     document_start,
     next_in_row,
     per_document_sum,
@@ -126,12 +127,7 @@ def context_masks(is_masked: Bool[Array, "B T"], is_behind: Bool[Array, "B T"], 
       decay: p.
     """
     before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & is_behind
-    own = is_masked * (1.0 + before)
-
-    def combine(first, then):  # composes two steps S -> keep * S + add
-        return first[0] * then[0], first[1] * then[0] + then[1]
-
-    return jax.lax.associative_scan(combine, (is_behind * (1.0 - decay), own), axis=1)[1]
+    return decayed_sum(is_masked * (1.0 + before), is_behind * (1.0 - decay))
 
 
 @dataclasses.dataclass(frozen=True)

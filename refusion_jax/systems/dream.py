@@ -36,7 +36,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
-from refusion_jax.batch.rows import Rows, next_in_row, text_positions
+from refusion_jax.batch.rows import Rows, decayed_sum, next_in_row, text_positions
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding.reference import ReferenceDecoder
@@ -83,14 +83,10 @@ def cart_weights(is_clean: Bool[Array, "B T"], segment_ids: Int32[Array, "B T"],
     """1/2 * sum over the clean tokens i != n of the same document of q (1 - q)^(|n - i| - 1)."""
 
     def from_left(is_clean, segment_ids):
-        # s_n = (1 - q) s_(n-1) + q [n - 1 is clean], from 0 where a document begins: one scan.
+        # s_n = (1 - q) s_(n-1) + q [n - 1 is clean], from 0 where a document begins.
         is_same = (segment_ids[:, 1:] == segment_ids[:, :-1]).astype(jnp.float32)
-        fading, added = (jnp.pad(x, ((0, 0), (1, 0))) for x in ((1 - q) * is_same, q * is_same * is_clean[:, :-1]))
-
-        def both(a, b):
-            return a[0] * b[0], a[1] * b[0] + b[1]
-
-        return jax.lax.associative_scan(both, (fading, added), axis=1)[1]
+        added, fading = (jnp.pad(x, ((0, 0), (1, 0))) for x in (q * is_same * is_clean[:, :-1], (1 - q) * is_same))
+        return decayed_sum(added, fading)
 
     return (from_left(is_clean, segment_ids) + from_left(is_clean[:, ::-1], segment_ids[:, ::-1])[:, ::-1]) / 2
 

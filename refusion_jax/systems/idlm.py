@@ -40,10 +40,10 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
-from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, text_positions
+from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
@@ -73,6 +73,8 @@ CONFIG_KEYS = {
 class AllMasked(Objective):
     """Mean CE of what masks predict + clean_weight * mean CE of what clean tokens predict; both shifted."""
 
+    streams: ClassVar[int] = 2  # masks and the text
+
     mask_id: int
     block_size: int
     clean_weight: float
@@ -89,27 +91,14 @@ class AllMasked(Objective):
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """[masks; rows], each place labelled with the next token of its document; uses no noise."""
         del keys
-        has_label = precedes_response(rows)
-        weight, none = mean_over(has_label), jnp.zeros(has_label.shape)
-        segment_ids = _twice(rows.segment_ids)
+        weight = mean_over(precedes_response(rows))
         return Batch(
-            inputs=jnp.concatenate([jnp.full_like(rows.tokens, self.mask_id), rows.tokens], axis=1),
-            positions=_twice(text_positions(rows.segment_ids)),
-            visibility=Visibility.of(self.pattern, segment_ids),
-            labels=_twice(next_in_row(rows.tokens)),
-            weights={
-                "mdm": jnp.concatenate([weight, none], axis=1),
-                "ar": jnp.concatenate([none, weight], axis=1),
-            },
+            inputs=join(jnp.full_like(rows.tokens, self.mask_id), rows.tokens),
+            positions=join(*[text_positions(rows.segment_ids)] * 2),
+            visibility=Visibility.of(self.pattern, join(rows.segment_ids, rows.segment_ids)),
+            labels=join(*[next_in_row(rows.tokens)] * 2),
+            weights={"mdm": join(weight, 0 * weight), "ar": join(0 * weight, weight)},
         )
-
-    def input_length(self, row_length: int) -> int:
-        """2 T: masks and the text."""
-        return 2 * row_length
-
-
-def _twice(x: Shaped[Array, "B T"]) -> Shaped[Array, "B 2*T"]:
-    return jnp.concatenate([x, x], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

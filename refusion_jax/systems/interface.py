@@ -34,16 +34,17 @@ class Objective(abc.ABC):
     """How rows of text become a training batch: a frozen dataclass of `mask_id` and the system's own config keys."""
 
     shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it
+    streams: ClassVar[int] = 1  # versions of a row that the model is fed, one after the other
 
     @property
+    @abc.abstractmethod
     def coefficients(self) -> Mapping[str, float]:
         """Weight of each loss term in the total."""
-        raise AttributeError("coefficients")
 
     @property
+    @abc.abstractmethod
     def pattern(self) -> Pattern:
         """Who attends to whom; an upper bound where that is random. FLOPs are counted by it."""
-        raise AttributeError("pattern")
 
     @abc.abstractmethod
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
@@ -55,8 +56,8 @@ class Objective(abc.ABC):
         """
 
     def input_length(self, row_length: int) -> int:
-        """Tokens that the model is fed for a row of T tokens: T, unless a subclass says otherwise."""
-        return row_length
+        """Tokens that the model is fed for a row of T tokens."""
+        return self.streams * row_length
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,11 +30,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import draw_masks
-from refusion_jax.batch.rows import Rows, keys_for, per_document_sum, row_index, text_positions
+from refusion_jax.batch.rows import Rows, join, keys_for, per_document_sum, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
 from refusion_jax.cli.settings import Setting
 from refusion_jax.systems import llada
@@ -75,6 +75,7 @@ class RejectRepetition(Objective):
     """The mean over documents of -log sigmoid(margin) + anchor * CE."""
 
     pattern: ClassVar[Pattern] = Twice()
+    streams: ClassVar[int] = 2  # the same text, once for each label
 
     mask_id: int
     beta_chosen: float
@@ -95,15 +96,15 @@ class RejectRepetition(Objective):
         each = is_masked / jnp.maximum(count, 1).astype(jnp.float32)
         inputs = jnp.where(is_masked, self.mask_id, rows.tokens)
         return Batch(
-            inputs=_join(inputs, inputs),
-            positions=_join(positions, positions),
-            visibility=Visibility.of(self.pattern, _join(rows.segment_ids, rows.segment_ids)),
-            labels=_join(rows.tokens, rejected),
+            inputs=join(inputs, inputs),
+            positions=join(positions, positions),
+            visibility=Visibility.of(self.pattern, join(rows.segment_ids, rows.segment_ids)),
+            labels=join(rows.tokens, rejected),
             weights={
-                "preference": _join(self.beta_chosen * each, self.beta_rejected * each),
-                "mdm": _join(each / count_documents(rows.segment_ids), 0 * each),
+                "preference": join(self.beta_chosen * each, self.beta_rejected * each),
+                "mdm": join(each / count_documents(rows.segment_ids), 0 * each),
             },
-            diagnostics={"mask_ratio": _join(p, p)},
+            diagnostics={"mask_ratio": join(p, p)},
             combine=preference,
         )
 
@@ -122,14 +123,6 @@ class RejectRepetition(Objective):
         first = jnp.take_along_axis(before, start, axis=1)  # of the document
         order = jnp.argsort(~is_masked, axis=1, stable=True)  # masked places first
         return jnp.take_along_axis(order, jnp.where(is_masked, first + (before - first) % length, 0), axis=1)
-
-    def input_length(self, row_length: int) -> int:
-        """2 T: the same text, once for each label."""
-        return 2 * row_length
-
-
-def _join(chosen: Shaped[Array, "B T"], rejected: Shaped[Array, "B T"]) -> Shaped[Array, "B T2"]:
-    return jnp.concatenate([chosen, rejected], axis=1)
 
 
 SYSTEM = System(

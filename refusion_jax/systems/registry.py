@@ -100,10 +100,6 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
     if system.objective:
         for member in sorted(system.objective.__abstractmethods__):
             yield "its objective", member
-        objective = system.objective_by_default()
-        for member in ("coefficients", "pattern"):
-            if not hasattr(objective, member):
-                yield "its objective", member
     for name, decoder in system.decoders.items():
         if not issubclass(decoder, Decoder):
             yield f"its decoder {name!r}", "base class Decoder"

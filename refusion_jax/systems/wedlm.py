@@ -38,11 +38,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Key, Shaped
+from jaxtyping import Array, Float32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels
-from refusion_jax.batch.rows import Rows, next_in_row, precedes_response, row_index, text_positions
+from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
 from refusion_jax.cli.settings import Setting, setting
 from refusion_jax.decoding import cache as kv
@@ -66,6 +66,7 @@ class ReorderedBlocks(Objective):
     """1 / R * sum over masks of CE / gamma + mean of CE over next tokens, with R response tokens in the batch."""
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0, "ar": 1.0}
+    streams: ClassVar[int] = 2  # the reordered text and the text
 
     mask_id: int
     block_size: int
@@ -90,24 +91,16 @@ class ReorderedBlocks(Objective):
         responses = jnp.maximum(jnp.sum(rows.is_response), 1).astype(jnp.float32)
         none = jnp.zeros(u.shape)
         return Batch(
-            inputs=_join(reorder(jnp.where(is_masked, self.mask_id, rows.tokens)), rows.tokens),
-            positions=_join(reorder(positions), positions),
-            visibility=Visibility.of(self.pattern, _join(rows.segment_ids, rows.segment_ids)),
-            labels=_join(reorder(rows.tokens), next_in_row(rows.tokens)),
+            inputs=join(reorder(jnp.where(is_masked, self.mask_id, rows.tokens)), rows.tokens),
+            positions=join(reorder(positions), positions),
+            visibility=Visibility.of(self.pattern, join(rows.segment_ids, rows.segment_ids)),
+            labels=join(reorder(rows.tokens), next_in_row(rows.tokens)),
             weights={
-                "mdm": _join(reorder(is_masked / (gamma * responses)), none),
-                "ar": _join(none, mean_over(precedes_response(rows))),
+                "mdm": join(reorder(is_masked / (gamma * responses)), none),
+                "ar": join(none, mean_over(precedes_response(rows))),
             },
-            diagnostics={"mask_ratio": _join(gamma, gamma)},
+            diagnostics={"mask_ratio": join(gamma, gamma)},
         )
-
-    def input_length(self, row_length: int) -> int:
-        """2 T: the reordered text and the text."""
-        return 2 * row_length
-
-
-def _join(noisy: Shaped[Array, "B T"], clean: Shaped[Array, "B T"]) -> Shaped[Array, "B 2*T"]:
-    return jnp.concatenate([noisy, clean], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
