@@ -59,7 +59,7 @@ def by_hand(objective: str = "refusion") -> dict[str, float]:
     def terms(rows: Rows):
         batch = made.corrupt(rows, noise_keys(0, 0, len(rows.tokens)))
         inputs = batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
-        return weigh(model.cross_entropy(*inputs), batch)
+        return weigh(model.cross_entropy(*inputs)[0], batch)
 
     found = terms(Rows(*map(jax.numpy.asarray, (rows.tokens, rows.segment_ids, rows.is_response))))
     return {name: float(value) for name, value in found.items()}

@@ -91,7 +91,9 @@ def make_loss(
         def part(_, some):
             batch, groups = some
             model = nnx.merge(graphdef, params)
-            ce = model.cross_entropy(batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch))
+            ce, _ = model.cross_entropy(
+                batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
+            )
             sums = {
                 f"{name}_{group}": (jnp.sum(weight * ce * member), jnp.sum(weight * member))
                 for name, weight in batch.weights.items()

@@ -84,8 +84,8 @@ class Transformer(nnx.Module):
         visibility: Visibility,
         labels: Int32[Array, "B T"],
         is_labelled: Bool[Array, "B T"],
-    ) -> Float32[Array, "B T"]:
-        """-log p(label) of packed rows, without ever holding their logits.
+    ) -> tuple[Float32[Array, "B T"], Load | None]:
+        """(-log p(label) of packed rows, without ever holding their logits; the load of the experts, if there are any).
 
         Rows that are split over chips are folded for it (batch/folding.py), so that none waits for the last one.
 
@@ -94,17 +94,6 @@ class Transformer(nnx.Module):
           labels: of each token.
           is_labelled: the others cost nothing, and are 0.
         """
-        return self.cross_entropy_and_load(tokens, positions, visibility, labels, is_labelled)[0]
-
-    def cross_entropy_and_load(
-        self,
-        tokens: Int32[Array, "B T"],
-        positions: Int32[Array, "B T"],
-        visibility: Visibility,
-        labels: Int32[Array, "B T"],
-        is_labelled: Bool[Array, "B T"],
-    ) -> tuple[Float32[Array, "B T"], Load | None]:
-        """The same, and how much each expert had to do, if there are experts."""
         head = widened(self._head.get_value(), self.dtype)
         parts = shard_count_here("length")
         if parts == 1 or tokens.shape[1] % (2 * parts):

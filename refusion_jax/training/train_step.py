@@ -156,7 +156,7 @@ def make_train_step(
 
     def loss_fn(params, frozen, batch, counts=None):
         model = nnx.merge(graphdef, combine(params, frozen))
-        ce, load = model.cross_entropy_and_load(
+        ce, load = model.cross_entropy(
             batch.inputs, batch.positions, batch.visibility, batch.labels, is_labelled(batch)
         )
         terms = weigh(ce, batch)
