@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, PyTree
 
 from refusion_jax.batch.rows import row_index
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder, RowState
 from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import put
+from refusion_jax.decoding.sampling import put, select
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -57,6 +57,10 @@ class Continuation(RowState):
             forwards=self.forwards + self.active,
         )
         return after, count
+
+    def renewed(self, after: "Continuation", **new: PyTree) -> "Continuation":
+        """The state `after` a forward, with new values of some fields in the rows that were active before it."""
+        return dataclasses.replace(after, **select(self.active, new, {name: getattr(self, name) for name in new}))
 
 
 @jax.tree_util.register_dataclass

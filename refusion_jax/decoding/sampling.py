@@ -182,6 +182,21 @@ def put(text: Int32[Array, "B C"], at: Int32[Array, "B K"], tokens: Int32[Array,
     return jax.vmap(lambda text, at, tokens: text.at[at].set(tokens, mode="drop"))(text, at, tokens)
 
 
+def select(rows: Bool[Array, "B"], new: PyTree, old: PyTree) -> PyTree:
+    """A tree of per-row arrays: new where rows is True, old elsewhere."""
+    return jax.tree.map(lambda n, o: jnp.where(rows.reshape(rows.shape + (1,) * (n.ndim - 1)), n, o), new, old)
+
+
+def run_length(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
+    """Length of the leading run of True over the last axis."""
+    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=-1), axis=-1)
+
+
+def first(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
+    """Index of the first True over the last axis; the length of the axis if there is none."""
+    return run_length(~flags)
+
+
 def _of_tokens(of_rows: PyTree, shape: tuple[int, int]) -> PyTree:
     """Arrays [B], or [B, T] already, as [B, T]."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x.reshape(*x.shape, *(1,) * (2 - x.ndim)), shape), of_rows)
@@ -235,7 +250,7 @@ def verify(
     offset = jnp.arange(M + 1)[None]
     chance = _of(p[:, :M], drafts) / jnp.maximum(_of(q, drafts), jnp.finfo(jnp.float32).tiny)
     accepts = jax.vmap(jax.vmap(jax.random.uniform))(_keys_at(keys, places[:, :M], _CHECK)) < chance
-    accepted = jnp.sum(jnp.cumprod(accepts & (offset[:, :M] < drafted[:, None]), axis=1), axis=1)
+    accepted = run_length(accepts & (offset[:, :M] < drafted[:, None]))
     tell_drafts(drafts, places[:, :M], offset[:, :M] < drafted[:, None])
     is_refused = (offset < drafted[:, None])[:, :, None]
     left = jnp.where(is_refused, jnp.maximum(p - jnp.pad(q, ((0, 0), (0, 1), (0, 0))), 0), p)

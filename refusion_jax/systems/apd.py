@@ -44,6 +44,7 @@ from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.sampling import run_length
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -135,7 +136,7 @@ class DraftAndCheck(Decoder):
         targets = masked.propose(blended, s, w, self.ids).token
 
         agrees = w.masked & (targets == drafts)
-        prefix = jnp.maximum(jnp.sum(jnp.cumprod(agrees, axis=1), axis=1), 1)[:, None]
+        prefix = jnp.maximum(run_length(agrees), 1)[:, None]
         offset = jnp.arange(K)[None]
         is_eos = w.masked & (drafts == self.ids.eos_id)
         after_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0

@@ -79,7 +79,7 @@ class LeftToRight(Continuer):
         _, choosable = mask_logits(logits, s.places.may_end(place), self.ids)
         token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
         after, _ = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
-        return dataclasses.replace(after, last=jnp.where(s.active, token[:, 0], s.last))
+        return s.renewed(after, last=token[:, 0])
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -183,14 +183,8 @@ class DraftAndCheck(Continuer):
         of_masks = jnp.take_along_axis(choosable, from_mask[:, :, None], axis=1)
         is_kept = (accepted == s.drafted)[:, None] & (at >= 0)
         tell_plan(drafts, at, is_kept, sampling.probability(of_masks, drafts))
-        row = s.active[:, None]
-        return dataclasses.replace(
-            after,
-            pending=jnp.where(s.active, tokens[:, -1], s.pending),
-            drafts=jnp.where(row, drafts, s.drafts),
-            q=jnp.where(row[:, :, None], q, s.q),
-            drafted=jnp.where(s.active, jnp.where(accepted == s.drafted, N - 1, 0), s.drafted),
-        )
+        drafted = jnp.where(accepted == s.drafted, N - 1, 0)
+        return s.renewed(after, pending=tokens[:, -1], drafts=drafts, q=q, drafted=drafted)
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -114,12 +114,8 @@ class DraftAndVerify(Continuer):
         p = sampling.distribution(choosable, s.settings)
         accepted, tokens = sampling.verify(p, q, drafts, jnp.full_like(s.count, M), s.keys, places, is_warm)
         after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
-        return dataclasses.replace(
-            after,
-            drafter=kv.commit(drafter, jnp.where(s.active, s.count, 0)),
-            recent=jnp.where(s.active[:, None], tokens, s.recent),
-            count=jnp.where(s.active, kept, s.count),
-        )
+        drafter = kv.commit(drafter, jnp.where(s.active, s.count, 0))
+        return s.renewed(dataclasses.replace(after, drafter=drafter), recent=tokens, count=kept)
 
 
 def reference(model: Transformer, request: Request) -> dict:

@@ -50,7 +50,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuer, FilledText
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens
-from refusion_jax.decoding.sampling import mask_logits, probability, sample
+from refusion_jax.decoding.sampling import mask_logits, probability, run_length, sample
 from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
@@ -149,7 +149,7 @@ class SlidingWindow(Continuer):
         at = s.cache.length[:, None] + offset  # [B, F] of text
         tokens = jnp.take_along_axis(s.text, at, axis=1)
         is_filled = (tokens != self.ids.mask_id) & (at < end)
-        prefix = jnp.sum(jnp.cumprod(is_filled, axis=1), axis=1)  # [B], commits
+        prefix = run_length(is_filled)  # [B], commits
         is_in = (offset < prefix[:, None] + self.window) & (at < end)
         order = jnp.argsort(jnp.where(is_filled, 0, jnp.where(is_in, 1, 2)), axis=1, stable=True)
         tokens, at, is_mask = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, at, is_in & ~is_filled))

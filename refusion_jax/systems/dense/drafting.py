@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, Key
+from jaxtyping import Array, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
 from refusion_jax.decoding import cache as kv
@@ -39,7 +39,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.decoder import LAST_TOKEN
 from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import mask_logits
+from refusion_jax.decoding.sampling import mask_logits, run_length, select
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.distributed.chips import free_tokens
@@ -217,7 +217,7 @@ class Drafting(Continuer):
         drafts, q = s.drafts[:, : n - 1], s.q[:, : n - 1]
         accepted, tokens = sampling.verify(likely[:, :n], q, drafts, s.drafted, s.keys, places, is_warm)
         adjacent = jnp.take_along_axis(s.places.position, index[:, :n], axis=1) == places
-        room = jnp.sum(jnp.cumprod(adjacent, axis=1), axis=1)  # in this gap
+        room = run_length(adjacent)  # in this gap
         after, kept = s.commit(cache, tokens, places, jnp.minimum(accepted + 1, room), self.ids.eos_id)
 
         last = jnp.maximum(kept - 1, 0)
@@ -228,8 +228,7 @@ class Drafting(Continuer):
             ahead = new["place"][:, None] + 1 + jnp.arange(len(new["sure"][0]))[None]
             is_new = jnp.arange(ahead.shape[1])[None] < new["drafted"][:, None]
             tell_plan(new["drafts"], ahead, is_new, new["sure"])
-        own = {name: _where(s.active, x, getattr(s, name)) for name, x in new.items()}
-        return dataclasses.replace(after, **own)
+        return s.renewed(after, **new)
 
     def _next_drafts(
         self,
@@ -266,10 +265,7 @@ class Drafting(Continuer):
             **{name: jnp.take_along_axis(getattr(s, name), left, axis=1) for name in ("sure", "drafts")},
         }
         count = jnp.where(has_masks, N - kept + seen, s.drafted - kept)
-        return {
-            **{name: _where(has_masks, made[name], unreached[name]) for name in made},
-            "drafted": jnp.clip(count, 0, M),
-        }
+        return select(has_masks, made, unreached) | {"drafted": jnp.clip(count, 0, M)}
 
 
 def _masks(first: Int32[Array, "B"], prefixes: Int32[Array, "B G"], N: int) -> Int32[Array, "B _"]:
@@ -281,8 +277,3 @@ def _masks(first: Int32[Array, "B"], prefixes: Int32[Array, "B G"], N: int) -> I
 def _at(x: Int32[Array, "B T"], index: Int32[Array, "B"]) -> Int32[Array, "B"]:
     """The element of each row at its index."""
     return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
-
-
-def _where(rows: Bool[Array, "B"], new: Array, old: Array) -> Array:
-    """`new` in the rows that are true, `old` in the others."""
-    return jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

@@ -20,23 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Request
+from refusion_jax.decoding.sampling import first, run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Feed, Part, Reading
-from refusion_jax.systems.refusion.loop import (
-    CHECK,
-    DONE,
-    PLAN,
-    PROPOSE,
-    VERIFY,
-    Needs,
-    SlotDecoder,
-    Work,
-    first,
-    leading_slots,
-    run_length,
-    select,
-)
+from refusion_jax.systems.refusion.loop import CHECK, DONE, PLAN, PROPOSE, VERIFY, Needs, SlotDecoder, Work, to_commit
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +124,7 @@ class ThresholdInfill(SlotDecoder):
         draft_chance = jnp.roll(readings[0].candidate_chance, 1, axis=2)
         trusted = (draft_chance > settings.token_threshold[:, None, None]) | (offset <= work.accepted[:, :, None])
         runs = jnp.minimum(run_length(trusted), here.size)
-        verified = work.chosen, runs, leading_slots(work, here, trusted, eos_id)
+        verified = work.chosen, runs, to_commit(work, here, trusted, eos_id)
         nothing = work.chosen, work.accepted, jnp.zeros(drafts.shape, bool)
         checked = check(work, here, runs, eos_id)
         chosen, runs, committed = select(is_verify, verified, select(is_check, checked, nothing))

@@ -20,20 +20,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from refusion_jax.decoding.sampling import first, run_length, select
 from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.systems.refusion.canvas import Block
 from refusion_jax.systems.refusion.feed import Part, Reading
-from refusion_jax.systems.refusion.loop import (
-    PLAN,
-    VERIFY,
-    Needs,
-    SlotDecoder,
-    Work,
-    first,
-    leading_slots,
-    run_length,
-    select,
-)
+from refusion_jax.systems.refusion.loop import PLAN, VERIFY, Needs, SlotDecoder, Work, to_commit
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +74,7 @@ class ExactInfill(SlotDecoder):
         wanted = blend(work, readings[0], settings)
         offset, slot = jnp.arange(self.slot_size)[None, None], jnp.arange(self.block_slots)[None]
         is_final = (work.drafts == wanted) | (offset <= work.accepted[:, :, None])
-        committed = leading_slots(work, here, is_final, self.ids.eos_id) & is_verify[:, None, None]
+        committed = to_commit(work, here, is_final, self.ids.eos_id) & is_verify[:, None, None]
         ended = jnp.any(committed & (work.drafts == self.ids.eos_id), axis=(1, 2))
         left = work.chosen & ~jnp.any(committed, axis=2) & ~ended[:, None]
         runs = jnp.minimum(run_length(is_final), here.size)

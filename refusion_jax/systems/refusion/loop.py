@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Decoder
 from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
-from refusion_jax.decoding.sampling import Record
+from refusion_jax.decoding.sampling import Record, first, select
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.shape import ModelConfig
@@ -301,7 +301,7 @@ def choose_slots(
     return jnp.where(block.rank == BY_CONFIDENCE, chosen, is_next)
 
 
-def leading_slots(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_id: int) -> Bool[Array, "B M K"]:
+def to_commit(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_id: int) -> Bool[Array, "B M K"]:
     """The drafts to commit: of the accepted prefix of all chosen slots in sequence, up to an EOS or the whole slots.
 
     An EOS after the accepted prefix is ignored.
@@ -312,18 +312,3 @@ def leading_slots(work: Work, here: Block, accepted: Bool[Array, "B M K"], eos_i
     eos = first((is_fed & (work.drafts == eos_id)).reshape(B, M * K))[:, None, None]
     place = jnp.arange(M * K).reshape(1, M, K)
     return is_fed & jnp.where(eos < prefix, place <= eos, (place // K + 1) * K <= prefix)
-
-
-def select(rows: Bool[Array, "B"], new, old):
-    """A tree of per-row arrays: new where rows is True, old elsewhere."""
-    return jax.tree.map(lambda n, o: jnp.where(rows.reshape(rows.shape + (1,) * (n.ndim - 1)), n, o), new, old)
-
-
-def run_length(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
-    """Length of the leading run of True over the last axis."""
-    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=-1), axis=-1)
-
-
-def first(flags: Bool[Array, "*axes K"]) -> Int32[Array, "*axes"]:
-    """Index of the first True over the last axis; the length of the axis if there is none."""
-    return run_length(~flags)

@@ -77,9 +77,5 @@ class Sequential(Continuer):
         _, choosable = mask_logits(chosen, s.places.may_end(place), self.ids)
         token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
         after, count = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
-        return dataclasses.replace(
-            after,
-            cache=kv.commit(cache, jnp.where(last_is_new, count, 0)),
-            last=jnp.where(s.active, token[:, 0], s.last),
-            last_place=jnp.where(s.active, place[:, 0], s.last_place),
-        )
+        cache = kv.commit(cache, jnp.where(last_is_new, count, 0))
+        return s.renewed(dataclasses.replace(after, cache=cache), last=token[:, 0], last_place=place[:, 0])
