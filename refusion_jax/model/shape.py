@@ -1,42 +1,46 @@
 """The shape of a transformer: read from a file and checked before anything is built."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import ml_collections
 from etils import epath
+from pydantic import Field
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import to_type
 from refusion_jax.model.families import FAMILIES, OPTIONAL
 
 
+_Positive = Annotated[float, Field(gt=0, le=1e12)]
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The shape of the transformer, and what its token ids mean, under Hugging Face's names."""
 
-    vocab_size: int  # rows of the embedding
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float
-    rms_norm_eps: float
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)]  # rows of the embedding
+    hidden_size: Annotated[int, Field(ge=1, le=2**20)]
+    num_hidden_layers: Annotated[int, Field(ge=1, le=2**14)]
+    num_attention_heads: Annotated[int, Field(ge=1, le=2**14)]
+    num_key_value_heads: Annotated[int, Field(ge=1, le=2**14)]
+    head_dim: Annotated[int, Field(ge=2, le=2**14, multiple_of=2)]
+    intermediate_size: Annotated[int, Field(ge=1, le=2**22)]
+    rope_theta: Annotated[float, Field(gt=0, le=1e12)]
+    rms_norm_eps: Annotated[float, Field(gt=0, le=1)]
     tie_word_embeddings: bool
-    max_position_embeddings: int  # positions the model was trained on
-    num_tokens: int  # ids that mean something; the rows after them are padding and never predicted
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**28)]  # positions the model was trained on
+    num_tokens: Annotated[int, Field(ge=1, le=2**24)]  # ids that mean something; the rows after them are padding
     pad_token_id: int
     bos_token_id: int
     eos_token_id: int
     mask_token_id: int
     shifted: bool = False  # trained to read a masked token from the logits at the token before it
-    block_size: int = 0  # tokens that it was trained to denoise together, where that is a number of its own
+    block_size: Annotated[int, Field(ge=0, le=2**20)] = 0  # tokens that it was trained to denoise together, where that is a number of its own
     family: str = "qwen3"  # one of `families.FAMILIES`
-    rope_scaling: tuple[float, ...] = ()  # see `layers.rope_rotation`
-    local_rope: tuple[float, ...] = ()  # of Gemma 3: (rope_theta of local layers, every how many-th layer is global)
-    query_pre_attn_scalar: int = 0  # attention divides by its square root; 0: by that of head_dim
+    rope_scaling: tuple[_Positive, ...] = ()  # see `layers.rope_rotation`
+    local_rope: tuple[_Positive, ...] = ()  # of Gemma 3: (rope_theta of local layers, every how many-th layer is global)
+    query_pre_attn_scalar: Annotated[int, Field(ge=0, le=2**20)] = 0  # attention divides by its square root; 0: by that of head_dim
     num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # of an expert
@@ -48,19 +52,6 @@ class ModelConfig:
     topk_group: int = 1
     routed_scaling_factor: float = 1.0  # of the weights of a token's experts
     partial_rotary_factor: float = 1.0  # the part of a head that RoPE rotates
-
-
-_LARGEST = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "num_hidden_layers": 2**14,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**14,
-    "intermediate_size": 2**22,
-    "max_position_embeddings": 2**28,
-    "num_tokens": 2**24,
-}
 
 
 def to_model_config(path: epath.PathLike, content: dict[str, Any]) -> ModelConfig:
@@ -110,27 +101,15 @@ def experts_fault(c: ModelConfig | ml_collections.ConfigDict) -> str | None:
 
 
 def _fault(c: ModelConfig) -> str | None:
-    for name, largest in _LARGEST.items():
-        if not 1 <= getattr(c, name) <= largest:
-            return f"{name}={getattr(c, name)} must be 1 to {largest}"
     if c.family not in FAMILIES:
         return f"family={c.family[:60]} must be one of {', '.join(FAMILIES)}"
     if fault := experts_fault(c):
         return fault
     if c.num_attention_heads % c.num_key_value_heads:
         return f"num_attention_heads={c.num_attention_heads} must be a multiple of {c.num_key_value_heads} kv heads"
-    if not 0 <= c.block_size <= 2**20:
-        return f"block_size={c.block_size} must be 0 to {2**20}"
-    if c.head_dim % 2:
-        return f"head_dim={c.head_dim} must be even"
-    if not (0 < c.rope_theta <= 1e12 and 0 < c.rms_norm_eps <= 1):
-        return f"rope_theta={c.rope_theta:g} must be above 0, and rms_norm_eps={c.rms_norm_eps:g} from 0 to 1"
-    if not (len(c.rope_scaling) in (0, 1, 4) and all(0 < x <= 1e12 for x in c.rope_scaling)):
-        return f"rope_scaling={c.rope_scaling} must be one or four numbers above 0"
-    if not (len(c.local_rope) in (0, 2) and all(0 < x <= 1e12 for x in c.local_rope)):
-        return f"local_rope={c.local_rope} must be two numbers above 0"
-    if not 0 <= c.query_pre_attn_scalar <= 2**20:
-        return f"query_pre_attn_scalar={c.query_pre_attn_scalar} must be 0 or above"
+    for name, sizes in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
+        if len(getattr(c, name)) not in sizes:
+            return f"{name}={getattr(c, name)} must be {' or '.join(map(str, sizes[1:]))} numbers"
     for kind in ("pad", "bos", "eos", "mask"):
         if not -1 <= getattr(c, f"{kind}_token_id") < c.vocab_size:
             return f"{kind}_token_id={getattr(c, f'{kind}_token_id')} is no row of the embedding"
