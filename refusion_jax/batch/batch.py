@@ -13,14 +13,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from refusion_jax.batch.rows import text_positions
 from refusion_jax.batch.visibility import Visibility
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Batch:
     """The inputs of one forward, with labels and weights of the loss."""
 
@@ -32,7 +32,7 @@ class Batch:
     diagnostics: dict[str, Shaped[Array, "B T"]] = dataclasses.field(default_factory=dict)  # for reports
     # (cross-entropies, batch) -> terms, like `weigh`, if a term is not a weighted sum. Hashable. Terms must be sums
     # over rows, so that micro-batches add up.
-    combine: Callable | None = dataclasses.field(default=None, metadata={"static": True})
+    combine: Callable | None = struct.field(pytree_node=False, default=None)
 
 
 def mean_over(has_label: Bool[Array, "B T"]) -> Float32[Array, "B T"]:

@@ -3,8 +3,6 @@
 Axes: B rows, T row length.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
@@ -42,7 +40,7 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
     order = jnp.argsort(jnp.where(rows.segment_ids > 0, of_document, 2.0), axis=1, stable=True)
     rows = jax.tree.map(lambda x: jnp.take_along_axis(x, order, axis=1), rows)
     is_first = (text_positions(rows.segment_ids) == 0) & (rows.segment_ids > 0)
-    return dataclasses.replace(rows, segment_ids=jnp.cumsum(is_first, axis=1) * (rows.segment_ids > 0))
+    return rows.replace(segment_ids=jnp.cumsum(is_first, axis=1) * (rows.segment_ids > 0))
 
 
 def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:

@@ -3,16 +3,15 @@
 Axes: B rows, T row length.
 """
 
-import dataclasses
 import zlib
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, Key, Shaped
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Rows:
     """Packed rows of text: several documents a row, each a prompt, which may be empty, followed by a response."""
 

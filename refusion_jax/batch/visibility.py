@@ -29,9 +29,9 @@ Axes: B rows, T row length.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
 
@@ -135,17 +135,14 @@ class CausalStreams(Pattern):
 CAUSAL, BIDIRECTIONAL = Causal(), Bidirectional()
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["segment_ids", "rank", "group"], meta_fields=["pattern"]
-)
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Visibility:
     """Who sees whom in a batch. `pattern` is set if ranks and groups follow one, for kernels to use."""
 
     segment_ids: Int32[ArrayLike, "B T"]  # the document of each token; 0 is padding
     rank: Int32[ArrayLike, "B T"]
     group: Int32[ArrayLike, "B T"]
-    pattern: Pattern | None = None
+    pattern: Pattern | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def of(cls, pattern: Pattern, segment_ids: Int32[ArrayLike, "B T"]) -> "Visibility":

@@ -7,11 +7,10 @@ Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head
 after each of them, W tokens and masks.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float32, Int32
 
@@ -22,8 +21,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Cache:
     """Keys and values of the committed tokens of every row. Entries from index `length` on are unused."""
 

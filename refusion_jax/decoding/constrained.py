@@ -31,6 +31,7 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.cli.errors import UserError
@@ -67,8 +68,7 @@ class Matcher(Protocol):
         ...
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop. The host replaces `drafts`, `drafted` and `allowed` before each forward."""
 
@@ -165,7 +165,7 @@ class Constrained(Continuer):
         # After a refused draft, what the later ones predict is the best guess there is (Jacobi iteration).
         guesses = put(s.guesses, predicted[:, N:], tokens[:, N:])
         guesses = put(guesses, jnp.where(is_reached, place, self.new_tokens), tokens[:, :N])
-        return dataclasses.replace(after, last=jnp.where(kept > 0, last, s.last), guesses=guesses)
+        return after.replace(last=jnp.where(kept > 0, last, s.last), guesses=guesses)
 
 
 def bits(words: Int32[Array, "B N U"], count: int) -> Bool[Array, "B N V"]:
@@ -223,7 +223,7 @@ class ConstrainedBatch(RunningBatch):
             drafts[row, : len(own)], drafted[row] = own, len(own)
         given = {"drafts": drafts, "drafted": drafted, "allowed": allowed}
         places = {name: sharding(self._mesh, "batch", *[None] * (x.ndim - 1)) for name, x in given.items()}
-        self._state = dataclasses.replace(s, **jax.device_put(given, places))
+        self._state = s.replace(**jax.device_put(given, places))
 
     def _draft(self, row: int, matcher: Matcher, allowed: Int32[np.ndarray, "N U"]) -> list[int]:
         """Drafts of a row's next tokens; writes what is allowed at their places and at the one after them."""

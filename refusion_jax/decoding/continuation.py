@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Int32, PyTree
 
 from refusion_jax.batch.rows import row_index
@@ -25,8 +25,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Continuation(RowState):
     """The state of the decoding loop; decoders that need more fields subclass it."""
 
@@ -49,8 +48,7 @@ class Continuation(RowState):
         has_end = jnp.any(ends, axis=1)
         count = jnp.where(has_end, jnp.argmax(ends, axis=1) + 1, count)
         record = self.record.append(tokens, places, count)
-        after = dataclasses.replace(
-            self,
+        after = self.replace(
             cache=kv.commit(cache, count),
             record=record,
             active=self.active & ~has_end & (record.count < self.places.count),
@@ -60,11 +58,10 @@ class Continuation(RowState):
 
     def renewed(self, after: "Continuation", **new: PyTree) -> "Continuation":
         """The state `after` a forward, with new values of some fields in the rows that were active before it."""
-        return dataclasses.replace(after, **select(self.active, new, {name: getattr(self, name) for name in new}))
+        return after.replace(**select(self.active, new, {name: getattr(self, name) for name in new}))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class FilledText(Continuation):
     """The state of decoders that fill the masks of a text."""
 
@@ -89,8 +86,7 @@ class FilledText(Continuation):
         is_new &= self.active[:, None]
         length = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.length[:, None]), axis=1)
         is_new &= places < length[:, None]
-        after = dataclasses.replace(
-            self,
+        after = self.replace(
             cache=cache,
             record=self.record.append_where(is_new, tokens, places),
             text=put(self.text, jnp.where(is_new, places, self.text.shape[1]), tokens),
@@ -98,7 +94,7 @@ class FilledText(Continuation):
             forwards=self.forwards + self.active,
             **own,
         )
-        return dataclasses.replace(after, active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
+        return after.replace(active=self.active & jnp.any(after.masks(ids.mask_id), axis=1))
 
 
 @dataclasses.dataclass(frozen=True)

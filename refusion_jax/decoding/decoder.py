@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, Self
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.cli.settings import scope
@@ -40,8 +40,7 @@ class State(Protocol):
         ...
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class RowState:
     """A `State` for most decoders, which add fields of their own in a subclass."""
 

@@ -3,12 +3,11 @@
 Axes: R requests admitted at once, M blocks of a text.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from flax import struct
 from jaxtyping import ArrayLike, Int32, UInt32
 
 from refusion_jax.decoding import prefixes
@@ -16,8 +15,7 @@ from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Newcomers:
     """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
 

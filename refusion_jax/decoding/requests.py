@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
+from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
 from refusion_jax.cli.errors import SettingError, UserError
@@ -81,8 +81,7 @@ class Request:
         return max(max(self.given[1], default=-1) + 1, len(self.prompt) + self.least)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class SharedPrefix:
     """Keys and values of leading given tokens, which were computed before."""
 
@@ -90,8 +89,7 @@ class SharedPrefix:
     length: Int32[Array, ""]  # valid entries, of every row
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Given:
     """The given tokens of some requests, padded on the right."""
 
@@ -111,8 +109,7 @@ class Given:
         return cls(tokens, positions, length)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Places:
     """The places to decode, in text order; entries from index `count` on are unused."""
 
@@ -135,8 +132,7 @@ class Places:
         return positions >= self.ends_from[:, None]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Layout:
     """Requests as arrays, for decoders that need no more than this."""
 

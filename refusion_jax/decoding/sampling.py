@@ -3,19 +3,18 @@
 Axes: B rows, T tokens, V vocabulary, R capacity of the record; N verified places, M = N - 1 drafts.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Key, PyTree
 
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.decoding.trajectory import Told, tell_drafts
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Record:
     """Committed tokens in the order of commitment; entries from index `count` on are unused."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, Shaped
 
 
@@ -26,8 +27,7 @@ class Told(NamedTuple):
     chances: Float32[Array, "B T"] | None  # probabilities, of what is planned; None: these are drafts
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Trajectory:
     """Some forwards, in order; on the host that of one row has no axis B.
 
@@ -37,7 +37,7 @@ class Trajectory:
     # N numbers: of the forward, from 1 (0: nothing was decoded); of the tokens committed before it; the tokens and
     # places of its drafts; tokens, places and probabilities of its plan, the latter as their bits.
     entries: Int32[ArrayLike, "*L B N"]
-    drafts: int = dataclasses.field(metadata={"static": True})
+    drafts: int = struct.field(pytree_node=False)
 
     @classmethod
     def of(cls, number: Int32[Array, "B"], committed: Int32[Array, "B"], told: Sequence[Told]) -> "Trajectory":

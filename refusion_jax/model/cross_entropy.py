@@ -9,10 +9,9 @@ Axes, on one chip: B rows, T row length, D hidden size, V rows of the head; R to
 W rows of a chunk of the head, C chunks.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from refusion_jax.distributed import sharding
@@ -63,8 +62,7 @@ def _in_specs():
     return sharding.spec("batch", "length", None), sharding.spec("vocab", "embed"), tokens, tokens
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class _Blocks:
     """The tokens of one chip in blocks, labelled ones first, with padding at the end."""
 

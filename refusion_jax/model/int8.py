@@ -9,21 +9,20 @@ Libraries that quantize models, such as qwix, replace products with weights that
 ours are stacked over layers and sliced by a scan.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Float32, Int8, UInt8
 
 _LARGEST = 127.0
 _LARGEST_INT4, _GROUP = 7, 32
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Int8Array:
     """The array values * scale; axes of `values` that share a scale have size 1 in `scale`."""
 
@@ -41,8 +40,7 @@ class Int8Array:
         return self.values.shape
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Int4Array(Int8Array):
     """Integers of -7 to 7, with a scale for every group along one axis: an error of a seventh of its largest, halved.
 
@@ -51,7 +49,7 @@ class Int4Array(Int8Array):
 
     values: UInt8[Array | jax.ShapeDtypeStruct, "..."]
     scale: Float32[Array | jax.ShapeDtypeStruct, "..."]
-    axis: int = dataclasses.field(metadata={"static": True})  # counted from the end, below 0
+    axis: int = struct.field(pytree_node=False)  # counted from the end, below 0
 
     @classmethod
     def of(cls, x: Float[Array, "..."], axes: Sequence[int]) -> "Int4Array":

@@ -4,11 +4,11 @@ Axes: B rows, T new tokens of a row, S cached entries, L layers, N query heads, 
 of a tile.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.distributed import sharding
@@ -24,8 +24,7 @@ _ROWS_OF_XLA = 8
 _MOST_NEW = 512  # tokens of a row for the kernel: their mask, and their scores, must fit into vector memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class KeyValues:
     """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis).
 

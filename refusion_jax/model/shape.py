@@ -11,7 +11,6 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import to_type
 from refusion_jax.model.families import FAMILIES, OPTIONAL
 
-
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
 
 
@@ -36,11 +35,11 @@ class ModelConfig:
     eos_token_id: int
     mask_token_id: int
     shifted: bool = False  # trained to read a masked token from the logits at the token before it
-    block_size: Annotated[int, Field(ge=0, le=2**20)] = 0  # tokens that it was trained to denoise together, where that is a number of its own
+    block_size: Annotated[int, Field(ge=0, le=2**20)] = 0  # tokens denoised together in training, where that is known
     family: str = "qwen3"  # one of `families.FAMILIES`
     rope_scaling: tuple[_Positive, ...] = ()  # see `layers.rope_rotation`
-    local_rope: tuple[_Positive, ...] = ()  # of Gemma 3: (rope_theta of local layers, every how many-th layer is global)
-    query_pre_attn_scalar: Annotated[int, Field(ge=0, le=2**20)] = 0  # attention divides by its square root; 0: by that of head_dim
+    local_rope: tuple[_Positive, ...] = ()  # of Gemma 3: (rope_theta of local layers, every n-th layer is global)
+    query_pre_attn_scalar: Annotated[int, Field(ge=0, le=2**20)] = 0  # attention divides by its root; 0: head_dim's
     num_experts: int = 0  # of a layer, in place of an MLP of intermediate_size; 0 in dense families
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # of an expert

@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Key
 
 from refusion_jax.cli.settings import setting
@@ -71,8 +72,7 @@ class CheckedSettings(shared.Settings):
         return []  # it cannot be measured without a second model
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(masked.MaskedText):
     """The state of the decoding loop."""
 
@@ -110,7 +110,7 @@ class DraftAndCheck(Decoder):
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         given = layout.given
         room = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, self.lookahead))), (given.tokens, given.positions))
-        cache = kv.prefill(model.verifier, dataclasses.replace(given, tokens=room[0], positions=room[1]), self.chunk)
+        cache = kv.prefill(model.verifier, given.replace(tokens=room[0], positions=room[1]), self.chunk)
         cache = kv.commit(cache, jnp.full_like(given.length, -1))
         return State.start_text(layout, keys, self.lookahead, self.ids.mask_id, cache=cache)
 
@@ -121,7 +121,7 @@ class DraftAndCheck(Decoder):
         """One forward of the model over the text and the masks ahead, and one of the verifier over the drafts."""
         given, done, K = s.first, s.record.count, self.lookahead
         w = masked.window(s, self.ids, K, done, jnp.minimum(s.places.count - done, K))
-        ahead = dataclasses.replace(s, length=given + done + w.size)
+        ahead = s.replace(length=given + done + w.size)
         drafter = masked.propose(masked.denoise(model, ahead, w.position, self.shifted), s, w, self.ids)
         drafts = drafter.token
         tell_plan(drafts, w.position, w.masked, drafter.probability)
@@ -141,7 +141,7 @@ class DraftAndCheck(Decoder):
         is_eos = w.masked & (drafts == self.ids.eos_id)
         after_eos = jnp.cumsum(is_eos, axis=1) - is_eos > 0
         after = masked.commit(s, w, drafts, (offset < prefix) & ~after_eos, self.ids)
-        return dataclasses.replace(after, cache=kv.commit(cache, after.record.count - done))
+        return after.replace(cache=kv.commit(cache, after.record.count - done))
 
 
 def reference(model: Transformer, request: Request) -> dict:

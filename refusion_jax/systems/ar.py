@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
@@ -50,8 +50,7 @@ class NextToken(Objective):
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop."""
 

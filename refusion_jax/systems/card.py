@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
@@ -144,8 +145,7 @@ class PassSettings(shared.Settings):
         return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)] + short
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(FilledText):
     """The state of the decoding loop."""
 

@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch
@@ -158,8 +159,7 @@ class PipelineSettings(shared.Settings):
         return dataclasses.replace(self, block_length=self.block_length or model.block_size or _BLOCK)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(masked.MaskedText):
     """The state of the decoding loop."""
 
@@ -232,9 +232,7 @@ class Pipeline(Decoder):
 
         done = jnp.cumprod(before == 0, axis=1) * (jnp.arange(F // K)[None] < (opened - cached)[:, None])
         finished = jnp.where(s.active, jnp.sum(done, axis=1), 0)
-        return dataclasses.replace(
-            after, cache=kv.commit(cache, finished * K), opened=jnp.where(s.active, opened, s.opened)
-        )
+        return after.replace(cache=kv.commit(cache, finished * K), opened=jnp.where(s.active, opened, s.opened))
 
     def _left(self, s: State, cached: Int32[Array, "B"]) -> Int32[Array, "B W"]:
         """Number of masks in each block after the cached ones, whether open or not."""

@@ -162,7 +162,7 @@ class Denoise(masked.MaskedDecoder):
         for row, request in enumerate(requests):
             own = _counts(request)
             counts[row, : len(own)] = own
-        return dataclasses.replace(layout, settings=layout.settings.replace(counts=counts))
+        return layout.replace(settings=layout.settings.replace(counts=counts))
 
 
 def _counts(request: Request) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
@@ -69,8 +70,7 @@ class FastSettings(masked.MaskedSettings):
         return [{"threshold": threshold} for threshold in (0.95, 0.9, 0.7, 0.5)] + short
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(masked.MaskedText):
     """The state of the decoding loop."""
 
@@ -155,7 +155,7 @@ class BlockCache(masked.MaskedDecoder):
         entries = jax.tree.map(lambda new, old: jnp.where(is_new, new, old), stored(new), s.entries)
         is_first = self.shifted & (jnp.arange(self.block_length)[None] == 0)
         proposal = masked.propose(model.logits(x), s, w, self.ids)
-        after = self.commit(dataclasses.replace(s, entries=entries), w, proposal, took_part, is_first)
+        after = self.commit(s.replace(entries=entries), w, proposal, took_part, is_first)
         return after, proposal.token, proposal.probability
 
     def _block(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:

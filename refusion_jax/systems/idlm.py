@@ -38,8 +38,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float32, Int32, Key
 
 from refusion_jax.batch.batch import Batch, mean_over
@@ -123,8 +123,7 @@ class StrideSettings(shared.Settings):
         return dataclasses.replace(self, stride=self.stride or 1 + (model.block_size or _BLOCK))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop."""
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Visibility
@@ -34,8 +35,7 @@ from refusion_jax.model.transformer import Transformer
 _WIDTHS = 4  # number of compiled widths, at most
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class MaskedText(RowState):
     """The state of a decoding loop that fills masks; decoders that need more fields subclass it."""
 
@@ -56,8 +56,7 @@ class MaskedText(RowState):
         return self.length - self.places.count
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Window:
     """Consecutive places to decode, in text order."""
 
@@ -189,8 +188,7 @@ class MaskedDecoder(Decoder):
         chosen = self.rule(s, w, proposal, self.ids.mask_id)
         chosen = chosen if also is None else chosen | also
         is_over = ~jnp.any(w.masked & ~chosen, axis=1)
-        return dataclasses.replace(
-            commit(s, w, proposal.token, chosen, self.ids, took_part),
+        return commit(s, w, proposal.token, chosen, self.ids, took_part).replace(
             block=s.block + (took_part & is_over),
             block_step=jnp.where(took_part, jnp.where(is_over, 0, s.block_step + 1), s.block_step),
         )
@@ -247,8 +245,7 @@ def commit(
     took_part = s.active if took_part is None else took_part
     committed = committed & w.masked & took_part[:, None]
     text = put(s.text, jnp.where(committed, w.position, s.text.shape[1]), chosen)
-    return dataclasses.replace(
-        s,
+    return s.replace(
         text=text,
         record=s.record.append_where(committed, chosen, w.position),
         active=s.active & ~is_complete(text, s.places, ids),

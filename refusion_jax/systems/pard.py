@@ -23,8 +23,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
@@ -55,8 +55,7 @@ class DraftedSettings(shared.Settings):
         return []  # it cannot be measured without a second model
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop."""
 
@@ -80,8 +79,7 @@ class DraftAndVerify(Continuer):
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         cache, last = kv.prefill_but_last(model, layout.given, self.chunk)
         room = self.width - 2  # the drafter is fed so many more than the model: N tokens and M - 1 masks
-        given = dataclasses.replace(
-            layout.given,
+        given = layout.given.replace(
             tokens=jnp.pad(layout.given.tokens, ((0, 0), (0, room))),
             positions=jnp.pad(layout.given.positions, ((0, 0), (0, room))),
             shared=None,  # keys and values of the model, not of the drafter
@@ -115,7 +113,7 @@ class DraftAndVerify(Continuer):
         accepted, tokens = sampling.verify(p, q, drafts, jnp.full_like(s.count, M), s.keys, places, is_warm)
         after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
         drafter = kv.commit(drafter, jnp.where(s.active, s.count, 0))
-        return s.renewed(dataclasses.replace(after, drafter=drafter), recent=tokens, count=kept)
+        return s.renewed(after.replace(drafter=drafter), recent=tokens, count=kept)
 
 
 def reference(model: Transformer, request: Request) -> dict:

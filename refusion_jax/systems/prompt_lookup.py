@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Int32, Key
 
 from refusion_jax.cli.settings import setting
@@ -50,8 +51,7 @@ class LookupSettings(shared.Settings):
         return [{"draft_length": drafts} for drafts in (3, 7)]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop."""
 
@@ -90,7 +90,7 @@ class LookUp(Continuer):
         accepted, tokens = sampling.verify(p, q, drafts, drafted, s.keys, places, is_warm)
         after, kept = s.commit(cache, tokens, places, accepted + 1, self.ids.eos_id)
         into = jnp.where(jnp.arange(N)[None] < kept[:, None], places, s.text.shape[1])
-        return dataclasses.replace(after, text=put(s.text, into, tokens))
+        return after.replace(text=put(s.text, into, tokens))
 
 
 def look_up(

@@ -93,7 +93,7 @@ class Session:
         self.state = restored[0] if restored else run.program.initial_state(_initial_weights(run))
         if restored and self.state.frozen:
             frozen = run.program.lora.split(_initial_weights(run))[1]
-            self.state = dataclasses.replace(self.state, frozen=frozen)
+            self.state = self.state.replace(frozen=frozen)
         self.first_step = int(self.state.step)
         if run.failure:
             self.skipped.add(self.first_step, run.failure, config.guard.rollbacks)

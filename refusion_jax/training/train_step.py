@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
+from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float32, Int32, UInt32
 
@@ -29,8 +29,7 @@ SPIKE_AFTER = 20  # good steps before spikes are detected
 _SPIKE_DECAY = 0.95  # decay of the running mean of the loss, per step
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Guard:
     """The state of spike detection: scalars, all zero at the start of a run."""
 
@@ -50,8 +49,7 @@ class Guard:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class TrainState:
     """All that a step changes and a checkpoint holds."""
 
@@ -180,7 +178,7 @@ def make_train_step(
 
     def train_step(state: TrainState, rows: Rows):
         batch = objective.corrupt(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
-        batch = dataclasses.replace(batch, diagnostics={})  # only needed for reports
+        batch = batch.replace(diagnostics={})  # only needed for reports
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
         if accumulation == 1:

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float32, Int32, Key
 
 from refusion_jax.cli.settings import setting
@@ -71,8 +72,7 @@ class DraftSettings(shared.Settings):
         return [{"slot_size": size, "fed_tokens": fed} for fed in (1, 2 * size, 3 * size, 6 * size)]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop."""
 
@@ -146,7 +146,7 @@ class Drafting(Continuer):
         given, N, P = layout.given, self.most[0], self.chunk
         B = len(given.length)
         before = jnp.maximum(given.length - P, 0)  # prefilled without masks
-        cache = kv.prefill(model, dataclasses.replace(given, length=before), P)
+        cache = kv.prefill(model, given.replace(length=before), P)
         index = jnp.minimum(before[:, None] + jnp.arange(P)[None], given.tokens.shape[1] - 1)
         tokens, places = (jnp.take_along_axis(x, index, axis=1) for x in (given.tokens, given.positions))
         last = given.length - before - 1
@@ -167,7 +167,7 @@ class Drafting(Continuer):
         x = jnp.concatenate([jnp.take_along_axis(x, last[:, None, None], axis=1), x[:, P:]], axis=1)
         after = self._advance(s, cache, model.logits(x), prefixes, 1)
         cache = kv.Cache(kv.write(cache, new).entries, given.length)
-        return dataclasses.replace(after, cache=cache, forwards=s.forwards)
+        return after.replace(cache=cache, forwards=s.forwards)
 
     def step(self, model: Transformer, s: State) -> State:
         """One forward, in which each row commits the accepted drafts and one more token, and makes new drafts."""
@@ -186,7 +186,7 @@ class Drafting(Continuer):
         places = jnp.concatenate([s.place[:, None], first[:, None] + jnp.arange(N - 1)[None], ahead], axis=1)
         visible = kv.visible_to_masks(N, prefixes, N, self.slot_size)
         logits, cache = kv.extend(model, s.cache, fed, places, visible)
-        return self._advance(dataclasses.replace(s, drafted=drafted), cache, logits, prefixes, N)
+        return self._advance(s.replace(drafted=drafted), cache, logits, prefixes, N)
 
     def _next_place(self, s: State) -> Int32[Array, "B"]:
         return _at(s.places.position, jnp.minimum(s.record.count, self.new_tokens - 1))

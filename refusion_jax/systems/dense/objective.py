@@ -34,6 +34,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Int32, Key, UInt32
 
 from refusion_jax.batch.batch import Batch, mean_over
@@ -56,8 +57,7 @@ CONFIG_KEYS = {
 }  # fmt: skip
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Noise:
     """The random draws, one value for each token, equal over a document or a slot."""
 

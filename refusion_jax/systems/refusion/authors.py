@@ -15,8 +15,8 @@ Axes: B rows, M slots of a block, K slot size, W width of the feed.
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.requests import Request
@@ -27,8 +27,7 @@ from refusion_jax.systems.refusion.feed import Feed, Part, Reading
 from refusion_jax.systems.refusion.loop import CHECK, DONE, PLAN, PROPOSE, VERIFY, Needs, SlotDecoder, Work, to_commit
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class ThresholdWork(Work):
     """The work of each row, and where its drafts are expected to fail."""
 

@@ -3,12 +3,11 @@
 Axes: R requests, B rows, N slots of a row, M slots of a block.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, ArrayLike, Int32
 
 from refusion_jax.decoding.requests import Given, Request
@@ -18,8 +17,7 @@ from refusion_jax.systems.refusion.settings import LEFT_TO_RIGHT, RANDOM
 BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Canvas:
     """The slots of each row in the text; entries of size 0 are padding."""
 
@@ -43,8 +41,7 @@ class Canvas:
         return cls(start, size, ends_from, rank, per_block)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class SlotLayout:
     """Requests as arrays."""
 
@@ -59,8 +56,7 @@ class SlotLayout:
         return cls(Given.of(requests, capacity), Canvas.of(requests, slots), settings)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Block:
     """The slots of a serial block of each row."""
 

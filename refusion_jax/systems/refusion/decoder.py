@@ -16,8 +16,8 @@ Axes: B rows, M slots of a block, K slot size.
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32
 
 from refusion_jax.decoding.sampling import first, run_length, select
@@ -27,8 +27,7 @@ from refusion_jax.systems.refusion.feed import Part, Reading
 from refusion_jax.systems.refusion.loop import PLAN, VERIFY, Needs, SlotDecoder, Work, to_commit
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class ExactWork(Work):
     """The work of each row, and what its drafts are compared with."""
 
@@ -78,8 +77,7 @@ class ExactInfill(SlotDecoder):
         ended = jnp.any(committed & (work.drafts == self.ids.eos_id), axis=(1, 2))
         left = work.chosen & ~jnp.any(committed, axis=2) & ~ended[:, None]
         runs = jnp.minimum(run_length(is_final), here.size)
-        repaired = dataclasses.replace(
-            work,
+        repaired = work.replace(
             phase=jnp.where(jnp.any(left, axis=1), VERIFY, PLAN).astype(work.phase.dtype),
             chosen=left,
             drafts=jnp.where(is_final, work.drafts, wanted),

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
 
 from refusion_jax.decoding.cache import Cache
@@ -146,8 +147,7 @@ def run(
     return jax.lax.switch(shape, [in_shape(each) for each in sizes.shapes])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Draws:
     """Noise and settings by which tokens are sampled."""
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import cache as kv
@@ -34,8 +35,7 @@ from refusion_jax.systems.refusion.settings import SlotSettings
 DONE, PLAN, VERIFY, PROPOSE, CHECK = range(5)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Work:
     """The work of each row in its block."""
 
@@ -45,8 +45,7 @@ class Work:
     accepted: Int32[Array, "B M"]  # length of each chosen slot's prefix that is accepted already
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State:
     """The state of the decoding loop."""
 
@@ -146,7 +145,7 @@ class SlotDecoder(Decoder):
             canvas=layout.canvas,
             keys=keys,
             settings=layout.settings,
-            work=dataclasses.replace(work, phase=zeros + PLAN),
+            work=work.replace(phase=zeros + PLAN),
             block=zeros,
             remaining=first_block.size > 0,
             ended=zeros > 0,
@@ -205,15 +204,14 @@ class SlotDecoder(Decoder):
         tell_plan(readings[1].token, plan_block.start[:, :, None] + offset, plan.is_fed, readings[1].chance)
 
         work, committed = self.judge(s.work, here, guess, readings, s.settings)
-        after = dataclasses.replace(s, cache=kv.write(s.cache, new), work=work)
+        after = s.replace(cache=kv.write(s.cache, new), work=work)
         after = self.commit(after, s.work.drafts, committed, following, feed)
 
         # The next plan is ready if it was fed and all drafts before it were committed.
         is_valid = jnp.sum(committed, axis=(1, 2)) == jnp.sum(needs.drafted, axis=1)
         is_ready = jnp.any(planned, axis=1) & is_valid & after.active
         chosen = choose_slots(after.remaining, plan_block, readings[1].chance[:, :, 0], s.settings)
-        return dataclasses.replace(
-            after,
+        return after.replace(
             work=select(is_ready, self.begin(chosen, plan_block, readings[1], s.settings), after.work),
             forwards=s.forwards + s.active,
             rounds=s.rounds + is_ready,
@@ -240,11 +238,10 @@ class SlotDecoder(Decoder):
         is_finished = s.active & ~jnp.any(remaining, axis=1)
         is_over = is_finished & (ended | ~jnp.any(following.size > 0, axis=1))
         goes_on = is_finished & ~is_over
-        return dataclasses.replace(
-            s,
+        return s.replace(
             cache=kv.commit(s.cache, count),
             record=s.record.append(feed.tokens[:, : self.block], feed.positions[:, : self.block], count),
-            work=dataclasses.replace(s.work, phase=jnp.where(is_over, DONE, s.work.phase)),
+            work=s.work.replace(phase=jnp.where(is_over, DONE, s.work.phase)),
             block=s.block + goes_on,
             remaining=select(goes_on, following.size > 0, remaining),
             ended=ended,

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Int32, Key
 
 from refusion_jax.decoding import cache as kv
@@ -26,8 +26,7 @@ from refusion_jax.systems.refusion.canvas import slots_of
 from refusion_jax.systems.refusion.settings import SequentialSettings
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class State(Continuation):
     """The state of the decoding loop."""
 
@@ -53,7 +52,7 @@ class Sequential(Continuer):
         layout = super().lay_out(requests)
         starts = [slots_of(request)[0] for request in requests]
         begins = [np.isin(row, own) for row, own in zip(layout.places.position, starts, strict=True)]
-        return dataclasses.replace(layout, settings=layout.settings.replace(begins=np.stack(begins)))
+        return layout.replace(settings=layout.settings.replace(begins=np.stack(begins)))
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         given = layout.given
@@ -78,4 +77,4 @@ class Sequential(Continuer):
         token = sample(choosable, jnp.ones_like(place, bool), s.keys, place, s.settings)
         after, count = s.commit(cache, token, place, jnp.ones_like(s.last), self.ids.eos_id)
         cache = kv.commit(cache, jnp.where(last_is_new, count, 0))
-        return s.renewed(dataclasses.replace(after, cache=cache), last=token[:, 0], last_place=place[:, 0])
+        return s.renewed(after.replace(cache=cache), last=token[:, 0], last_place=place[:, 0])

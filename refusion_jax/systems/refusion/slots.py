@@ -14,17 +14,15 @@ middle one is masked, and the clean ones come in the random order (ef)(ab):
 Axes: B rows, T row length.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from refusion_jax.batch.rows import Rows, document_start, next_in_row, per_document_sum, row_index, text_positions
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Noise:
     """The random draws of the corruption, one value for each token, equal over a document or a slot."""
 
@@ -34,8 +32,7 @@ class Noise:
     rank: UInt32[Array, "B T"]  # per slot; orders the clean slots of a document
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Corrupted:
     """Corrupted rows in physical order, ready for a causal model."""
 
