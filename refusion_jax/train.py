@@ -44,7 +44,7 @@ from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.training import events
 from refusion_jax.training.loop import Hooks, Now, RollBack
-from refusion_jax.training.program import compile_step, train_program
+from refusion_jax.training.program import train_program
 from refusion_jax.training.recovery import Health
 from refusion_jax.training.session import Run, Session
 from refusion_jax.training.trackers import check_trackers
@@ -117,7 +117,7 @@ def train(
             )
         began = time.monotonic()
         with jax.set_mesh(mesh):
-            memory = compile_step(program.step, program.target, config, mesh).memory_analysis()
+            memory = program.compiled_step(program.target).memory_analysis()
         needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results take the state's place
         say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB a device")
         return True

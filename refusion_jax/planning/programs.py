@@ -22,7 +22,7 @@ from refusion_jax.distributed import sharding
 from refusion_jax.model.abstract import abstract_transformer
 from refusion_jax.planning.compiler import tpu_devices
 from refusion_jax.systems.api import decoder_for
-from refusion_jax.training.program import abstract_rows, train_program
+from refusion_jax.training.program import train_program
 
 
 def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
@@ -37,7 +37,7 @@ def lower_train(config: str, topology: str, slices: int) -> jax.stages.Lowered:
     check_mesh(c, mesh)
     program = train_program(c, model_config(c), mesh)
     with jax.set_mesh(mesh):
-        return program.step.lower(program.target, abstract_rows(c, mesh))
+        return program.step.lower(program.target, program.rows)
 
 
 def lower_decode(config: str, topology: str, slices: int, settings: Settings) -> jax.stages.Lowered:

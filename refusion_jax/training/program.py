@@ -6,7 +6,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import ml_collections
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -28,24 +27,18 @@ class Program:
     """What `train` runs and `plan` compiles."""
 
     step: Callable  # jitted: (TrainState, Rows) -> (TrainState, metrics); the state is donated
-    target: TrainState  # jax.ShapeDtypeStruct of every array, with its sharding
-    base: dict  # of the weights to start from, the same as `target`
+    initial_state: Callable[..., TrainState]  # jitted: of step 0, from all weights, which are donated, or random ones
+    rows: Rows  # of a batch: jax.ShapeDtypeStruct of every array, with its sharding
+    target: TrainState  # the same of the state
+    base: dict  # the same of the weights to start from
     lora: Lora | None
-    optimizer: optax.GradientTransformation
-    fresh_state: Callable[..., TrainState]  # from all weights, or random ones
     graphdef: nnx.GraphDef  # of the transformer
     objective: Objective
     flops_per_row: float  # of forward and backward
 
-    @property
-    def shardings(self) -> TrainState:
-        """The sharding of each array of the state."""
-        return jax.tree.map(lambda x: x.sharding, self.target)
-
-    def initial_state(self, weights: dict | None = None) -> TrainState:
-        """The state of step 0: with these weights, which are donated, or random ones."""
-        start = jax.jit(self.fresh_state, donate_argnums=0, out_shardings=self.shardings)
-        return start() if weights is None else start(weights)
+    def compiled_step(self, state: TrainState) -> jax.stages.Compiled:
+        """The step, compiled for a state: its arrays, or their shapes and shardings."""
+        return self.step.lower(state, self.rows).compile()
 
 
 def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
@@ -78,6 +71,8 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
 
     abstract = jax.eval_shape(fresh_state)
     shardings = state_shardings(mesh, axes, abstract)
+    of_rows, dtypes = (config.batch_size, config.row_length), (jnp.int32, jnp.int32, jnp.bool_)
+    rows = jax.eval_shape(lambda: Rows(*(jnp.zeros(of_rows, dtype) for dtype in dtypes)))
     return Program(
         step=jax.jit(
             step,
@@ -85,27 +80,12 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
             out_shardings=(shardings, sharding.sharding(mesh)),  # every host reads the metrics
             compiler_options=compiler_options(mesh),
         ),
+        initial_state=jax.jit(fresh_state, donate_argnums=0, out_shardings=shardings),
+        rows=sharding.placed(rows, sharding.sharding(mesh, "batch", "length")),
         target=(target := sharding.placed(abstract, shardings)),
         base=lora.without_adapters(target.weights) if lora else target.params,
         lora=lora,
-        optimizer=optimizer,
-        fresh_state=fresh_state,
         graphdef=graphdef,
         objective=objective,
         flops_per_row=train_flops_per_row(objective, shape, config.row_length),
     )
-
-
-def compile_step(
-    step: Callable, state: TrainState, config: ml_collections.ConfigDict, mesh: Mesh
-) -> jax.stages.Compiled:
-    """The step of a `Program`, compiled for a state: its arrays, or their shapes and shardings."""
-    return step.lower(state, abstract_rows(config, mesh)).compile()
-
-
-def abstract_rows(config: ml_collections.ConfigDict, mesh: Mesh) -> Rows:
-    """The shapes and shardings of a batch of rows."""
-    shape = config.batch_size, config.row_length
-    dtypes = jnp.int32, jnp.int32, jnp.bool_
-    rows = jax.eval_shape(lambda: Rows(*(jnp.zeros(shape, dtype) for dtype in dtypes)))
-    return sharding.placed(rows, sharding.sharding(mesh, "batch", "length"))

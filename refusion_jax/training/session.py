@@ -32,7 +32,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.training import events, recovery
 from refusion_jax.training.loop import RollBack
 from refusion_jax.training.metrics import MetricsWriter
-from refusion_jax.training.program import Program, compile_step
+from refusion_jax.training.program import Program
 from refusion_jax.training.recovery import SkippedBatches
 from refusion_jax.training.train_step import wide_to_int
 
@@ -129,7 +129,7 @@ class Session:
             self.clock = events.StepClock(self.events, self.first_step)
             if run.compiled_step is None:
                 with self.pause("compile"):
-                    run.compiled_step = compile_step(run.program.step, self.state, config, run.mesh)
+                    run.compiled_step = run.program.compiled_step(self.state)
             self.profile = Profile(config.profile_steps, self.directory.path / "tensorboard")
             stack.callback(self.profile.stop)
             self.watchdog = Watchdog(config.guard.hang_minutes)
