@@ -64,14 +64,7 @@ def room_besides(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder) ->
 
 
 def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, kept: int = 0) -> None:
-    """Refuses a batch that cannot fit. On a mesh of several hosts they all decide alike.
-
-    Args:
-      model: only its shape and dtypes are used.
-      mesh: rows are split over its batch axes, heads and vocabulary over its tensor axis.
-      rows: of the batch.
-      decoder: with its sizes.
-      kept: tokens of what prompts begin with, which are kept for others.
+    """Refuses a batch that cannot fit, with the arguments of `bytes_needed`. All hosts of a mesh decide alike.
 
     Raises:
       SettingError: naming the batch size, and one that would fit.

@@ -132,9 +132,6 @@ def page(prompts: Sequence[tuple[object, Sequence[Scene]]]) -> str:
 
 def groups_of(request: Request) -> Iterator[range]:
     """The places after the prompt, a given text or a slot at a time; without slots, each place of a gap alone."""
-    at = len(request.prompt)
-    for piece in request.pieces[1:]:
-        end = at + (piece if isinstance(piece, int) else len(piece))
-        size = request.settings.slot_size if isinstance(piece, int) else max(1, end - at)
-        yield from (range(start, min(start + size, end)) for start in range(at, end, size))
-        at = end
+    for places, tokens in request.parts[1:]:
+        size = max(1, len(places)) if tokens is not None else request.settings.slot_size
+        yield from (places[start : start + size] for start in range(0, len(places), size))

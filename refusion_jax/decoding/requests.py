@@ -41,39 +41,31 @@ class Request:
     least: int = 0  # tokens that the answer has before an EOS; without a grammar
 
     @property
-    def pieces(self) -> list[Sequence[int] | int]:
-        """Prompt and template as one list of given tokens and lengths of gaps."""
-        return [self.prompt, *(self.template or (self.settings.new_tokens,))]
+    def parts(self) -> list[tuple[range, Sequence[int] | None]]:
+        """(positions in the text, the tokens given there; None: a gap) of the prompt and the parts of the template."""
+        parts, at = [], 0
+        for part in (self.prompt, *(self.template or (self.settings.new_tokens,))):
+            end = at + (part if isinstance(part, int) else len(part))
+            parts.append((range(at, end), None if isinstance(part, int) else part))
+            at = end
+        return parts
 
     @property
     def length(self) -> int:
         """The maximal length of the whole text, given and decoded."""
-        return sum(piece if isinstance(piece, int) else len(piece) for piece in self.pieces)
+        return self.parts[-1][0].stop
 
     @property
     def given(self) -> tuple[list[int], list[int]]:
         """(tokens, their positions in the text) of all that is given, in text order."""
-        tokens, positions, at = [], [], 0
-        for piece in self.pieces:
-            if isinstance(piece, int):
-                at += piece
-            else:
-                tokens += np.asarray(piece, np.int64).tolist()
-                positions += range(at, at + len(piece))
-                at += len(piece)
-        return tokens, positions
+        given = [(places, tokens) for places, tokens in self.parts if tokens is not None]
+        tokens = [token for _, some in given for token in np.asarray(some, np.int64).tolist()]
+        return tokens, [place for places, _ in given for place in places]
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """(first position, length) of each gap, in text order."""
-        gaps, at = [], 0
-        for piece in self.pieces:
-            if isinstance(piece, int):
-                gaps.append((at, piece))
-                at += piece
-            else:
-                at += len(piece)
-        return gaps
+        return [(places.start, len(places)) for places, tokens in self.parts if tokens is None]
 
     @property
     def ends_from(self) -> int:
@@ -242,7 +234,7 @@ def check_tokens(name: str, given: Sequence[int], num_tokens: int) -> None:
 
 
 def _check(request: Request, num_tokens: int, room: int) -> None:
-    given = [token for piece in request.pieces if not isinstance(piece, int) for token in piece]
+    given = [token for _, tokens in request.parts if tokens is not None for token in tokens]
     gaps = [piece for piece in request.template if isinstance(piece, int)]
     check_tokens(request.name, given, num_tokens)
     if request.template and (not gaps or min(gaps) < 1):

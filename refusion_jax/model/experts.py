@@ -103,7 +103,7 @@ def mixture(
     activation: Callable,
     is_real: Bool[Array, "B T"] | None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
-    """The sum of the k experts of each token, weighed by the router.
+    """The sum of the k experts of each token, weighted by the router.
 
     Args:
       x: split over the mesh as "batch", "length", None.
@@ -233,10 +233,6 @@ def _tiled(x, w, expert, tiles) -> jax.Array:
     return jax.lax.fori_loop(0, tiles, lambda i, y: y.at[i].set(blocks[i] @ w[expert[i]]), y).reshape(len(x), -1)
 
 
-def _tiled_forward(x, w, expert, tiles):
-    return _tiled(x, w, expert, tiles), (x, w, expert, tiles)
-
-
 def _tiled_backward(kept, dy):
     x, w, expert, tiles = kept
     blocks, dblocks = (each.reshape(len(expert), -1, each.shape[1]) for each in (x, dy))
@@ -245,7 +241,7 @@ def _tiled_backward(kept, dy):
     return dx, dw, None, None
 
 
-_tiled.defvjp(_tiled_forward, _tiled_backward)
+_tiled.defvjp(lambda *args: (_tiled(*args), args), _tiled_backward)
 
 
 # What a gather sums in its gradient is known here by index, so that both directions are gathers.

@@ -158,11 +158,12 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
     family = FAMILIES.get(release.family)
     fixed = dict(family.activation | family.fixed if family else {"model_type": ""}) | release.fixed
     fixed["quantization_config"] = None
+    released_types = sorted({one.model_type for some in releases.values() for one in some})
     for key, value in fixed.items():
         if family is None or given.get(key, value) != value:
             raise UserError(
                 f"{file}: {key}={json.dumps(given.get(key))[:60]} is not supported; of Hugging Face models "
-                f"we read those of model_type {', '.join([*FAMILIES, *_model_types(releases)])} with that "
+                f"we read those of model_type {', '.join([*FAMILIES, *released_types])} with that "
                 f"family's defaults"
             )
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
@@ -176,10 +177,6 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
     given = {key: value for key, value in given.items() if key in Config.model_fields}
     return to_type(given, Config, f"{file} cannot be read"), release.names
-
-
-def _model_types(releases: Releases) -> list[str]:
-    return sorted({one.model_type for some in releases.values() for one in some})
 
 
 def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:

@@ -133,13 +133,7 @@ def _swapped(x: Float[Array, "B T N H"], half: int) -> Float[Array, "B T N H"]:
     return jnp.concatenate([second, first, rest], axis=-1)
 
 
-def _rotate_forward(x: Float[Array, "B T N H"], rotation: Rotation) -> tuple[Float[Array, "B T N H"], Rotation]:
-    return rotate(x, rotation), rotation
-
-
-def _rotate_back(rotation: Rotation, cotangent: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], None]:
-    cos, sin = rotation
-    return rotate(cotangent, (cos, -sin)), None
-
-
-rotate.defvjp(_rotate_forward, _rotate_back)
+rotate.defvjp(
+    lambda x, rotation: (rotate(x, rotation), rotation),
+    lambda rotation, cotangent: (rotate(cotangent, (rotation[0], -rotation[1])), None),
+)

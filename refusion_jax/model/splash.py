@@ -89,11 +89,12 @@ def _attend(
     q_segments, k_segments = q_segments + first, k_segments + first
     segments = SegmentIds(q_segments.ravel(), k_segments.ravel())
     with jax.named_scope(f"rows_{len(q)}_tiles_{tiles}"):  # a name that stays: planning/costs.py reads it
-        heads = of_documents(kernel, q_segments, k_segments)(*(_behind_each_other(x) for x in (q, k, v)), segments)
+        heads = of_documents(kernel, q_segments, k_segments)(*(_joined(x) for x in (q, k, v)), segments)
     return heads.swapaxes(0, 1).reshape(q.shape)
 
 
-def _behind_each_other(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
+def _joined(x: Float[Array, "B T N H"]) -> Float[Array, "N B*T H"]:
+    """The rows one after the other, as one."""
     return x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)
 
 
@@ -181,15 +182,8 @@ def _kernel(pattern: Pattern, length: int, heads: int, parts: int, interpret: bo
     # Folded rows have two parts a chip: tiles within one, where they have room for one.
     own = length // parts // (2 if isinstance(pattern, Folded) and length // parts % (2 * SMALLEST_TILE) == 0 else 1)
     tile = next(tile for tile in _TILES if tile <= largest and own % tile == 0)
-    sizes = BlockSizes(
-        block_q=tile,
-        block_kv=tile,
-        block_q_dkv=tile,
-        block_kv_dkv=tile,
-        block_kv_dkv_compute=tile,
-        block_q_dq=tile,
-        block_kv_dq=tile,
-    )
+    passes = "q", "kv", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
+    sizes = BlockSizes(**{f"block_{name}": tile for name in passes})
     every_head, shards = masks.MultiHeadMask([one_head] * heads), {"head_shards": 1, "q_seq_shards": parts}
     kernel = make_splash_mha(
         every_head, block_sizes=sizes, residual_checkpoint_name=remat.ATTENTION, interpret=interpret, **shards

@@ -12,7 +12,6 @@ from etils import epath
 from refusion_jax.config import make_objective
 from refusion_jax.config.model import model_config
 from refusion_jax.data.interface import Tokenizer
-from refusion_jax.data.manifest import Manifest
 from refusion_jax.data.prepared import PreparedRows
 from refusion_jax.distributed.chips import CHIPS
 from refusion_jax.distributed.json_files import read_json_lines
@@ -37,13 +36,16 @@ def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
       config: of a training whose length and cost are estimated, if any.
     """
     manifest = data.manifest
-    facts = {name: f"{getattr(manifest, name):,}" for name in ("documents", "tokens", "rows", "row_length", "segments")}
-    facts |= {"positions filled": f"{manifest.fill:.2%}", "tokens in a document": f"{_mean(manifest):,.1f}"}
-    facts |= {f"input {name}": f"{count:,}" for name, count in manifest.input.items()}
+    counted = ("documents", "tokens", "rows", "row_length", "segments")
+    contents = {name: f"{getattr(manifest, name):,}" for name in counted} | {
+        "positions filled": f"{manifest.fill:.2%}",
+        "tokens in a document": f"{manifest.tokens / max(manifest.documents, 1):,.1f}",
+        **{f"input {name}": f"{count:,}" for name, count in manifest.input.items()},
+    }
     lengths = [(f"at most {2**k:,}", count) for k, count in sorted(manifest.lengths.items())]
     languages = [(name or "not looked for", count) for name, count in manifest.languages.items()]
     tables: list[_Table] = [
-        ("Contents", "", ("what", "value"), list(facts.items())),
+        ("Contents", "", ("what", "value"), list(contents.items())),
         ("Sources", "Held-out documents are counted, too.", ("--input", "tokens", "share"), _shares(manifest.sources)),
         ("Lengths", "", ("tokens of a document", "documents", "share"), _shares(dict(lengths), by_count=False)),
         (
@@ -61,10 +63,6 @@ def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.C
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     shown = {"title": data.path, "command": manifest.command, "tables": tables, "most": _TOKENS}
     return environment.from_string(template).render(**shown, samples=list(_samples(data, tokenizer)))
-
-
-def _mean(manifest: Manifest) -> float:
-    return manifest.tokens / max(manifest.documents, 1)
 
 
 def _of(counts: dict[str, int], whole: int) -> list[tuple]:
