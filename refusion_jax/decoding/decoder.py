@@ -121,12 +121,12 @@ class Decoder(abc.ABC):
         del fed, new_tokens, slot_size
         return {}
 
-    def lay_out(self, requests: Sequence[Request]) -> Any:
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
         """The requests as a tree of numpy arrays with leading axis R; runs on the host."""
-        return Layout.of(requests, self.cache_length or self.width, self.new_tokens)
+        return Layout.of(requests, self.cache_length or self.width, Places.of(requests, self.new_tokens))
 
     @abc.abstractmethod
-    def init(self, model: Transformer, layout: Any, keys: Key[Array, "R"]) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "R"]) -> State:
         """The initial state of new rows, with what is given already prefilled; runs inside `jit`.
 
         Args:

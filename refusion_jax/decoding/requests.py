@@ -126,17 +126,16 @@ class Places:
 
 @struct.dataclass
 class Layout:
-    """Requests as arrays, for decoders that need no more than this."""
+    """Requests as arrays."""
 
     given: Given
-    places: Places
+    places: Any  # to decode: `Places`, or what else the decoder takes
     settings: TracedSettings
 
     @classmethod
-    def of(cls, requests: Sequence[Request], capacity: int, new_tokens: int) -> "Layout":
-        """Some requests, as numpy arrays with C = capacity and N = new_tokens."""
-        given, places = Given.of(requests, capacity), Places.of(requests, new_tokens)
-        return cls(given, places, TracedSettings.of([request.settings for request in requests]))
+    def of(cls, requests: Sequence[Request], capacity: int, places: Any) -> "Layout":
+        """Some requests and their places, as numpy arrays with C = capacity."""
+        return cls(Given.of(requests, capacity), places, TracedSettings.of([request.settings for request in requests]))
 
 
 def most_new_tokens(requests: Sequence[Request]) -> int:

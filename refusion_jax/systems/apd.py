@@ -44,7 +44,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import run_length
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.shape import ModelConfig
@@ -105,7 +105,7 @@ class DraftAndCheck(Decoder):
         )
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        return Layout.of(requests, self.width, self.new_tokens)
+        return Layout.of(requests, self.width, Places.of(requests, self.new_tokens))
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         given = layout.given

@@ -10,8 +10,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, ArrayLike, Int32
 
-from refusion_jax.decoding.requests import Given, Request
-from refusion_jax.decoding.settings import TracedSettings
+from refusion_jax.decoding.requests import Request
 from refusion_jax.systems.refusion.settings import LEFT_TO_RIGHT, RANDOM
 
 BY_CONFIDENCE = -1  # the rank of a slot whose turn the plan decides
@@ -39,21 +38,6 @@ class Canvas:
             start[row, :n], size[row, :n], ends_from[row] = starts, sizes, request.ends_from
             rank[row, :n], per_block[row] = ranks(request), slots_a_block(request)
         return cls(start, size, ends_from, rank, per_block)
-
-
-@struct.dataclass
-class SlotLayout:
-    """Requests as arrays."""
-
-    given: Given
-    canvas: Canvas
-    settings: TracedSettings
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], capacity: int, slots: int) -> "SlotLayout":
-        """Some requests, as numpy arrays with room for `capacity` given tokens and for `slots` slots of each row."""
-        settings = TracedSettings.of([request.settings for request in requests])
-        return cls(Given.of(requests, capacity), Canvas.of(requests, slots), settings)
 
 
 @struct.dataclass

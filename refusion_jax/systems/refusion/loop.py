@@ -21,14 +21,14 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Decoder
-from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
 from refusion_jax.decoding.sampling import Record, first, select
 from refusion_jax.decoding.settings import TokenIds, TracedSettings
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.budget import Sizes
-from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, SlotLayout, slots_a_block, slots_of
+from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, slots_a_block, slots_of
 from refusion_jax.systems.refusion.feed import Draws, Feed, Part, Reading, pack, read, run
 from refusion_jax.systems.refusion.settings import SlotSettings
 
@@ -129,20 +129,20 @@ class SlotDecoder(Decoder):
             return per_block
         return per_block * (2 if len(slots_of(request)[0]) > per_block else 1)
 
-    def lay_out(self, requests: Sequence[Request]) -> SlotLayout:
-        return SlotLayout.of(requests, self.cache_length, self.slots)
+    def lay_out(self, requests: Sequence[Request]) -> Layout:
+        return Layout.of(requests, self.cache_length, Canvas.of(requests, self.slots))
 
-    def init(self, model: Transformer, layout: SlotLayout, keys: Key[Array, "B"]) -> State:
+    def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are prefilled, and the first forward plans."""
         zeros = jnp.zeros(keys.shape, jnp.int32)
-        first_block = Block.of(layout.canvas, zeros, self.block_slots)
+        first_block = Block.of(layout.places, zeros, self.block_slots)
         drafts = jnp.zeros((*first_block.size.shape, self.slot_size), jnp.int32)
         nothing = Reading(drafts, drafts * 0.0, drafts * 0.0)
         work = self.begin(drafts[:, :, 0] > 0, first_block, nothing, layout.settings)
         return State(
             cache=kv.prefill(model, layout.given, self.chunk),
             record=Record.empty(len(zeros), self.slots * self.slot_size + self.block),
-            canvas=layout.canvas,
+            canvas=layout.places,
             keys=keys,
             settings=layout.settings,
             work=work.replace(phase=zeros + PLAN),
