@@ -32,7 +32,7 @@ def shuffle_documents(rows: Rows, keys: Key[Array, "B"]) -> Rows:
 
     Args:
       rows: to shuffle; their documents are numbered anew, from the left.
-      keys: one a row.
+      keys: one per row.
     """
     index = row_index(rows.tokens)
     draws = jax.vmap(lambda key: jax.random.uniform(key, index.shape[1:]))(keys_for("shuffling", keys))
@@ -56,7 +56,7 @@ def pad_answers(rows: Rows, keys: Key[Array, "B"], share: float) -> Rows:
 
     Args:
       rows: of documents that end in an EOS.
-      keys: one a row.
+      keys: one per row.
       share: of documents to replace; 0 changes nothing.
     """
     if not share:
@@ -77,7 +77,7 @@ def draw_masks(rows: Rows, keys: Key[Array, "B"]) -> tuple[Bool[Array, "B T"], F
 
     Args:
       rows: padded or not.
-      keys: one a row; p = (1 - EPS) t + EPS with t ~ U(0, 1) for each document.
+      keys: one per row; p = (1 - EPS) t + EPS with t ~ U(0, 1) for each document.
 
     Returns:
       (which tokens are masked, p of each token's document).

@@ -23,7 +23,7 @@ def attention(
     """Scaled dot-product attention with grouped heads; the softmax is float32 whatever the inputs are.
 
     A query that may see no key at all (padding) gets finite numbers without meaning, not NaN. The backward pass keeps
-    no [T, S] array: it computes the weights anew from the scores and the two numbers a query that normalize them
+    no [T, S] array: it computes the weights again from the scores and the two numbers per query that normalize them
     (FlashAttention-2, arXiv 2307.08691, section 3.1), and needs no reduction over keys.
 
     Args:

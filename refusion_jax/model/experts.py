@@ -85,7 +85,7 @@ def balance(counts: Float32[Array, "E"], chosen: int) -> Float32[Array, "E"]:
     """What a probability of each expert costs, from how many tokens of the whole batch go there.
 
     `sum(balance(counts, k) * probabilities)` is E sum_e f_e P_e of Switch Transformers (arXiv 2101.03961, equation 4)
-    for k experts a token: f_e and P_e are means over the tokens of all layers, of those that go to e and of the
+    for k experts per token: f_e and P_e are means over the tokens of all layers, of those that go to e and of the
     probability of that. It is k where all experts have as much to do.
 
     Args:

@@ -36,7 +36,7 @@ from refusion_jax.model import remat
 # Side of the tiles that the kernel works on: the largest of these that divides S. On v6e tiles of 1,024 make the kernel
 # a third faster (github.com/apple/axlearn/pull/958; MaxText's configs for v6e have 1,024 and 2,048, those for v4, v5e
 # and v5p its default, 512), in rows long enough that the diagonal does not take it back, whose tiles are worked on
-# whole: 2,560 keys a query at T = 4,096, with 512 it is 2,304. Both fit the vector memory that a program may use
+# whole: 2,560 keys per query at T = 4,096, with 512 it is 2,304. Both fit the vector memory that a program may use
 # (head size 128, bfloat16, libtpu 0.0.51).
 _TILES = (1024, 512, 256, 128)
 _LARGEST = {"TPU v6 lite": 1024}  # by jax.Device.device_kind, for rows of 4,096 tokens and more; 512 otherwise

@@ -119,16 +119,18 @@ class SoftTail(Objective):
         return in_tail & (place < count), count / jnp.maximum(length, 1)
 
 
-def context_masks(is_masked: Bool[Array, "B T"], is_behind: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
+def context_masks(
+    is_masked: Bool[Array, "B T"], has_previous: Bool[Array, "B T"], decay: float
+) -> Float32[Array, "B T"]:
     """S: the decayed count of masks at and before each token of its document.
 
     Args:
       is_masked: which tokens are masks.
-      is_behind: which tokens are not the first of their document.
+      has_previous: which tokens are not the first of their document.
       decay: p.
     """
-    before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & is_behind
-    return decayed_sum(is_masked * (1.0 + before), is_behind * (1.0 - decay))
+    before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & has_previous
+    return decayed_sum(is_masked * (1.0 + before), has_previous * (1.0 - decay))
 
 
 @dataclasses.dataclass(frozen=True)

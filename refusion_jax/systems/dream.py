@@ -105,7 +105,7 @@ def schedule(masks: int, steps: int) -> tuple[int, ...]:
 class DreamSettings(masked.MaskedSettings):
     """How to decode a shifted masked diffusion model."""
 
-    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one a token", at_least=0, at_most=2**16)
+    steps: int = setting(0, "Forwards for an answer of max_new_tokens; 0: one per token", at_least=0, at_most=2**16)
     confidence: str = setting(
         "entropy",
         "What is committed first: entropy (least) | margin (of the best token over the second) | maskgit (probability)",

@@ -1,7 +1,7 @@
 """The base of masked decoders, which fill the masks of a text in any order by bidirectional forwards over all of it.
 
 Every forward takes a window of the text, its current block, proposes a token for each mask in it, and commits those
-that a *selection rule* chooses. Decoders differ in this rule: an even number a step (llada.py), near known tokens
+that a *selection rule* chooses. Decoders differ in this rule: an even number per step (llada.py), near known tokens
 (conv.py), by a schedule (dream.py), by a threshold (fast_dllm.py, which also keeps keys and values).
 
 A few widths of the text are compiled, and every forward takes the least that holds its longest active row.

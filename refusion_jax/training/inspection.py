@@ -68,7 +68,7 @@ def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, p
       rows: [B, T], packed.
       batch: that the objective made of them.
       place: index of the row.
-      labels: whether to list the labels, one a line.
+      labels: whether to list the labels, one per line.
     """
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
     documents = documents_of(rows, batch, tokenizer.mask_id)

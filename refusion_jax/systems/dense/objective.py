@@ -26,7 +26,7 @@ Example: a prompt token `p` and the slots (ab)(cd) in the order (cd)(ab) (row: q
 A clean token predicts the next token of the text, unless this comes earlier in the order and is seen: `b` has no label,
 as `c` is seen. Both terms are means over their labels.
 
-Axes: B rows, T row length, M copies a row.
+Axes: B rows, T row length, M copies per row.
 """
 
 import dataclasses
