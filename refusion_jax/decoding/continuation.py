@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int32, PyTree
 from refusion_jax.batch.rows import row_index
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import Decoder, RowState
-from refusion_jax.decoding.requests import Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Request, text_capacity
 from refusion_jax.decoding.sampling import put, select
 from refusion_jax.decoding.settings import Settings, TokenIds
 from refusion_jax.model.shape import ModelConfig
@@ -108,14 +108,7 @@ class Continuer(Decoder):
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         width = cls.width_for(requests)
-        return cls(
-            ids=TokenIds.of(requests[0].settings, model),
-            width=width,
-            new_tokens=most_new_tokens(requests),
-            cache_length=text_capacity(requests) + width,
-            chunk=prefill_chunk(requests),
-            **cls.compiled(requests[0].settings),
-        )
+        return cls.sized(requests, model, width=width, cache_length=text_capacity(requests) + width)
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:

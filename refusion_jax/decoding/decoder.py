@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int32, Key
 
 from refusion_jax.cli.settings import scope
-from refusion_jax.decoding.requests import ROUNDING, Layout, Places, Request
+from refusion_jax.decoding.requests import ROUNDING, Layout, Places, Request, most_new_tokens, prefill_chunk
 from refusion_jax.decoding.sampling import Record, put
 from refusion_jax.decoding.settings import Settings, TokenIds, TracedSettings
 from refusion_jax.distributed.sharding import shard_count_here
@@ -101,10 +101,18 @@ class Decoder(abc.ABC):
     chunk: int = 0  # given tokens that one forward of the prefill feeds, for decoders with `copies_prefix`
 
     @classmethod
-    def compiled(cls, settings: Settings) -> dict[str, Any]:
-        """The values of those of its fields that have the name of a setting that is compiled in."""
-        names = scope(type(settings), "compiled")
-        return {f.name: getattr(settings, f.name) for f in dataclasses.fields(cls) if f.name in names}
+    def sized(cls, requests: Sequence[Request], model: ModelConfig, **own: Any) -> Self:
+        """A decoder with its own sizes, and with what any decoder takes from the requests and the model.
+
+        A field that has the name of a setting that is compiled in has its value.
+        """
+        settings = requests[0].settings
+        names = {f.name for f in dataclasses.fields(cls)} & scope(type(settings), "compiled")
+        common = {name: getattr(settings, name) for name in names}
+        common |= {"ids": TokenIds.of(settings, model), "new_tokens": most_new_tokens(requests)}
+        if cls.copies_prefix:
+            common["chunk"] = prefill_chunk(requests)
+        return cls(**common | own)
 
     @classmethod
     @abc.abstractmethod

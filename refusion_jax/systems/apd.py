@@ -44,7 +44,7 @@ from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.auxiliary import in_vocabulary
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.reference import ReferenceDecoder
-from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Layout, Places, Request, most_new_tokens, text_capacity
 from refusion_jax.decoding.sampling import run_length
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.shape import ModelConfig
@@ -92,17 +92,9 @@ class DraftAndCheck(Decoder):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        s, N, C = requests[0].settings, most_new_tokens(requests), text_capacity(requests)
-        K = min(s.lookahead, N)
-        return cls(
-            ids=shared.TokenIds.of(s, model),
-            width=C,
-            new_tokens=N,
-            cache_length=C + K,  # of the verifier, drafts included
-            lookahead=K,
-            chunk=prefill_chunk(requests),
-            shifted=model.shifted,
-        )
+        C, K = text_capacity(requests), min(requests[0].settings.lookahead, most_new_tokens(requests))
+        sizes = {"width": C, "lookahead": K, "shifted": model.shifted}
+        return cls.sized(requests, model, **sizes, cache_length=C + K)  # of the verifier, drafts included
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
         return Layout.of(requests, self.width, Places.of(requests, self.new_tokens))

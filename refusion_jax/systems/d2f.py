@@ -181,14 +181,8 @@ class Pipeline(Decoder):
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         own, N = requests[0].settings, most_new_tokens(requests)
         width = own.block_length * min(_IN_FLIGHT, -(-N // own.block_length))
-        return cls(
-            ids=shared.TokenIds.of(own, model),
-            width=width,
-            prompt=rounded_up(max(len(request.given[0]) for request in requests)),
-            cache_length=text_capacity(requests) + width,
-            new_tokens=N,
-            block_length=own.block_length,
-        )
+        prompt = rounded_up(max(len(request.given[0]) for request in requests))
+        return cls.sized(requests, model, width=width, prompt=prompt, cache_length=text_capacity(requests) + width)
 
     @property
     def prefill_width(self) -> int:

@@ -140,17 +140,12 @@ class MaskedDecoder(Decoder):
         Raises:
           UserError: where a request begins with a gap, and the model cannot write a first token.
         """
-        own, N, shifted = requests[0].settings, most_new_tokens(requests), cls.always_shifted or model.shifted
+        N, shifted = most_new_tokens(requests), cls.always_shifted or model.shifted
         if shifted:
             check_first(requests)
-        return cls(
-            ids=TokenIds.of(own, model),
-            width=text_capacity(requests),
-            new_tokens=N,
-            block_length=min(N, max(r.settings.block_length or N for r in requests)),
-            shifted=shifted,
-            **cls.compiled(own),
-        )
+        block_length = min(N, max(r.settings.block_length or N for r in requests))
+        sizes = {"width": text_capacity(requests), "block_length": block_length, "shifted": shifted}
+        return cls.sized(requests, model, **sizes)
 
     def init(self, _: Transformer, layout: Layout, keys: Key[Array, "B"]) -> MaskedText:
         """The initial state; there is no prefill."""

@@ -39,9 +39,8 @@ from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuation, Continuer
 from refusion_jax.decoding.decoder import LAST_TOKEN
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import mask_logits, run_length, select
-from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.distributed.chips import free_tokens
 from refusion_jax.distributed.sharding import device_kind_here, shard_count_here
@@ -103,9 +102,7 @@ class Drafting(Continuer):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        s = requests[0].settings
-        sizes = {"new_tokens": most_new_tokens(requests), "chunk": prefill_chunk(requests)}
-        own = cls(ids=TokenIds.of(s, model), width=0, **sizes, **cls.compiled(s))
+        own = cls.sized(requests, model, width=0)
         reach, prefixes = own.most
         width = reach * (1 + prefixes)
         return dataclasses.replace(own, width=width, cache_length=text_capacity(requests) + width)

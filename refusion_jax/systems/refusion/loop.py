@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.decoder import SLOT_MASK, Decoder
-from refusion_jax.decoding.requests import Layout, Request, most_new_tokens, prefill_chunk, text_capacity
+from refusion_jax.decoding.requests import Layout, Request, text_capacity
 from refusion_jax.decoding.sampling import Record, first, select
-from refusion_jax.decoding.settings import TokenIds, TracedSettings
+from refusion_jax.decoding.settings import TracedSettings
 from refusion_jax.decoding.trajectory import tell_drafts, tell_plan
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -109,16 +109,14 @@ class SlotDecoder(Decoder):
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         """The smallest sizes that serve all of these requests; the cache has room for what a forward writes."""
         K, block_slots = requests[0].settings.slot_size, max(map(slots_a_block, requests))
-        return cls(
-            ids=TokenIds.of(requests[0].settings, model),
-            slot_size=K,
+        return cls.sized(
+            requests,
+            model,
             slots=max(len(slots_of(request)[0]) for request in requests),
             block_slots=block_slots,
             width=K * max(map(cls.slots_of_a_forward, requests)),
-            new_tokens=most_new_tokens(requests),
             budget=max(request.settings.budget for request in requests),
             cache_length=text_capacity(requests) + block_slots * K,
-            chunk=prefill_chunk(requests),
         )
 
     @classmethod
