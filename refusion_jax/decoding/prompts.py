@@ -1,5 +1,6 @@
 """Reads prompts and templates from JSONL as token ids, and writes answers as text."""
 
+import bisect
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -122,11 +123,8 @@ def to_record(id: object, answer: Answer, tokenizer: Tokenizer | None, stops: St
 
 def tokens_of(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     """The shortest prefix of the tokens whose text covers this prefix of their text."""
-    low, high = 0, len(tokens)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(tokenizer.decode(tokens[:middle])) >= len(text) else (middle + 1, high)
-    return tokens[:low]
+    count = bisect.bisect_left(range(len(tokens)), len(text), key=lambda n: len(tokenizer.decode(tokens[:n])))
+    return tokens[:count]
 
 
 def spelled(text: Mapping[int, int], at: int, tokenizer: Tokenizer) -> str:

@@ -109,9 +109,7 @@ class SoftTail(Objective):
         length = per_document_sum(rows.is_response, rows.segment_ids)  # L
         count = jnp.maximum(jnp.floor(length * t), 1)  # N
         window = jnp.minimum(length, jnp.floor(self.tail * count))
-        left = (
-            document + per_document_sum(jnp.ones_like(index), rows.segment_ids) - index
-        )  # tokens from here to the end
+        left = document + per_document_sum(jnp.ones_like(index), rows.segment_ids) - index  # from here to the end
         in_tail = rows.is_response & (left <= window)
         # The first N tokens of a document's tail by rank; its other tokens are sorted after the tail.
         *_, order = jax.lax.sort((2 * document + ~in_tail, rank, index), dimension=1, num_keys=2, is_stable=True)
@@ -119,18 +117,16 @@ class SoftTail(Objective):
         return in_tail & (place < count), count / jnp.maximum(length, 1)
 
 
-def context_masks(
-    is_masked: Bool[Array, "B T"], has_previous: Bool[Array, "B T"], decay: float
-) -> Float32[Array, "B T"]:
+def context_masks(is_masked: Bool[Array, "B T"], follows: Bool[Array, "B T"], decay: float) -> Float32[Array, "B T"]:
     """S: the decayed count of masks at and before each token of its document.
 
     Args:
       is_masked: which tokens are masks.
-      has_previous: which tokens are not the first of their document.
+      follows: which tokens are not the first of their document.
       decay: p.
     """
-    before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & has_previous
-    return decayed_sum(is_masked * (1.0 + before), has_previous * (1.0 - decay))
+    before = jnp.pad(is_masked[:, :-1], ((0, 0), (1, 0))) & follows
+    return decayed_sum(is_masked * (1.0 + before), follows * (1.0 - decay))
 
 
 @dataclasses.dataclass(frozen=True)

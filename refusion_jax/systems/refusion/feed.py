@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
 
 from refusion_jax.decoding.cache import Cache
@@ -147,21 +146,12 @@ def run(
     return jax.lax.switch(shape, [in_shape(each) for each in sizes.shapes])
 
 
-@struct.dataclass
-class Draws:
-    """Noise and settings by which tokens are sampled."""
-
-    keys: Key[Array, "*B"]  # of the new samples
-    planned: Key[Array, "*B"]  # that the drafts were sampled with
-    settings: TracedSettings
-
-
 def read(
     model: Transformer,
     hidden: Float[Array, "S P D"],
     index: Int32[Array, "B W"],
     feed: Feed,
-    draws: Draws,
+    draws: tuple[Key[Array, "B"], Key[Array, "B"], TracedSettings],
     ids: TokenIds,
     sizes: Sizes,
     grid: tuple[int, int, int],
@@ -172,7 +162,7 @@ def read(
       model: its output head is used.
       hidden, index: of the forward.
       feed: what was fed.
-      draws: of each row.
+      draws: of each row the key of the new samples, the key that the drafts were sampled with, and the settings.
       ids: of the special tokens.
       sizes: with C.
       grid: B, M, K.
@@ -192,11 +182,11 @@ def read(
         at = jnp.sum(seen[:, None] <= rank[None, :, None], axis=2, dtype=jnp.int32)  # [S, C]
         at = jnp.minimum(at, R - 1)  # padding after the last place
         packed, position, may_end, is_draft, is_drawn, candidate = jax.tree.map(lambda x: take(x, at), places)
-        own = jax.tree.map(lambda x: take(x, at // W), rows)
+        fresh, planned, settings = jax.tree.map(lambda x: take(x, at // W), rows)
         # The token after a draft is sampled with the same noise as in the plan, so that both are most likely equal.
-        keys = jnp.where(is_draft, own.planned, own.keys)
+        keys = jnp.where(is_draft, planned, fresh)
         real, choosable = mask_logits(model.logits(take(hidden, packed)), may_end, ids)
-        token = sample(choosable, is_drawn, keys, position + is_draft, own.settings)
+        token = sample(choosable, is_drawn, keys, position + is_draft, settings)
         new = token, probability(real, token), probability(real, candidate)
         return jax.tree.map(lambda out, x: jax.lax.dynamic_update_slice_in_dim(out, x, i * portion, 1), out, new)
 

@@ -29,7 +29,7 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.refusion.budget import Sizes
 from refusion_jax.systems.refusion.canvas import BY_CONFIDENCE, Block, Canvas, slots_a_block, slots_of
-from refusion_jax.systems.refusion.feed import Draws, Feed, Part, Reading, pack, read, run
+from refusion_jax.systems.refusion.feed import Feed, Part, Reading, pack, read, run
 from refusion_jax.systems.refusion.settings import SlotSettings
 
 DONE, PLAN, VERIFY, PROPOSE, CHECK = range(5)
@@ -195,7 +195,7 @@ class SlotDecoder(Decoder):
         visible = self.visible(s.work, feed)
         hidden, index, new = run(model, s.cache, feed, visible, shape, sizes, self.block)
         fold_in = jax.vmap(jax.random.fold_in)
-        draws = Draws(fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings)
+        draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
         readings = read(model, hidden, index, feed, draws, self.ids, sizes, s.work.drafts.shape)
 
         tell_drafts(s.work.drafts, here.start[:, :, None] + offset, drafts.is_fed)
