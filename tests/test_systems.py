@@ -29,7 +29,6 @@ from flax import nnx
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.batch import is_labelled
-from refusion_jax.batch.masking import PADDING
 from refusion_jax.batch.rows import Rows
 from refusion_jax.cli.settings import setting
 from refusion_jax.config import make_objective
@@ -46,7 +45,7 @@ from refusion_jax.training.train_step import init_state, make_train_step, state_
 TRAINABLE = registry.trainable()
 DECODERS = list(registry.decoders())
 # Documents are followed by repeats of their last token.
-PADDED = ["block_diffusion", *(name for name in TRAINABLE if PADDING in registry.systems()[name].section.keys.values())]
+PADDED = ["block_diffusion", *(name for name in TRAINABLE if "padding" in registry.systems()[name].section.keys)]
 RECORDED = ["refusion", "prompt_lookup", "d2f"]  # that tell of drafts and plans, or of one of them
 T = 24
 

@@ -3,24 +3,26 @@
 Axes: B rows, T row length.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Key
 
 from refusion_jax.batch.rows import Rows, document_start, keys_for, row_index, text_positions
-from refusion_jax.cli.settings import Setting
+from refusion_jax.cli.settings import setting
 
 EPS = 1e-3  # least probability of masking a token, as in LLaDA
 
 # The config key of `pad_answers`, for systems whose decoders fill more masks than the answer has tokens.
-PADDING = Setting(
-    0.3, "share of documents replaced by padding of the one before, so that a model learns where answers end",
+PADDING = functools.partial(
+    setting, 0.3, "share of documents replaced by padding of the one before, so that a model learns where answers end",
     at_least=0, below=1,
 )  # fmt: skip
 # The config key of `shuffle_documents`, for systems that pad answers and can do without it.
-SHUFFLE = Setting(
-    False, "whether documents of a row are put into a random order before some are replaced by padding: the longest, "
-    "which stand first, are then padded as the others are, and a model learns where they end, in more steps",
+SHUFFLE = functools.partial(
+    setting, False, "whether documents of a row are put into a random order before some are replaced by padding: the "
+    "longest, which stand first, are then padded as the others are, and a model learns where they end, in more steps",
 )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels, shuffle_documents
 from refusion_jax.batch.rows import Rows, join, next_in_row, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
-from refusion_jax.cli.settings import Setting, setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuer, FilledText
@@ -67,10 +67,6 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 32  # as in the paper
-
-CONFIG_KEYS = {
-    "block_size": Setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +89,7 @@ class ComplementaryMasks(Objective):
     streams: ClassVar[int] = 3  # two noisy copies and the text
 
     mask_id: int
-    block_size: int
+    block_size: int = setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096)
 
     @property
     def pattern(self) -> ComplementaryBlocks:
@@ -241,7 +237,9 @@ SYSTEM = System(
     objective=ComplementaryMasks,
     decoders={"block_diffusion": BlockByBlock},
     references={"block_diffusion": reference},
-    section=ConfigSection("block_diffusion", CONFIG_KEYS, former={"eps": 1e-3}, block_key="block_size"),
+    section=ConfigSection(
+        "block_diffusion", declared(ComplementaryMasks), former={"eps": 1e-3}, block_key="block_size"
+    ),
     releases=(
         Release(
             "Fast_dLLM_Qwen",

@@ -46,7 +46,7 @@ from refusion_jax.batch.rows import (
     text_positions,
 )
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
-from refusion_jax.cli.settings import Setting, setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuer, FilledText
@@ -57,14 +57,6 @@ from refusion_jax.decoding.trajectory import tell_plan
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
-CONFIG_KEYS = {
-    "tail": Setting(
-        1.5, "masks lie among the last `tail` times their number of tokens (lambda)", at_least=1, at_most=1e6
-    ),
-    "beta": Setting(1.0, "in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6),
-    "decay": Setting(0.5, "how fast the count of a mask decays with distance (p)", at_least=0, at_most=1),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class SoftTail(Objective):
@@ -74,9 +66,11 @@ class SoftTail(Objective):
     pattern: ClassVar[Pattern] = CAUSAL
 
     mask_id: int
-    tail: float
-    beta: float
-    decay: float
+    tail: float = setting(
+        1.5, "masks lie among the last `tail` times their number of tokens (lambda)", at_least=1, at_most=1e6
+    )
+    beta: float = setting(1.0, "in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6)
+    decay: float = setting(0.5, "how fast the count of a mask decays with distance (p)", at_least=0, at_most=1)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks tokens near the ends of responses; each response token is labelled at the token before it."""
@@ -213,5 +207,5 @@ SYSTEM = System(
     objective=SoftTail,
     decoders={"card": CausalBlocks},
     references={"card": reference},
-    section=ConfigSection("card", CONFIG_KEYS, former={"own_mask": True}),
+    section=ConfigSection("card", declared(SoftTail), former={"own_mask": True}),
 )

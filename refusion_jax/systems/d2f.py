@@ -45,7 +45,7 @@ from refusion_jax.batch.masking import PADDING, pad_answers
 from refusion_jax.batch.rows import Rows, document_start, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BlockCausal, Pattern, Visibility
 from refusion_jax.cli.errors import SettingError
-from refusion_jax.cli.settings import Setting, setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.decoder import Decoder
@@ -60,13 +60,6 @@ from refusion_jax.systems.interface import ConfigSection, Objective, System
 _BLOCK = 16  # as in the paper
 _IN_FLIGHT = 4  # blocks that one forward feeds, at most
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
-
-CONFIG_KEYS = {
-    "block_length": Setting(_BLOCK, "tokens of a block, also the default for decoding", at_least=1, at_most=2**20),
-    "padding": PADDING,
-    "least": Setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1),
-    "most": Setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1),
-}
 
 
 def check(section) -> None:
@@ -86,10 +79,10 @@ class BlockForcing(Objective):
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
 
     mask_id: int
-    block_length: int
-    padding: float
-    least: float
-    most: float
+    block_length: int = setting(_BLOCK, "tokens of a block, also the default for decoding", at_least=1, at_most=2**20)
+    padding: float = PADDING()
+    least: float = setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1)
+    most: float = setting(1.0, "highest probability of masking a token, in any block", above=0, at_most=1)
 
     @property
     def pattern(self) -> Pattern:
@@ -283,5 +276,5 @@ SYSTEM = System(
     objective=BlockForcing,
     decoders={"d2f": Pipeline},
     references={"d2f": reference},
-    section=ConfigSection("d2f", CONFIG_KEYS, check, block_key="block_length"),
+    section=ConfigSection("d2f", declared(BlockForcing), check, block_key="block_length"),
 )

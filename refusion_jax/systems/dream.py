@@ -38,17 +38,13 @@ from jaxtyping import Array, Bool, Float32, Int32, Key
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows, decayed_sum, next_in_row, text_positions
 from refusion_jax.batch.visibility import Visibility
-from refusion_jax.cli.settings import Setting, setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Layout, Request
 from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import llada, masked
 from refusion_jax.systems.interface import ConfigSection, System
-
-CONFIG_KEYS = llada.CONFIG_KEYS | {
-    "cart_p": Setting(0.3, "how fast a clean token's weight falls with the distance to it", above=0, at_most=1),
-}
 
 LAST_TIME = 1e-3  # the times of decoding run from 1 to this, as in the authors' code
 
@@ -59,7 +55,7 @@ class ShiftedDiffusion(llada.MaskedDiffusion):
 
     shifted: ClassVar[bool] = True
 
-    cart_p: float
+    cart_p: float = setting(0.3, "how fast a clean token's weight falls with the distance to it", above=0, at_most=1)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document; labels are shifted by one place."""
@@ -190,7 +186,7 @@ SYSTEM = System(
     objective=ShiftedDiffusion,
     decoders={"dream": Denoise},
     references={"dream": reference},
-    section=ConfigSection("dream", CONFIG_KEYS, former={"eps": 1e-3}),
+    section=ConfigSection("dream", declared(ShiftedDiffusion), former={"eps": 1e-3}),
     releases=(
         Release(
             "Dream",

@@ -45,7 +45,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
-from refusion_jax.cli.settings import Setting, setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import sampling
 from refusion_jax.decoding import settings as shared
@@ -61,13 +61,6 @@ from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 3
 
-CONFIG_KEYS = {
-    "block_size": Setting(_BLOCK, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64),
-    "clean_weight": Setting(
-        0.2, "weight of the next-token term, relative to that of the masks", at_least=0, at_most=1e6
-    ),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class AllMasked(Objective):
@@ -76,8 +69,10 @@ class AllMasked(Objective):
     streams: ClassVar[int] = 2  # masks and the text
 
     mask_id: int
-    block_size: int
-    clean_weight: float
+    block_size: int = setting(_BLOCK, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64)
+    clean_weight: float = setting(
+        0.2, "weight of the next-token term, relative to that of the masks", at_least=0, at_most=1e6
+    )
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -205,7 +200,7 @@ SYSTEM = System(
     objective=AllMasked,
     decoders={"idlm": DraftAndCheck},
     references={"idlm": reference},
-    section=ConfigSection("idlm", CONFIG_KEYS, block_key="block_size"),
+    section=ConfigSection("idlm", declared(AllMasked), block_key="block_size"),
     # In the layout of SDAR, whose blocks are longer: 1, 2 or 3 masks in what they train.
     releases=tuple(Release("sdar", "qwen3", fixed={"block_size": n}, ignored=_IGNORED) for n in (1, 2, 3)),
 )

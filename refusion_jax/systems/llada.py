@@ -37,7 +37,7 @@ from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import PADDING, SHUFFLE, draw_masks, pad_answers, shuffle_documents
 from refusion_jax.batch.rows import Rows, per_document_sum, text_positions
 from refusion_jax.batch.visibility import BIDIRECTIONAL, Pattern, Visibility
-from refusion_jax.cli.settings import setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding.reference import ReferenceDecoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.sampling import put
@@ -45,8 +45,6 @@ from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, ScoredText, ScoredTokens, Scoring, System
-
-CONFIG_KEYS = {"padding": PADDING, "shuffle": SHUFFLE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +55,8 @@ class MaskedDiffusion(Objective):
     pattern: ClassVar[Pattern] = BIDIRECTIONAL
 
     mask_id: int
-    padding: float
-    shuffle: bool
+    padding: float = PADDING()
+    shuffle: bool = SHUFFLE()
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """Masks response tokens, with one probability per document."""
@@ -230,7 +228,7 @@ SYSTEM = System(
     objective=MaskedDiffusion,
     decoders={"llada": Denoise},
     references={"llada": reference},
-    section=ConfigSection("llada", CONFIG_KEYS, former={"eps": 1e-3}),
+    section=ConfigSection("llada", declared(MaskedDiffusion), former={"eps": 1e-3}),
     decodes=("r2ft",),
     scoring=SCORING,
     releases=(RELEASE,),

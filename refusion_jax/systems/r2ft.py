@@ -36,18 +36,9 @@ from refusion_jax.batch.batch import Batch, count_documents
 from refusion_jax.batch.masking import draw_masks
 from refusion_jax.batch.rows import Rows, join, keys_for, per_document_sum, row_index, text_positions
 from refusion_jax.batch.visibility import Pattern, Visibility
-from refusion_jax.cli.settings import Setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.systems import llada
 from refusion_jax.systems.interface import ConfigSection, Objective, System
-
-CONFIG_KEYS = {
-    "beta_chosen": Setting(1.0, "weight of the chosen text's log-probability in the preference", above=0, at_most=1e3),
-    "beta_rejected": Setting(
-        1.0, "weight of the rejected text's log-probability in the preference", above=0, at_most=1e3
-    ),
-    "anchor": Setting(0.1, "weight of the chosen text's own cross-entropy", at_least=0, at_most=1e3),
-    "longest_phrase": Setting(8, "tokens of a repeated phrase, at most", at_least=1, at_most=4096),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +69,14 @@ class RejectRepetition(Objective):
     streams: ClassVar[int] = 2  # the same text, once for each label
 
     mask_id: int
-    beta_chosen: float
-    beta_rejected: float
-    anchor: float
-    longest_phrase: int
+    beta_chosen: float = setting(
+        1.0, "weight of the chosen text's log-probability in the preference", above=0, at_most=1e3
+    )
+    beta_rejected: float = setting(
+        1.0, "weight of the rejected text's log-probability in the preference", above=0, at_most=1e3
+    )
+    anchor: float = setting(0.1, "weight of the chosen text's own cross-entropy", at_least=0, at_most=1e3)
+    longest_phrase: int = setting(8, "tokens of a repeated phrase, at most", at_least=1, at_most=4096)
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -130,6 +125,6 @@ SYSTEM = System(
     objective=RejectRepetition,
     decoders={},
     references={},
-    section=ConfigSection("r2ft", CONFIG_KEYS, former={"eps": 1e-3, "gamma": 0.0}),
+    section=ConfigSection("r2ft", declared(RejectRepetition), former={"eps": 1e-3, "gamma": 0.0}),
     scoring=llada.SCORING,
 )

@@ -44,7 +44,7 @@ from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.masking import draw_levels
 from refusion_jax.batch.rows import Rows, join, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CausalStreams, Visibility
-from refusion_jax.cli.settings import Setting, setting
+from refusion_jax.cli.settings import declared, setting
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import settings as shared
 from refusion_jax.decoding.continuation import Continuer, FilledText
@@ -56,10 +56,6 @@ from refusion_jax.model.families import Release
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
-CONFIG_KEYS = {
-    "block_size": Setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=4096),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class ReorderedBlocks(Objective):
@@ -69,7 +65,7 @@ class ReorderedBlocks(Objective):
     streams: ClassVar[int] = 2  # the reordered text and the text
 
     mask_id: int
-    block_size: int
+    block_size: int = setting(32, "tokens of a block, within which tokens are reordered", at_least=1, at_most=4096)
 
     @property
     def pattern(self) -> CausalStreams:
@@ -203,7 +199,7 @@ SYSTEM = System(
     objective=ReorderedBlocks,
     decoders={"wedlm": SlidingWindow},
     references={"wedlm": reference},
-    section=ConfigSection("wedlm", CONFIG_KEYS, former={"eps": 1e-3}),
+    section=ConfigSection("wedlm", declared(ReorderedBlocks), former={"eps": 1e-3}),
     releases=(
         Release("wedlm", "qwen2", defaults=_MASK, fixed={"qk_norm": False, "attention_bias": True}),
         Release("wedlm", "qwen3", defaults=_MASK, fixed={"qk_norm": True, "attention_bias": False}),

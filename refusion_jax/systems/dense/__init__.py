@@ -4,9 +4,10 @@ import dataclasses
 import functools
 from pathlib import Path
 
+from refusion_jax.cli.settings import declared
 from refusion_jax.systems import ar
 from refusion_jax.systems.dense.drafting import Drafting
-from refusion_jax.systems.dense.objective import CONFIG_KEYS, DenseSlots
+from refusion_jax.systems.dense.objective import DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
 from refusion_jax.systems.interface import Claim, ConfigSection, Experiments, ScoredText, ScoredTokens, Scoring, System
@@ -39,7 +40,7 @@ SYSTEM = System(
     objective=DenseSlots,
     decoders={"dense": Drafting, "dense_plan": PlanAlone},
     references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
-    section=ConfigSection("dense", CONFIG_KEYS),
+    section=ConfigSection("dense", declared(DenseSlots)),
     scoring=Scoring(scoring_forward),
     experiments=Experiments(GOALS),
     custom_generate=Path(__file__).parent / "custom_generate",

@@ -40,21 +40,8 @@ from jaxtyping import Array, Bool, Int32, Key, UInt32
 from refusion_jax.batch.batch import Batch, mean_over
 from refusion_jax.batch.rows import Rows, document_start, next_in_row, precedes_response, row_index, text_positions
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
-from refusion_jax.cli.settings import Setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.systems.interface import Objective
-
-CONFIG_KEYS = {
-    "sizes": Setting((4, 8), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096),
-    "text_order": Setting(
-        0.5, "probability that the slots of a document stand in the order of the text, not in a random one",
-        at_least=0, at_most=1,
-    ),
-    "copies": Setting(
-        0.5, "masks per row, as a share of row_length; a row with more response tokens leaves out slots at random",
-        above=0, at_most=1,
-    ),
-    "mdm_weight": Setting(1.0, "weight of the masked term, relative to the next-token term", at_least=0, at_most=1e6),
-}  # fmt: skip
 
 
 @struct.dataclass
@@ -72,10 +59,18 @@ class DenseSlots(Objective):
     """Mean CE of next tokens in the clean half + mdm_weight * mean CE of the tokens of masks."""
 
     mask_id: int
-    sizes: tuple[int, ...]
-    text_order: float
-    copies: float
-    mdm_weight: float
+    sizes: tuple[int, ...] = setting((4, 8), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096)
+    text_order: float = setting(
+        0.5, "probability that the slots of a document stand in the order of the text, not in a random one",
+        at_least=0, at_most=1,
+    )  # fmt: skip
+    copies: float = setting(
+        0.5, "masks per row, as a share of row_length; a row with more response tokens leaves out slots at random",
+        above=0, at_most=1,
+    )  # fmt: skip
+    mdm_weight: float = setting(
+        1.0, "weight of the masked term, relative to the next-token term", at_least=0, at_most=1e6
+    )
 
     @property
     def coefficients(self) -> dict[str, float]:

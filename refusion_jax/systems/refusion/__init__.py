@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from refusion_jax.cli.settings import declared
 from refusion_jax.decoding.requests import Request
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.systems.interface import ConfigSection, Scoring, System
@@ -11,7 +12,7 @@ from refusion_jax.systems.refusion.authors import ThresholdInfill
 from refusion_jax.systems.refusion.decoder import ExactInfill
 from refusion_jax.systems.refusion.experiments import EXPERIMENTS
 from refusion_jax.systems.refusion.loop import SlotDecoder
-from refusion_jax.systems.refusion.objective import CONFIG_KEYS, SlotDiffusion, slot_scoring
+from refusion_jax.systems.refusion.objective import SlotDiffusion, slot_scoring
 from refusion_jax.systems.refusion.reference import one_by_one, plan_and_infill
 from refusion_jax.systems.refusion.sequential import Sequential
 from refusion_jax.systems.refusion.settings import EXACT, THRESHOLD
@@ -32,7 +33,7 @@ SYSTEM = System(
     objective=SlotDiffusion,
     decoders={"refusion": PlanAndInfill, "sequential": Sequential},
     references={"refusion": plan_and_infill, "sequential": one_by_one},
-    section=ConfigSection("slots", CONFIG_KEYS),
+    section=ConfigSection("slots", declared(SlotDiffusion)),
     scoring=Scoring(slot_scoring),
     experiments=EXPERIMENTS,
     custom_generate=Path(__file__).parent / "custom_generate",

@@ -14,17 +14,9 @@ from refusion_jax.batch.batch import Batch, count_documents, mean_over
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import CAUSAL, Pattern, Visibility
 from refusion_jax.cli.errors import UserError
-from refusion_jax.cli.settings import Setting
+from refusion_jax.cli.settings import setting
 from refusion_jax.systems.interface import Objective, ScoredText, ScoredTokens
 from refusion_jax.systems.refusion import slots
-
-CONFIG_KEYS = {
-    "sizes": Setting((4, 8, 16, 32), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096),
-    "eps": Setting(1e-3, "least probability of masking a slot", above=0, below=1),
-    "mdm_weight": Setting(
-        1.0, "weight of the masked term, relative to the next-token term (lambda)", at_least=0, at_most=1e6
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +26,13 @@ class SlotDiffusion(Objective):
     pattern: ClassVar[Pattern] = CAUSAL
 
     mask_id: int
-    sizes: tuple[int, ...]
-    eps: float
-    mdm_weight: float
+    sizes: tuple[int, ...] = setting(
+        (4, 8, 16, 32), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096
+    )
+    eps: float = setting(1e-3, "least probability of masking a slot", above=0, below=1)
+    mdm_weight: float = setting(
+        1.0, "weight of the masked term, relative to the next-token term (lambda)", at_least=0, at_most=1e6
+    )
 
     @property
     def coefficients(self) -> dict[str, float]:
