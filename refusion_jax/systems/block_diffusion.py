@@ -88,7 +88,6 @@ class ComplementaryMasks(Objective):
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
     streams: ClassVar[int] = 3  # two noisy copies and the text
 
-    mask_id: int
     block_size: int = setting(_BLOCK, "tokens that are denoised together", at_least=1, at_most=4096)
 
     @property

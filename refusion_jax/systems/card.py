@@ -65,7 +65,6 @@ class SoftTail(Objective):
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
     pattern: ClassVar[Pattern] = CAUSAL
 
-    mask_id: int
     tail: float = setting(
         1.5, "masks lie among the last `tail` times their number of tokens (lambda)", at_least=1, at_most=1e6
     )

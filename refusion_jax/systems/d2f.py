@@ -78,7 +78,6 @@ class BlockForcing(Objective):
 
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
 
-    mask_id: int
     block_length: int = setting(_BLOCK, "tokens of a block, also the default for decoding", at_least=1, at_most=2**20)
     padding: float = PADDING()
     least: float = setting(0.2, "least probability of masking a token, in the first block", above=0, at_most=1)

@@ -68,7 +68,6 @@ class AllMasked(Objective):
 
     streams: ClassVar[int] = 2  # masks and the text
 
-    mask_id: int
     block_size: int = setting(_BLOCK, "masks of a block: the stride of decoding, less one", at_least=1, at_most=64)
     clean_weight: float = setting(
         0.2, "weight of the next-token term, relative to that of the masks", at_least=0, at_most=1e6

@@ -30,8 +30,11 @@ SHARED_CODE = Path(__file__).parent / "custom_generate" / "rows.py"  # what `Sys
 PLAIN = "plain"  # in `System.decodes`: language models that nobody has adapted
 
 
+@dataclasses.dataclass(frozen=True)
 class Objective(abc.ABC):
     """How rows of text become a training batch: a frozen dataclass of `mask_id` and the system's own config keys."""
+
+    mask_id: int
 
     shifted: ClassVar[bool] = False  # whether models learn to read a masked token from the logits at the one before it
     streams: ClassVar[int] = 1  # versions of a row that the model is fed, one after the other

@@ -54,7 +54,6 @@ class MaskedDiffusion(Objective):
     coefficients: ClassVar[dict[str, float]] = {"mdm": 1.0}
     pattern: ClassVar[Pattern] = BIDIRECTIONAL
 
-    mask_id: int
     padding: float = PADDING()
     shuffle: bool = SHUFFLE()
 

@@ -68,7 +68,6 @@ class RejectRepetition(Objective):
     pattern: ClassVar[Pattern] = Twice()
     streams: ClassVar[int] = 2  # the same text, once for each label
 
-    mask_id: int
     beta_chosen: float = setting(
         1.0, "weight of the chosen text's log-probability in the preference", above=0, at_most=1e3
     )

@@ -25,7 +25,6 @@ class SlotDiffusion(Objective):
 
     pattern: ClassVar[Pattern] = CAUSAL
 
-    mask_id: int
     sizes: tuple[int, ...] = setting(
         (4, 8, 16, 32), "slot sizes, drawn uniformly per document", at_least=1, at_most=4096
     )
