@@ -34,7 +34,7 @@ def test_the_batch_that_is_shown_gives_the_loss_that_was_logged(trained_run):
     mesh = make_mesh({}, jax.devices()[:1])
     shape = model_config(config, tokenizer)
     program = train_program(config, shape, mesh)
-    model = nnx.merge(program.graphdef, jax.jit(program.fresh_state)().params)
+    model = nnx.merge(program.graphdef, program.initial_state().params)
     terms = loss_terms(model(batch.inputs, batch.positions, batch.visibility), batch)
     coefficients = make_objective(config, shape.mask_token_id).coefficients
     logged = json.loads((trained_run / "metrics.jsonl").read_text().splitlines()[0])
