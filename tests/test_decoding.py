@@ -88,7 +88,7 @@ def strategies(slot_size: int, infill: str):
     )
 
 
-@pytest.mark.parametrize("slot_size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slot_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 @hypothesis.settings(max_examples=RANDOM_CASES // 24, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
 def test_random_requests_decode_as_the_plain_method_does(slot_size, data):

@@ -33,6 +33,7 @@ def random_requests(rng: np.random.Generator, count: int, slot_size: int) -> lis
             slot_threshold=rng.uniform(0, 0.9),
             infill="exact",
             infill_blend=0.0,
+            batch_size=15,  # of which one is admitted at a time: one program
             speculate=str(rng.choice(["0", "auto", "30", "1000"])),
         )
         gaps = [int(rng.integers(1, 10)), ids(3), int(rng.integers(1, 10))]

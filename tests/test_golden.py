@@ -77,10 +77,10 @@ def decode_all(batch_size: int, jobs: list[tuple[dict, str]], dtype="float32") -
     return results
 
 
-# `decode` is tried with one row below.
+# `decode` is tried with one row below. Of 15 rows one is admitted at a time; two would be a program more for each size.
 @pytest.mark.parametrize(
     ("batch_size", "budgets"),
-    [(16, 3 if GOLDEN == SHIPPED else 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (1, 64))],
+    [(15, 3 if GOLDEN == SHIPPED else 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (1, 64))],
 )
 def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size, budgets):
     """Each with nothing ahead of time, and with some of the budgets, in turn."""
@@ -106,10 +106,14 @@ def test_every_case_decodes_as_recorded_whatever_the_budget(batch_size, budgets)
 
 
 def test_public_decode_gives_the_recorded_answers():
-    """The same through `decode`, for a few cases with settings of their own and one row."""
-    for case in cases()[::100]:
-        settings = request(case, "auto").settings
-        out = decode(model(), [case["prompt_ids"]], settings)
+    """The same through `decode` in one row, for cases of the sizes that most have, which one program serves."""
+
+    def sizes(case: dict) -> tuple:
+        return case["slot_size"], case["gen_length"], case["serial_num_blocks"], len(case["prompt_ids"]) // 32
+
+    most = collections.Counter(map(sizes, cases())).most_common(1)[0][0]
+    for case in [case for case in cases() if sizes(case) == most][:8]:
+        out = decode(model(), [case["prompt_ids"]], request(case, "auto").settings)
         assert (out.tokens[0], out.commit_order[0]) == (case["answer_ids"], case["commit_pos"]), case["id"]
 
 

@@ -48,7 +48,7 @@ OBJECT = {"type": "object", "additionalProperties": False}
 OK = OBJECT | {"properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
-@pytest.fixture(scope="module", params=["pieces", "byte_pairs"])
+@pytest.fixture(scope="module", params=["pieces", pytest.param("byte_pairs", marks=pytest.mark.slow)])
 def world(request, tmp_path_factory):
     """(random model, its tokenizer, grammars over its tokens)."""
     if request.param == "pieces":
@@ -91,7 +91,11 @@ def one_by_one(model, request, slots):
     return answer, len(plain.phases)
 
 
-@pytest.mark.parametrize("method", ["ar", "dense", "refusion", "sequential"])
+METHODS = [("pieces", method) for method in ("ar", "dense", "refusion", "sequential")]
+METHODS += [("byte_pairs", method) for method in ("ar", "refusion")]  # each world is compiled for
+
+
+@pytest.mark.parametrize(("world", "method"), METHODS, indirect=["world"])
 def test_an_answer_is_that_of_the_plain_loop_in_fewer_forwards(world, method):
     """Greedy and sampled; two rows decode six requests."""
     model, tokenizer, grammars = world
@@ -136,6 +140,7 @@ def schema_of(draw, depth=0):
     }[kind]
 
 
+@pytest.mark.parametrize("world", [pytest.param("pieces", marks=pytest.mark.slow), "byte_pairs"], indirect=True)
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_all_answers_of_random_weights_are_valid(world, count):
     """At temperature 1; what they want has nothing to do with the schemas."""
@@ -145,7 +150,7 @@ def test_all_answers_of_random_weights_are_valid(world, count):
         request_of(world, grammars.compile("schema", "json", schema), "refusion", str(seed), 440, temperature=1.0)
         for seed, schema in enumerate(schemas)
     ]
-    out = decode(model, asked, settings("refusion", new=440, eos_id=-1, mask_id=-1, batch_size=16))
+    out = decode(model, asked, settings("refusion", new=440, eos_id=-1, mask_id=-1, batch_size=15))
     assert out.finish_reason == ["eos"] * count
     for tokens, schema in zip(out.tokens, schemas, strict=True):
         jsonschema.validate(json.loads(tokenizer.decode(tokens)), schema)
@@ -156,9 +161,9 @@ def test_all_answers_of_random_weights_are_valid(world, count):
 def test_answers_with_and_without_grammars_do_not_change_each_other(world):
     """In one engine at once: each is what the library makes of it alone."""
     model, _, grammars = world
-    own = settings("refusion", new=64, eos_id=-1, mask_id=-1, cache_length=96)
+    own = settings("sequential", new=64, eos_id=-1, mask_id=-1, cache_length=96)
     engine, told, grammar = Engine(model, own, rows=4), Told(), grammars.compile("a", "json", PERSON)
-    free = [request_of(world, None, "refusion", str(i), 64, temperature=1.0) for i in range(8)]
+    free = [request_of(world, None, "sequential", str(i), 64, temperature=1.0) for i in range(8)]
     bound = [dataclasses.replace(request, grammar=grammar) for request in free]
     engine.start(failed=lambda: None)
     try:
@@ -255,7 +260,8 @@ FOLLOWED = (
 
 @pytest.fixture(scope="module")
 def address(trained_run):
-    with serving(f"--checkpoint={trained_run}", "--model_name=tiny", "--decode.slot_size=4") as address:
+    flags = ["--model_name=tiny", "--decode.slot_size=4", "--decode.batch_size=8"]
+    with serving(f"--checkpoint={trained_run}", *flags) as address:
         yield address
 
 

@@ -54,7 +54,7 @@ SHIFTED = {"shifted": True}  # the model says so
 # What a decoder is tried with besides the settings of conftest: its own ways to go on and to end.
 VARIANTS = {
     # tests/test_decoding.py and tests/test_speculation.py try more of these.
-    "refusion": [],
+    "refusion": [{"size": 1, "new": 8}],
     "prompt_lookup": [],
     "d2f": [
         {"block_length": 4, "threshold": 0.3},
