@@ -139,8 +139,9 @@ class Service:
             if session is None:
                 session = Session(upper, CODECS[hello.codec], self._batches, self._reserve)
                 self._sessions[hello.session] = session
-            if session.connection:
-                session.connection.close()
+            if session.connection:  # its thread reads it, and closes it: the number of a closed one would be another's
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(session.connection, socket.SHUT_RDWR)
             session.connection, session.seen = connection, now
             return session
 
