@@ -288,11 +288,10 @@ def test_a_device_that_goes_on_failing_ends_the_engine_and_tells_everybody(engin
         engine.submit([told.job(9, request_of(engine, [BOS, 5], 8))])
 
 
-@pytest.mark.parametrize("method", ["prompt_lookup", "refusion"])
-def test_drafts_are_counted_as_the_forwards_tell_them(method):
+def test_drafts_are_counted_as_the_forwards_tell_them():
     """Those that a forward fed, and those of them that it committed."""
     model = sharp_model()
-    requests = prepare(PROMPTS[:2], settings(method, new=16), model.config)
+    requests = prepare(PROMPTS[:2], settings("prompt_lookup", new=16), model.config)
     decoder = decoder_for(requests, model.config)
     batch = queue.RunningBatch(model, decoder, requests[0], 2, counts_drafts=True)
     batch.recorded = 64

@@ -15,7 +15,7 @@ from refusion_jax.serving.access import Access, allowed_hosts
 from refusion_jax.serving.app import make_app
 from refusion_jax.serving.engine import Engine
 from refusion_jax.serving.errors import largest_body
-from refusion_jax.serving.jobs import FailedError
+from refusion_jax.serving.jobs import BusyError, FailedError
 from refusion_jax.serving.protocol import Completion
 from refusion_jax.serving.service import Service
 
@@ -27,6 +27,11 @@ def service(trained_run):
     model = load_model(trained_run)
     sizes = {"slot_size": 4, "serial_blocks": 2, "max_new_tokens": 32, "cache_length": 64}
     engine = Engine(model, DecodeSettings("refusion", **sizes), rows=2)
+
+    def decodes_nothing(jobs):
+        raise BusyError("nothing is decoded here")
+
+    engine.submit = decodes_nothing
     return Service("tiny", model, load_tokenizer(trained_run), engine)
 
 

@@ -146,6 +146,8 @@ class Completion(_Body):
     def _prompts_are_texts_or_ids(cls, prompt: Any) -> list[str | list[int]]:
         """A list of prompts."""
         prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+        if isinstance(prompts, list) and len(prompts) > _MOST_CHOICES:  # before each is looked at
+            raise ValueError(f"at most {_MOST_CHOICES} are served at once")
         if not isinstance(prompts, list) or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
             raise ValueError("must be a text, a list of token ids, or a list of either")
         if not prompts:
