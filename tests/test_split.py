@@ -103,7 +103,7 @@ def stamp_of(model):
     return fingerprint(reader_of(model), model.config, "float32")
 
 
-def link_to(served, model, key, codec="exact", layers=1, patience=20.0):
+def link_to(served, model, key, codec="exact", layers=1, patience=300.0):
     return Link(("127.0.0.1", served[1].port), key, stamp_of(model), layers, codec, patience)
 
 
