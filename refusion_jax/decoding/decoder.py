@@ -73,10 +73,11 @@ class RowState:
     @classmethod
     def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
         """`start` with two fields more: `text` [B, C], masks where nothing is given, and `length` [B], its places."""
-        given, (B, C) = layout.given, layout.given.tokens.shape
-        at = jnp.where(jnp.arange(C)[None] < given.length[:, None], given.positions, C)  # filler is dropped
-        text = put(jnp.full((B, C), mask_id, jnp.int32), at, given.tokens)
-        return cls.start(layout, keys, at_once, text=text, length=given.length + layout.places.count, **own)
+        tokens, positions, given = map(jnp.asarray, (layout.given.tokens, layout.given.positions, layout.given.length))
+        B, C = tokens.shape
+        at = jnp.where(jnp.arange(C)[None] < given[:, None], positions, C)  # filler is dropped
+        text = put(jnp.full((B, C), mask_id, jnp.int32), at, tokens)
+        return cls.start(layout, keys, at_once, text=text, length=given + layout.places.count, **own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,7 @@ class Decoder(abc.ABC):
         A field that has the name of a setting that is compiled in has its value.
         """
         settings = requests[0].settings
+        assert settings, "requests are prepared"
         names = {f.name for f in dataclasses.fields(cls)} & scope(type(settings), "compiled")
         common = {name: getattr(settings, name) for name in names}
         common |= {"ids": TokenIds.of(settings, model), "new_tokens": most_new_tokens(requests)}

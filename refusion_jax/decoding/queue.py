@@ -26,7 +26,7 @@ from refusion_jax.decoding.answers import Answer, read_answer, reading_order
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
 from refusion_jax.decoding.newcomers import Newcomers, newcomers
-from refusion_jax.decoding.requests import Given, Request, SharedPrefix
+from refusion_jax.decoding.requests import Request, SharedPrefix
 from refusion_jax.decoding.sampling import Record, count_drafts
 from refusion_jax.decoding.trajectory import Trajectory, collect
 from refusion_jax.distributed.processes import fetch
@@ -299,11 +299,6 @@ def _admit(
         shared = SharedPrefix(prefixes.copy(store, new.copied, capacity), new.known)
         layout = dataclasses.replace(layout, given=dataclasses.replace(layout.given, shared=shared))
     started = compiled.decoder.init(nnx.merge(compiled.graphdef, params), layout, keys)
-    started = jax.tree.map(  # for states that keep their layout
-        lambda x: dataclasses.replace(x, shared=None) if isinstance(x, Given) else x,
-        started,
-        is_leaf=lambda x: isinstance(x, Given),
-    )
 
     def put(axis, old, new_rows):
         return old.at[(slice(None),) * axis + (new.rows,)].set(new_rows, mode="drop")
