@@ -250,7 +250,7 @@ def test_a_key_like_no_other_is_told_where_the_keys_are_listed():
 
 def test_help_of_the_benchmarks_names_them():
     out, _ = run("bench", "--help")
-    assert " authors, calibration, decode, " in out
+    assert " authors, calibration, corpus, decode, " in out
     assert run("bench", "-h") == (out, "")
     assert run("bench", "decode", "-h") == run("bench", "decode", "--help")
     _, err = run("bench", code=2)
