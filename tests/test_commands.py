@@ -254,7 +254,7 @@ def test_help_of_the_benchmarks_names_them():
     assert run("bench", "-h") == (out, "")
     assert run("bench", "decode", "-h") == run("bench", "decode", "--help")
     _, err = run("bench", code=2)
-    assert err.startswith("error: bench '': unknown; known: authors, calibration, decode, ")
+    assert err.startswith("error: bench '': unknown; known: authors, calibration, corpus, decode, ")
     assert len(err.splitlines()) == 1
 
 
