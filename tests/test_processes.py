@@ -58,7 +58,7 @@ def test_when_one_is_lost_the_others_end_in_one_line_to_be_started_again(three, 
         assert err == "error: another process of this run was lost; start the same command again\n"
 
 
-def test_when_one_fails_alone_its_own_code_comes_first(three):
+def test_one_that_fails_alone_ends_with_its_own_code(three):
     for process in three[1:]:
         process.send_signal(signal.SIGSTOP)  # it waits for nobody
     _, err = three[0].communicate("fail\n", timeout=300)

@@ -1,4 +1,4 @@
-"""Measures answers under a grammar: how many are valid, and how many tokens a forward commits, against one by one.
+"""Measures answers under a grammar: how many are valid, and how many tokens one forward commits, against one by one.
 
   python -m refusion_jax.bench structured --checkpoint=runs/quickstart --setup='refusion slot_size=8'
 

@@ -77,7 +77,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to cut a model, and to decode with it."""
+    """Where a model is cut, and how it decodes then."""
 
     layers: int  # of the device
     weights: str  # one of PRECISIONS, on the device; so is the next

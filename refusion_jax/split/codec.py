@@ -31,7 +31,7 @@ _PACKED, _DEFLATED = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A way to write hidden states as bytes."""
+    """How hidden states are written as bytes."""
 
     bits: int = 0  # of every value; 0: as many as each token needs for the tolerance
     threshold: float = 1e9  # above so many root mean squares of its token a value is an outlier
