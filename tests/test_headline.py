@@ -164,6 +164,11 @@ def test_records_are_kept_and_config_keys_that_are_new_or_gone_make_no_other_com
             "--systems=ar:0: after the colon, give a number of seeds from 1 to 100",
         ),
         (["--output={dir}", "--systems=ar,card:"], "--systems=card:: after the colon, give a number of seeds"),
+        (
+            ["--output={dir}", "--systems=ar:1:fast"],
+            "--systems=ar:1:fast: after the seeds, give one learning rate above 0",
+        ),
+        (["--output={dir}", "--systems=ar:1:1e-3:2"], "after the seeds, give one learning rate above 0"),
         (["--output={dir}", "--config=none.py"], "--config=none.py: no such file"),
         (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
         (["--output={dir}", "--config=configs/headline.py:vast"], "unknown variant 'vast'"),
@@ -218,13 +223,11 @@ from refusion_jax.benchmarks.headline.results import open_store
 
 own = flags.FlagValues()
 headline.define_flags(own)
-own(["headline", "--budget=tiny", "--systems=ar", f"--output={sys.argv[1]}"])
+own(["headline", "--budget=small", "--systems=ar:2:0.01", f"--output={sys.argv[1]}"])
 asked, losses = headline._experiment(own), [{"step": 1, "loss": 1.0, "tokens": 1}]
-comparison.train = lambda *_: print("trained") or {"losses": losses, "seconds": 1.0, "tokens": 1}
+comparison.train = lambda run, *_: print("trained", run.name, run.changes) or {"losses": losses}
 comparison.load_tokenizer = comparison.check_fit = lambda *_: None
-whole = comparison.Comparison(Path(sys.argv[1]), asked, open_store(Path(sys.argv[1]), {}))
-for seed in (0, 1):
-    whole._trained(asked.whole("ar", seed, 1e-3))
+comparison.Comparison(Path(sys.argv[1]), asked, open_store(Path(sys.argv[1]), {}))._train_all()
 """
 
 
@@ -234,7 +237,8 @@ def test_while_others_train_the_comparison_itself_asks_for_no_device(tmp_path):
     code = [sys.executable, "-c", TRAINING, str(tmp_path)]
     done = subprocess.run(code, cwd=ROOT, env=where, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines().count("trained") == 2
+    given = [f"trained ar_seed{seed} {{'learning_rate': 0.01}}" for seed in (0, 1)]  # and no other rates are tried
+    assert [line for line in done.stdout.splitlines() if line.startswith("trained")] == given
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ chooses on other problems, and writes to DIR:
                  estimates against the batch size; they need pip install -e '.[plots]'
 
 Started again with the same flags, it resumes; with more seeds or systems, it adds theirs, and --systems=NAME:1 trains a
-single seed of NAME. `tiny` is a smoke test of 10 to 15 minutes on two CPU cores, too small for conclusions; `small`
+single seed of NAME, and --systems=NAME:1:RATE one at a learning rate that is known, such as from an earlier comparison.
+`tiny` is a smoke test of 10 to 15 minutes on two CPU cores, too small for conclusions; `small`
 takes hours there; `gpu` trains 54 M parameters on a GPU. --ablations adds the comparisons that systems define
 themselves, at every checkpoint, and accuracy over training. --adapt_from=NAME also trains every other system for half
 the steps from what NAME has learnt in the other half, as released models are adapted. --speed_proxy=640x12, the default
@@ -28,6 +29,7 @@ cache.
 
 import contextlib
 import json
+import math
 from pathlib import Path
 
 import ml_collections
@@ -57,7 +59,8 @@ def define_flags(own: flags.FlagValues) -> None:
     seeds = {"lower_bound": 1, "upper_bound": _MOST_SEEDS, "flag_values": own}
     flags.DEFINE_integer("seeds", None, "Runs of each system, in place of the budget's number", **seeds)
     flags.DEFINE_bool("tune", True, "Try the budget's learning rates; --notune takes the config's", flag_values=own)
-    which = "Which systems, with commas between; all by default. NAME:N trains N seeds of one instead of --seeds"
+    which = "Which systems, with commas between; all by default. NAME:N trains N seeds of one instead of --seeds, "
+    which += "NAME:N:RATE at this learning rate, without trying any"
     flags.DEFINE_list("systems", [], which, flag_values=own)
     adapted = "Also adapt the other systems from this one, halfway through its training, for the other half"
     flags.DEFINE_string("adapt_from", "", adapted, flag_values=own)
@@ -96,35 +99,41 @@ def _experiment(own: flags.FlagValues) -> Experiment:
         read_shape(budget.speed_proxy)
     file = own.config or f"configs/headline.py:{own.budget}"
     config = _read_config(file)
-    systems = _seeds_of(own.systems, budget.seeds)  # now that the config file may have registered some
+    systems, rates = _read_systems(own.systems, budget.seeds)  # now that the config file may have registered some
     if config.data.path != _PROBLEMS:
         raise UserError(f"--config={file}: data.path={config.data.path} has no answers to check; {_PROBLEMS} has")
     flag_values.check_output("output", Path(own.output), directory=True)
     as_written = command.as_written("bench headline", own)
-    asked = Experiment(own.budget, budget, config, file, systems, own.adapt_from, own.ablations, as_written)
+    asked = Experiment(own.budget, budget, config, file, systems, own.adapt_from, own.ablations, as_written, rates)
     asked.check()
     return asked
 
 
-def _seeds_of(entries: list[str], seeds: int) -> dict[str, int]:
-    """The number of seeds of each system.
+def _read_systems(entries: list[str], seeds: int) -> tuple[dict[str, int], dict[str, float]]:
+    """The number of seeds of each system, and the learning rates of those that are given one.
 
     Args:
-      entries: each a NAME, or NAME:SEEDS; all systems that decode and do not only fine-tune, if there are none.
+      entries: each a NAME, NAME:SEEDS or NAME:SEEDS:RATE; all systems that decode and do not only fine-tune, if there
+        are none.
       seeds: of those that give no number.
 
     Raises:
       UserError: naming the entry.
     """
-    every, found = [name for name in trainable() if find_system(name).decoders], {}
+    every, found, rates = [name for name in trainable() if find_system(name).decoders], {}, {}
     for entry in entries or every:
-        name, colon, number = entry.partition(":")
+        name, *numbers = entry.split(":")
         if name not in trainable():
             raise UserError(f"--systems={entry}: unknown; known: {', '.join(trainable())}")
-        if colon and number not in map(str, range(1, _MOST_SEEDS + 1)):
+        if numbers and numbers[0] not in map(str, range(1, _MOST_SEEDS + 1)):
             raise UserError(f"--systems={entry}: after the colon, give a number of seeds from 1 to {_MOST_SEEDS}")
-        found[name] = int(number) if colon else seeds
-    return found
+        found[name] = int(numbers[0]) if numbers else seeds
+        for rate in numbers[1:]:
+            with contextlib.suppress(ValueError):
+                rates[name] = float(rate)
+            if not 0 < rates.get(name, 0) < math.inf or len(numbers) > 2:
+                raise UserError(f"--systems={entry}: after the seeds, give one learning rate above 0")
+    return found, rates
 
 
 def _read_config(file: str) -> ml_collections.ConfigDict:

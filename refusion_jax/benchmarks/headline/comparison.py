@@ -97,9 +97,10 @@ class Comparison:
         """(runs that tried learning rates; runs whose models are measured, with their records)."""
         asked, sweep, rates = self._asked, [], {}
         for system in asked.systems:
-            trials = self._tried(system)
+            trials = [] if system in asked.rates else self._tried(system)
             sweep += trials
-            rates[system] = min(trials, key=_final_loss)["learning_rate"] if trials else self._config.learning_rate
+            best = min(trials, key=_final_loss)["learning_rate"] if trials else self._config.learning_rate
+            rates[system] = asked.rates.get(system, best)
         runs = [asked.whole(system, seed, rates[system]) for system, seed in asked.seeds]
         models = [(run, self._trained(run)) for run in track(runs, "training")]
         first_halves = {run.seed: (run, record) for run, record in models if run.system == asked.start}

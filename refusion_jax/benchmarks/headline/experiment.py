@@ -117,6 +117,7 @@ class Experiment:
     start: str  # the system whose weights the others are adapted from as well; none if empty
     with_ablations: bool
     command: str  # the command line, for the results
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of some systems, which try no others
 
     @property
     def seeds(self) -> list[tuple[str, int]]:
