@@ -1,4 +1,4 @@
-"""What prompts begin with, kept for prompts to come: the keys and values of blocks of given tokens.
+"""What is prefilled: requests as arrays, without what others began with, which is kept for prompts to come.
 
 Prompts that begin alike have the same keys and values there. A store of fixed size holds them in blocks, whatever has
 become of the rows that computed them. Newcomers copy the blocks that they begin with, prefill the rest, and leave their
@@ -9,14 +9,18 @@ entries, K key/value heads, H head size.
 """
 
 import collections
+import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from flax import struct
+from jaxtyping import Array, ArrayLike, Int32, UInt32
 
+from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
 from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.key_values import KeyValues
@@ -99,8 +103,56 @@ class Prefixes:
 NONE = Prefixes(0, 1)
 
 
+@struct.dataclass
+class Newcomers:
+    """Requests to be admitted, padded with copies whose row is B, outside the batch, so that they are dropped."""
+
+    rows: Int32[ArrayLike, "R"]
+    layout: Any  # from `Decoder.lay_out`: arrays with leading axis R
+    seeds: UInt32[ArrayLike, "R"]
+    noise: UInt32[ArrayLike, "R"]  # see `Request.noise`
+    known: Int32[ArrayLike, ""]  # leading given tokens of each request whose keys and values are in the store ..
+    copied: Int32[ArrayLike, "R M"]  # .. at these places
+    written: Int32[ArrayLike, "R M"]  # where its new blocks are to be stored
+
+
+def newcomers(
+    requests: dict[int, Request],
+    R: int,
+    B: int,
+    decoder: Decoder,
+    store: Prefixes = NONE,
+    blocks: Sequence[list[bytes]] = (),
+) -> Newcomers:
+    """The requests to admit, by row of the batch, padded to R; see `Newcomers`.
+
+    Args:
+      requests: to admit.
+      R: rows of the admission.
+      B: rows of the batch.
+      decoder: with its sizes.
+      store: of what prompts begin with.
+      blocks: that each request begins with, as many of them in the store.
+    """
+    some = list(requests.values())
+    some += some[:1] * (R - len(some))
+    blocks = [*blocks, *[[]] * (R - len(blocks))]
+    known = store.known(blocks[0])
+    copied, written = store.use(blocks, known, decoder.cache_length // store.size if store.count else 0)
+    return Newcomers(
+        rows=np.array([*requests, *[B] * (R - len(requests))], np.int32),
+        layout=decoder.lay_out(some),
+        seeds=np.array([request.settings.seed for request in some], np.uint32),
+        noise=np.array([request.noise for request in some], np.uint32),
+        known=np.int32(known * store.size),
+        copied=copied,
+        written=written,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("N", "S"))
 def empty_store(entries: KeyValues, N: int, S: int) -> KeyValues:
-    """Room for blocks of entries like these, [L, N, K, S, H]."""
+    """Room for blocks of entries like these, of which only the shapes matter, [L, N, K, S, H]."""
     return split(jax.tree.map(lambda x: jnp.zeros((x.shape[0], N, x.shape[2], S, x.shape[4]), x.dtype), entries))
 
 

@@ -25,7 +25,7 @@ from refusion_jax.decoding import prefixes
 from refusion_jax.decoding.answers import Answer, read_answer, reading_order
 from refusion_jax.decoding.decoder import Decoder, State
 from refusion_jax.decoding.memory import REFILL, admissions, check_memory, room_besides
-from refusion_jax.decoding.newcomers import Newcomers, newcomers
+from refusion_jax.decoding.prefixes import Newcomers, newcomers
 from refusion_jax.decoding.requests import Request, SharedPrefix
 from refusion_jax.decoding.sampling import Record, count_drafts
 from refusion_jax.decoding.trajectory import Trajectory, collect
@@ -185,8 +185,9 @@ class RunningBatch:
         check_memory(model, self._mesh, rows, decoder, self._prefixes.count * self._prefixes.size)
         with jax.set_mesh(self._mesh):
             self._state = _empty(self._compiled, self._params, decoder.lay_out([like]), rows)
-            is_kept = self._prefixes.count > 0
-            self._store = _empty_store(self._state, blocks, decoder.prefix_block) if is_kept else None
+            self._store = None
+            if self._prefixes.count:
+                self._store = prefixes.empty_store(self._state.cache.entries, blocks, decoder.prefix_block)
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Prefills requests in free rows, of which there must be enough, and returns these.
@@ -279,12 +280,6 @@ def _empty(compiled: StaticArguments, params, layout, rows: int) -> State:
     keys = jax.random.split(jax.random.key(0), rows)
     model = nnx.merge(compiled.graphdef, params)
     return _placed(jax.tree.map(_zeros, jax.eval_shape(lambda: compiled.decoder.init(model, layout, keys))))
-
-
-@functools.partial(jax.jit, static_argnames=("N", "S"))
-def _empty_store(state: State, N: int, S: int) -> KeyValues:
-    """A store of N blocks of S tokens; only the shapes of the state matter."""
-    return prefixes.empty_store(state.cache.entries, N, S)
 
 
 @functools.partial(jax.jit, static_argnames="compiled", donate_argnames=("state", "store"))

@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int32
 
 from refusion_jax.cli.errors import UserError
-from refusion_jax.decoding.newcomers import Newcomers
+from refusion_jax.decoding.prefixes import Newcomers
 from refusion_jax.decoding.queue import Progress, RunningBatch, StaticArguments
 from refusion_jax.model.key_values import KeyValues, attend_over
 from refusion_jax.model.ragged import Ragged
