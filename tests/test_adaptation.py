@@ -140,9 +140,15 @@ def test_adapters_go_to_peft_and_come_back(source, tmp_path):
     _, err = run("convert", "--format=peft", f"--from={tmp_path}/norms", f"--to={tmp_path}/ours", code=2)
     assert "--format=peft holds adapters alone, and final_norm was trained, too" in err
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(UserError, match="adapter_config.json cannot be read: use_dora: Input should be False"):
-        load_model(tmp_path / "peft")
+    for name, value, said in (
+        ("use_dora", True, "use_dora=true is not supported"),
+        ("layer_replication", [[0, 2]], r"layer_replication=\[\[0, 2\]\] is not supported"),
+        ("init_lora_weights", "pissa", "init_lora_weights: Input should be True, False, 'gaussian', 'orthogonal' or"),
+        ("lora_alpha", float("inf"), "lora_alpha: Input should be a finite number"),
+    ):
+        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config | {name: value}))
+        with pytest.raises(UserError, match=f"adapter_config.json cannot be read: .*{said}"):
+            load_model(tmp_path / "peft")
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
 
     peft = pytest.importorskip("peft")

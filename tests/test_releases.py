@@ -130,6 +130,7 @@ def test_a_mixture_comes_back_to_the_bit_and_is_known_again(tmp_path):
         ("wedlm", {"qk_norm": False}, "attention_bias=false is not supported"),
         ("sdar", {"model_type": "sdar_vl"}, 'model_type="sdar_vl" is not supported; of Hugging Face models we'),
         ("sdar moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("llada2", {"rotary_dim": 8}, "rotary_dim=8, but partial_rotary_factor makes it 4"),
         ("llada2", {"score_function": "softmax"}, 'score_function="softmax" is not supported'),
         ("llada2", {"moe_shared_expert_intermediate_size": 48}, "moe_shared_expert_intermediate_size=48 is not under"),
         ("llada2", {"n_group": 5}, "n_group=5 must split num_experts=12 evenly, into two or more each"),

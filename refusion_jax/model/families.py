@@ -84,7 +84,9 @@ FAMILIES = {
             "sliding_window_pattern": 6,
         },
     ),
-    "llama": Family("LlamaForCausalLM", fixed={"attention_bias": False, "mlp_bias": False}),  # 2, 3.x, SmolLM2
+    "llama": Family(  # 2, 3.x, SmolLM2
+        "LlamaForCausalLM", fixed={"attention_bias": False, "mlp_bias": False, "sliding_window": None}
+    ),
     "llada2_moe": Family(  # LLaDA2, mini and flash
         "LLaDA2MoeModelLM",
         qk_norm="head",
@@ -137,7 +139,7 @@ FAMILIES = {
         "Olmo2ForCausalLM",
         qk_norm="all",
         norms=("post_attention_norm", "post_mlp_norm"),
-        fixed={"attention_bias": False},
+        fixed={"attention_bias": False, "sliding_window": None},
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed={"use_sliding_window": False}),  # and 2.5
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", fixed={"attention_bias": False, "use_sliding_window": False}),

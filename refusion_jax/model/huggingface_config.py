@@ -20,11 +20,14 @@ _COPIED = (  # of config.json into ModelConfig and back
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
 )
-_FULL = "full_attention"
+_FULL, _LOCAL = "full_attention", "sliding_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
+_ROPES = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}  # rope_type: what it goes by
+# Keys of families that have local layers; in others they would say that some are.
+_OF_LOCAL = ("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern")
 _IGNORED = (  # keys of config.json that change nothing, in what authors released
     *("_name_or_path", "architectures", "auto_map", "attention_dropout", "initializer_range", "torch_dtype", "dtype"),
-    *("transformers_version", "use_cache", "max_window_layers", "sliding_window", "layer_types"),
+    *("transformers_version", "use_cache", "max_window_layers"),
 )
 
 Releases = Mapping[str, Sequence[Release]]  # by the name of the system
@@ -49,8 +52,8 @@ class Config(pydantic.BaseModel):
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: pydantic.PositiveInt
-    num_key_value_heads: int | None = None  # as many as query heads
-    head_dim: int | None = None  # all heads together are as wide as the model
+    num_key_value_heads: pydantic.PositiveInt | None = None  # as many as query heads
+    head_dim: pydantic.PositiveInt | None = None  # all heads together are as wide as the model
     intermediate_size: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
@@ -58,7 +61,7 @@ class Config(pydantic.BaseModel):
     rope_parameters: dict[str, Any] | None = None  # where transformers 5 keeps both
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
-    query_pre_attn_scalar: int = 0
+    query_pre_attn_scalar: pydantic.PositiveInt | None = None
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -70,9 +73,10 @@ class Config(pydantic.BaseModel):
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
     partial_rotary_factor: float = 1.0
+    rotary_dim: int | None = None  # another word for partial_rotary_factor
     rope_local_base_freq: float | None = None
-    sliding_window: int | None = None
-    sliding_window_pattern: int | None = None
+    sliding_window: pydantic.PositiveInt | None = None
+    sliding_window_pattern: pydantic.PositiveInt | None = None
     layer_types: list[str] | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -105,7 +109,9 @@ def read_model_config(
     theta, scaling, local = _rope(file, given)
     shape = {name: getattr(given, name) for name in (*_COPIED, *OPTIONAL)}
     if local:  # attention to all of so many tokens is attention in a window
-        shape["max_position_embeddings"] = min(given.sliding_window or 2**28, given.max_position_embeddings)
+        if not given.sliding_window:
+            raise UserError(f"{file}: sliding_window is missing, to which local layers attend")
+        shape["max_position_embeddings"] = min(given.sliding_window, given.max_position_embeddings)
     shape["num_key_value_heads"] = given.num_key_value_heads or given.num_attention_heads
     shape["head_dim"] = given.head_dim or given.hidden_size // given.num_attention_heads
     if mask_token_id is None:
@@ -118,6 +124,8 @@ def read_model_config(
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")
     ids = {name: _first(getattr(given, name)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    if tokenizer and isinstance(given.eos_token_id, list) and tokenizer.eos_id in given.eos_token_id:
+        ids["eos_token_id"] = tokenizer.eos_id  # Llama 3's first one ends a document, and the tokenizer's a turn
     if ids["pad_token_id"] == ids["eos_token_id"]:
         ids["pad_token_id"] = -1  # no decoder writes padding, and each has to write EOS
     described = {
@@ -125,12 +133,15 @@ def read_model_config(
         "rope_theta": theta,
         "rope_scaling": scaling,
         "local_rope": local,
-        "query_pre_attn_scalar": given.query_pre_attn_scalar,
+        "query_pre_attn_scalar": given.query_pre_attn_scalar or 0,
         "num_tokens": max(tokenizer.size, mask + 1) if tokenizer else shape["vocab_size"],
         "mask_token_id": mask,
     }
     ours = {name: getattr(given.refusion_jax, name) for name in _OURS}
-    return to_model_config(file, shape | ids | described | ours)
+    config = to_model_config(file, shape | ids | described | ours)
+    if given.rotary_dim not in (None, rotated := int(config.head_dim * config.partial_rotary_factor)):
+        raise UserError(f"{file}: rotary_dim={given.rotary_dim}, but partial_rotary_factor makes it {rotated}")
+    return config
 
 
 def read_config(path: epath.Path, releases: Releases = NONE) -> Config:
@@ -157,7 +168,8 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
     system, release = found[0] if found else (None, Release(model_type, model_type))
     family = FAMILIES.get(release.family)
     fixed = dict(family.activation | family.fixed if family else {"model_type": ""}) | release.fixed
-    fixed["quantization_config"] = None
+    fixed |= {"quantization_config": None, "is_causal": True}
+    fixed |= {key: None for key in _OF_LOCAL if family and key not in family.defaults}
     released_types = sorted({one.model_type for some in releases.values() for one in some})
     for key, value in fixed.items():
         if family is None or given.get(key, value) != value:
@@ -165,6 +177,11 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
                 f"{file}: {key}={json.dumps(given.get(key))[:60]} is not supported; of Hugging Face models "
                 f"we read those of model_type {', '.join([*FAMILIES, *released_types])} with that "
                 f"family's defaults"
+            )
+    for theirs, ours in family.keys.items():
+        if {theirs, ours} <= given.keys() and given[theirs] != given[ours]:
+            raise UserError(
+                f"{file}: {theirs}={given[theirs]!r:.60} and {ours}={given[ours]!r:.60} contradict each other"
             )
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
     known -= set(OPTIONAL) - family.defaults.keys()
@@ -181,27 +198,47 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
 
 def _rope(file: epath.Path, given: Config) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
     """(rope_theta, rope_scaling, local_rope) of a ModelConfig."""
-    new = given.rope_parameters or {}
-    local = new.get("sliding_attention", {}).get("rope_theta", given.rope_local_base_freq)
-    new = new.get("full_attention", new)
-    scaling = given.rope_scaling or new
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    names = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}.get(kind)
-    if names is None or not all(name in scaling for name in names):
+    old, new, local = given.rope_scaling or {}, given.rope_parameters or {}, given.rope_local_base_freq
+    if old and new and old != new:
+        raise UserError(f"{file}: rope_scaling and rope_parameters say different things; leave out one of them")
+    kinds, every = given.layer_types, given.sliding_window_pattern
+    if is_local := "rope_local_base_freq" in FAMILIES[given.model_type].defaults:
+        if new and new.keys() != {_FULL, _LOCAL}:
+            raise UserError(f"{file}: rope_parameters must be those of {_FULL} and of {_LOCAL}")
+        every = every if kinds is None else [*kinds, _FULL].index(_FULL) + 1
+        local, scaling = _one_rope(file, given, new.get(_LOCAL, {}), local)
+        if scaling:
+            raise UserError(f"{file}: rope_parameters scale those of {_LOCAL}, which is not supported")
+        new = new.get(_FULL, {})
+    if kinds is not None:
+        expected = _layer_types(len(kinds), every if is_local else 1)
+        if len(kinds) != given.num_hidden_layers or kinds != expected:
+            raise UserError(
+                f"{file}: layer_types={json.dumps(kinds)[:90]} is not supported; we read num_hidden_layers="
+                f"{given.num_hidden_layers} times {_FULL}{f', or {_LOCAL} but for every n-th' if is_local else ''}"
+            )
+    return *_one_rope(file, given, old or new, given.rope_theta), (local, every) if is_local else ()
+
+
+def _one_rope(file: epath.Path, given: Config, scaling: Any, theta: float) -> tuple[float, tuple[float, ...]]:
+    """(rope_theta, rope_scaling) of some layers, from what config.json says of them and the theta that it has else.
+
+    Raises:
+      UserError: where it says anything that we do not compute.
+    """
+    said = dict(scaling) if isinstance(scaling, dict) else {"": scaling}
+    kinds = {str(said.pop(key)) for key in ("rope_type", "type") if key in said} or {"default"}
+    names = _ROPES.get(kinds.pop()) if len(kinds) == 1 else None  # both keys may be there, and say the same
+    theta, part = said.pop("rope_theta", theta), said.pop("partial_rotary_factor", given.partial_rotary_factor)
+    if names is None or said.keys() != {*names} or part != given.partial_rotary_factor:
         raise UserError(
             f"{file}: rope_scaling={json.dumps(scaling)[:90]} is not supported; we read linear and that of Llama 3"
         )
-    every = given.sliding_window_pattern
-    if local and given.layer_types:
-        every = [*given.layer_types, _FULL].index(_FULL) + 1
-        if given.layer_types != _layer_types(len(given.layer_types), every):
-            raise UserError(f"{file}: layer_types={json.dumps(given.layer_types)[:90]} do not alternate evenly")
-    theta = new.get("rope_theta", given.rope_theta)
-    return theta, tuple(scaling[name] for name in names), (local, every) if local else ()
+    return theta, tuple(said[name] for name in names)
 
 
 def _layer_types(layers: int, every: int) -> list[str]:
-    return [_FULL if layer % every == 0 else "sliding_attention" for layer in range(1, layers + 1)]
+    return [_FULL if layer % every == 0 else _LOCAL for layer in range(1, layers + 1)]
 
 
 def _first(token_id: int | list[int] | None) -> int:

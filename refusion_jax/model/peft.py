@@ -20,21 +20,33 @@ from refusion_jax.model.lora import INPUTS, Lora
 from refusion_jax.model.tensor_files import Tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_OF_NO_EFFECT = frozenset(  # on the adapters that there are
+    "auto_mapping eva_config exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform "
+    "lora_dropout megatron_core peft_version qalora_group_size revision runtime_config target_modules task_type".split()
+)
 
 
 class _Config(pydantic.BaseModel):
     """What we read of an adapter_config.json; variants that compute something else are refused."""
+
+    model_config = pydantic.ConfigDict(allow_inf_nan=False)
 
     peft_type: Literal["LORA"]
     base_model_name_or_path: str
     r: pydantic.PositiveInt
     lora_alpha: float
     bias: Literal["none"] = "none"
-    use_dora: Literal[False] = False
-    use_rslora: Literal[False] = False
-    modules_to_save: None = None
-    rank_pattern: dict[str, int] = pydantic.Field({}, max_length=0)
-    alpha_pattern: dict[str, float] = pydantic.Field({}, max_length=0)
+    # Others, such as PiSSA, also change the weights that are adapted, when `peft` loads them.
+    init_lora_weights: Literal[True, False, "gaussian", "orthogonal", "eva"] = True
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _nothing_else_is_asked_for(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Further fields change nothing, or are as empty as `peft` writes them where they are not used."""
+        for name, value in given.items():
+            if value and name not in _OF_NO_EFFECT and name not in cls.model_fields:
+                raise ValueError(f"{name[:60]}={json.dumps(value)[:60]} is not supported")
+        return given
 
 
 def is_peft(path: epath.Path) -> bool:

@@ -109,6 +109,8 @@ def _fault(c: ModelConfig) -> str | None:
     for name, sizes in (("rope_scaling", (0, 1, 4)), ("local_rope", (0, 2))):
         if len(getattr(c, name)) not in sizes:
             return f"{name}={getattr(c, name)} must be {' or '.join(map(str, sizes[1:]))} numbers"
+    if len(c.rope_scaling) == 4 and c.rope_scaling[1] >= c.rope_scaling[2]:
+        return f"rope_scaling={c.rope_scaling}: low_freq_factor must be less than high_freq_factor"
     for kind in ("pad", "bos", "eos", "mask"):
         if not -1 <= getattr(c, f"{kind}_token_id") < c.vocab_size:
             return f"{kind}_token_id={getattr(c, f'{kind}_token_id')} is no row of the embedding"

@@ -17,7 +17,8 @@ from etils import epath
 from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import parse_json, read_json
 
-INDEX = "model.safetensors.index.json"
+MODEL = "model.safetensors"
+INDEX = f"{MODEL}.index.json"
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # that weights may have
 _LONGEST_HEADER = 100 << 20  # bytes, the format's own limit
 
@@ -39,22 +40,33 @@ class _Index(pydantic.BaseModel):
 class Tensors:
     """The tensors of a directory by name."""
 
-    def __init__(self, directory: epath.PathLike, file: str = "model.safetensors"):
+    def __init__(self, directory: epath.PathLike, file: str = MODEL):
         """Reads the headers of all files: those of the index, or else the one of this name.
 
         Raises:
-          UserError: where a file is missing, cannot be read, or is cut off.
+          UserError: where a file is missing, cannot be read, or is cut off, or tensors are not where the index says.
         """
         self._directory = directory = epath.Path(directory)
-        files = {file}
-        if (directory / INDEX).exists():
-            files = set(read_json(directory / INDEX, _Index, extra="ignore").weight_map.values())
         self._entries: dict[str, tuple[str, int, _Entry]] = {}  # file, where its data begins
-        for file in sorted(files):
+        if file != MODEL or not (directory / INDEX).exists():
+            self._add(file)
+            return
+        places = read_json(directory / INDEX, _Index, extra="ignore").weight_map
+        if MODEL not in places.values() and (directory / MODEL).exists():
+            raise UserError(f"{directory} holds two models, {MODEL} and that of {INDEX}: remove one of them")
+        for file in sorted(set(places.values())):
             if file != PurePosixPath(file).name:
                 raise UserError(f"{directory / INDEX}: {file[:60]!r} is no file of this directory")
-            start, header = self._read_header(file)
-            self._entries |= {name: (file, start, entry) for name, entry in header.items()}
+            self._add(file)
+        for name, (file, *_) in self._entries.items():
+            if places.get(name) != file:
+                raise UserError(f"{directory / INDEX}: {name} is in {file}, not in {places.get(name)}")
+
+    def _add(self, file: str) -> None:
+        start, header = self._read_header(file)
+        for name in header.keys() & self._entries.keys():
+            raise UserError(f"{self._directory / file}: {name} is in {self._entries[name][0]}, too")
+        self._entries |= {name: (file, start, entry) for name, entry in header.items()}
 
     def _read_header(self, name: str) -> tuple[int, dict[str, _Entry]]:
         path = self._directory / name
@@ -63,8 +75,12 @@ class Tensors:
             content = file.read(min(size, _LONGEST_HEADER))
         header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
         header.pop("__metadata__", None)
-        ends = [entry.data_offsets[1] for entry in header.values()]
-        if 8 + size + max(ends, default=0) != path.stat().length:
+        end = 0
+        for begin, after in sorted(entry.data_offsets for entry in header.values()):
+            if begin != end:
+                raise UserError(f"{path} is damaged: its tensors do not follow each other")
+            end = after
+        if 8 + size + end != path.stat().length:
             raise UserError(f"{path} is damaged: it is not as long as its header says")
         return 8 + size, header
 
@@ -75,9 +91,9 @@ class Tensors:
 
     @property
     def dtype(self) -> np.dtype:
-        """The widest of the tensors'."""
+        """The widest of the tensors'; float32 where none is of floats, which is refused when it is read."""
         found = {entry.dtype for _, _, entry in self._entries.values()}
-        return np.dtype(next(dtype for name, dtype in DTYPES.items() if name in found))
+        return np.dtype(next((dtype for name, dtype in DTYPES.items() if name in found), np.float32))
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """One tensor.

@@ -40,7 +40,7 @@ SYSTEM = System(
             "llada2_moe",
             "llada2_moe",
             defaults={"block_size": 32, "mask_token_id": 156895, "eos_token_id": 156892},
-            ignored=("embedding_dropout", "output_dropout", "output_router_logits", "rotary_dim"),
+            ignored=("embedding_dropout", "output_dropout", "output_router_logits"),
         ),
     ),
 )
