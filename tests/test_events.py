@@ -62,18 +62,6 @@ def test_a_step_can_be_lost_more_than_once():
     assert (spent["lost"], spent["step"], spent["down"]) == (20, 10, 180)
 
 
-def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):
-    path = tmp_path / events.FILE
-    path.write_text(json.dumps(STRAIGHT[0]) + "\n" + json.dumps(STRAIGHT[1])[:-5])
-    writer, before = events.EventLog(path), time.time()
-    writer.write("start", ago=20.0, step=7)
-    writer.close()
-    first, second = events.read_events(path.read_text())
-    assert (first["event"], first["time"]) == ("start", 100)
-    assert (second["event"], second["step"]) == ("start", 7)
-    assert before - 20 <= second["time"] <= time.time() - 20
-
-
 def test_a_log_that_cannot_be_read_is_not_an_empty_one(tmp_path):
     assert events.read_log(epath.Path(tmp_path / "none.jsonl")) == ""
     (tmp_path / "events.jsonl").mkdir()

@@ -63,21 +63,6 @@ def test_the_round_trip_is_the_same_to_the_bit(tmp_path, shape, dtype):
         assert read["mask_token_id"] == 4
 
 
-@pytest.mark.filterwarnings("ignore")  # of theirs
-@pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_transformers(tmp_path, shape):
-    torch = pytest.importorskip("torch", reason="pip install -e '.[compare]' brings torch and transformers")
-    transformers = pytest.importorskip("transformers")
-    path = saved(tmp_path / "theirs", **SHAPES[shape])
-    theirs = transformers.Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    tokens = np.random.default_rng(0).integers(0, 30, (2, 17))
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens)).logits.numpy()
-    positions = np.broadcast_to(np.arange(17), (2, 17))
-    got = forward(load_model(path), tokens, positions, causal(np.ones((2, 17), np.int32)))
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
-
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GEMMA = {"sliding_window": 64, "query_pre_attn_scalar": 12, "head_dim": 8, "num_hidden_layers": 3}
 FAMILIES = {
@@ -89,7 +74,8 @@ FAMILIES = {
     "mistral": {"sliding_window": None, "head_dim": 12},
     "olmo2": {"rms_norm_eps": 1e-5},
     "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 12},
+    "qwen3": {"head_dim": 12, "rope_theta": 1e6, "num_attention_heads": 8, "num_key_value_heads": 1},
+    "qwen3 tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen3_moe": {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "qwen3_moe normalized": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 12, "norm_topk_prob": True}
     | {"num_experts_per_tok": 3},
@@ -223,8 +209,7 @@ def test_what_transformers_has_no_words_for_survives_both_directions(tmp_path):
 
 def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):
     source = saved(tmp_path / "theirs", vocab_size=320, num_tokens=290)
-    config = json.loads((source / "config.json").read_text()) | {"mask_token_id": None}
-    (source / "config.json").write_text(json.dumps(config))
+    change_config(source, mask_token_id=None)
     tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
     (source / "tokenizer.model").write_bytes(tokenizer.model)
     assert load_model(source).config.mask_token_id == tokenizer.mask_id
@@ -241,10 +226,7 @@ def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):
 
 def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
     path = saved(tmp_path / "theirs")
-    config = json.loads((path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
-    del config["rope_theta"]
-    (path / "config.json").write_text(json.dumps(config))
+    change_config(path, rope_theta="gone", rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
     assert huggingface_config.read_model_config(path).rope_theta == 5e5
 
 
@@ -319,20 +301,10 @@ BAD = {
     ),
     "no mask token": (lambda p: change_config(p, mask_token_id="gone"), "has no mask_token_id; name one with --mask"),
     "mask out of range": (lambda p: change_config(p, mask_token_id=99), "mask_token_id=99 is no row of the embedding"),
-    "config of another kind": (
-        lambda p: (p / "config.json").write_text("[]"),
-        "config.json cannot be read: Input should be an object",
-    ),
     "no config": (lambda p: (p / "config.json").unlink(), "holds no checkpoint"),
-    "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read: Invalid JSON: EOF"),
-    "no model_type": (lambda p: (p / "config.json").write_text("{}"), "model_type=null is not supported"),
     "model_type that is no text": (
         lambda p: (p / "config.json").write_text('{"model_type": {"x": 1}}'),
         'config.json: model_type={"x": 1} is not supported',
-    ),
-    "broken index": (
-        lambda p: (p / "model.safetensors.index.json").write_text("{"),
-        "index.json cannot be read: Invalid JSON: EOF",
     ),
 }
 

@@ -15,7 +15,7 @@ from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.model.abstract import abstract_transformer
-from refusion_jax.model.int8 import Int8Array, widened
+from refusion_jax.model.int8 import Int4Array, Int8Array, widened
 from refusion_jax.systems import registry
 
 QUICK = ("ar",)  # the others compile for minutes together
@@ -111,3 +111,14 @@ def test_a_model_is_rounded_as_it_is_read_and_split_over_a_mesh():
     assert nbytes(nnx.state(read)) < 0.35 * nbytes(nnx.state(model))  # of float32
     assert decode(read, PROMPTS[:3], dataclasses.replace(own, weights="same")) == expected
     assert decode(load_model(SHIPPED / "model", weights="int8"), PROMPTS[:3], own) == expected
+
+
+@pytest.mark.parametrize("axis", [1, 2, -1])
+def test_int4_keeps_the_bound_of_its_groups(axis):
+    x = np.random.default_rng(0).standard_t(3, (2, 64, 6, 32)).astype(np.float32)
+    rounded = Int4Array.of(jax.numpy.asarray(x), [axis])
+    assert rounded.values.size * 2 == x.size
+    error = np.moveaxis(np.abs(np.asarray(rounded.widened(np.float32)) - x), axis, -1)
+    size = 32 if x.shape[axis] % 32 == 0 else x.shape[axis]
+    error, x = (each.reshape(-1, size) for each in (error, np.moveaxis(x, axis, -1)))
+    assert np.all(error <= np.abs(x).max(axis=1, keepdims=True) / 14 * (1 + 1e-5))

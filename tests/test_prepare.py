@@ -233,17 +233,6 @@ def test_an_error_names_the_line_of_the_whole_file_and_leaves_nothing(tmp_path, 
     assert dropped["where"].endswith("bad.jsonl:101")
 
 
-def test_a_pair_longer_than_a_row_is_refused_or_counted(tmp_path, tokenizer_file):
-    (tmp_path / "a.jsonl").write_text(
-        '{"query": "one", "response": "%s"}\n{"query": "one", "response": "two"}' % ("x" * 99)
-    )
-    with pytest.raises(UserError, match=r"a.jsonl:1: \d+ prompt and 100 response tokens do not fit in row_length=64"):
-        make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out")
-    assert make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", on_error="skip").dropped == {
-        "longer than a row": 1
-    }
-
-
 def test_what_a_chat_template_refuses_is_named_or_counted(tmp_path):
     tokenizer_file = write_tokenizer(tmp_path, chat_template=REFUSING)
     turns = [["user"], ["system", "user"], ["user"]]
@@ -365,18 +354,6 @@ def test_fuzzed_files_are_counted_and_named_and_never_raise(tmp_path, tokenizer_
     assert len(counted) > 8
     assert manifest.documents + sum(manifest.dropped.values()) == manifest.input["examples"]
     assert len(documents(tmp_path / "out")) == manifest.segments
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_fuzzed_directory_stops_the_command_with_one_line(seed, tmp_path, tokenizer_file):
-    (tmp_path / "in").mkdir()
-    write_files(tmp_path / "in", 30, seed)
-    _, err = run(
-        "prepare", f"--input={tmp_path}/in", f"--output={tmp_path}/out", f"--tokenizer={tokenizer_file}", code=2
-    )
-    assert len(err.splitlines()) == 1
-    assert err.startswith(f"error: {tmp_path}/in/")
-    assert not (tmp_path / "out").exists()
 
 
 def test_workers_need_no_jax():

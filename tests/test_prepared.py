@@ -4,14 +4,13 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conftest import TINY_RUN, config_with, run, start, unprivileged
+from conftest import TINY_RUN, config_with, run, unprivileged
 from test_prepare import make, tokenizer_file, write_pairs
 
 from refusion_jax import UserError
@@ -105,10 +104,9 @@ def test_a_host_reads_its_own_rows_only(prepared, monkeypatch):
 
 
 def test_any_step_of_a_huge_data_set_is_there_at_once():
-    began = time.process_time()
+    """An order that was stored would take gigabytes."""
     order = RowOrder([10**9, 10**6], [3, 1], seed=0)
     assert len({order[10**12 + i] for i in range(1000)}) > 990
-    assert time.process_time() - began < 5  # an order that was stored would take minutes and gigabytes
 
 
 @hypothesis.settings(max_examples=30)
@@ -262,15 +260,6 @@ def test_a_row_can_be_looked_at(prepared):
     _, err = run("inspect_data", f"--data={prepared}/a", "--row=100000", code=2)
     assert "--row=100000: " in err
     assert len(err.splitlines()) == 1
-
-
-def test_a_reader_of_a_row_that_has_enough_ends_it_quietly(prepared):
-    reads, writes = os.pipe()
-    process = start("inspect_data", f"--data={prepared}/a", stdout=writes)
-    os.close(reads)
-    os.close(writes)
-    assert process.communicate()[1] == ""
-    assert process.returncode == 141
 
 
 def test_a_path_that_is_not_utf8_is_named(prepared, tmp_path):

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,15 +17,16 @@ import pytest
 from conftest import PROMPTS, run, settings, sharp_model, start
 from etils import epath
 from flax import nnx
+from helpers import wait_until
 
 from refusion_jax import decode
+from refusion_jax.benchmarks.split import Shaper
 from refusion_jax.checkpoints.load import open_weights, read_model_config, reader_of
 from refusion_jax.checkpoints.run_directory import write_model_config
 from refusion_jax.checkpoints.weights import save_params
 from refusion_jax.cli.errors import Failure, UserError
 from refusion_jax.decoding.requests import prepare
 from refusion_jax.model import huggingface
-from refusion_jax.model.int8 import Int4Array
 from refusion_jax.split import choice, frames
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.device import decode_split, decoder_on_link
@@ -43,29 +43,24 @@ EXACT = CODECS["exact"]
 def key(tmp_path_factory):
     if not shutil.which("openssl"):
         pytest.skip("openssl makes the key")
-    path = tmp_path_factory.mktemp("key") / "split.pem"
+    return make_key(tmp_path_factory.mktemp("key") / "split.pem")
+
+
+def make_key(path):
     ask = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=split".split()
     subprocess.run(["openssl", *ask, "-keyout", path, "-out", path], check=True, capture_output=True)
     return path
 
 
-class Cutter:
+class Cutter(Shaper):
     """Forwards bytes between devices and a server, until it is told to cut all connections."""
 
     def __init__(self, port: int):
-        self.to, self.listening, self.open, self.passed, self.cut_at = port, socket.create_server(("", 0)), [], 0, None
-        self.port = self.listening.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        while True:
-            here, _ = self.listening.accept()
-            there = socket.create_connection(("127.0.0.1", self.to))
-            self.open += [here, there]
-            for a, b in ((here, there), (there, here)):
-                threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
+        self.open, self.passed, self.cut_at = [], 0, None
+        super().__init__(port)
 
     def _pass_on(self, a, b):
+        self.open += [a, b]
         try:
             while some := a.recv(1 << 16):
                 self.passed += len(some)
@@ -107,12 +102,16 @@ def link_to(served, model, key, codec="exact", layers=1, patience=300.0):
     return Link(("127.0.0.1", served[1].port), key, stamp_of(model), layers, codec, patience)
 
 
-def answers(model, link, method, prompts=PROMPTS, layers=1, **changes):
-    """The tokens of split decoding."""
+def decoding(model, link, method, prompts=PROMPTS, layers=1, **changes):
+    """A function that decodes over a link: tokens."""
     requests = prepare(prompts, settings(method, **changes), model.config)
     part = SplitModel(part_of(model, 0, layers), link)
-    found = dict(decode_split(part, requests, decoder_on_link(requests, model.config)))
-    return [found[i].tokens for i in range(len(requests))]
+
+    def tokens():
+        found = dict(decode_split(part, requests, decoder_on_link(requests, model.config)))
+        return [found[i].tokens for i in range(len(requests))]
+
+    return tokens
 
 
 @pytest.mark.parametrize("D", [16, 128, 300])
@@ -139,29 +138,12 @@ def test_hidden_states_cross_within_their_bound(D):
         assert len(CODECS["adaptive"].encode(normal)) <= 0.15 * normal.nbytes
 
 
-@pytest.mark.parametrize("axis", [1, 2, -1])
-def test_int4_keeps_the_bound_of_its_groups(axis):
-    x = np.random.default_rng(0).standard_t(3, (2, 64, 6, 32)).astype(np.float32)
-    rounded = Int4Array.of(jax.numpy.asarray(x), [axis])
-    assert rounded.values.size * 2 == x.size
-    error = np.moveaxis(np.abs(np.asarray(rounded.widened(np.float32)) - x), axis, -1)
-    size = 32 if x.shape[axis] % 32 == 0 else x.shape[axis]
-    error, x = (each.reshape(-1, size) for each in (error, np.moveaxis(x, axis, -1)))
-    assert np.all(error <= np.abs(x).max(axis=1, keepdims=True) / 14 * (1 + 1e-5))
-
-
 def test_an_answer_goes_on_where_the_connection_broke(served, model, key):
     """The connection is cut five times; then the server forgets all; then the other way round it ends in one line."""
     service, cutter = served
     whole = decode(model, PROMPTS, settings("idlm", batch_size=2)).tokens
     link = link_to(served, model, key)
-    requests = prepare(PROMPTS, settings("idlm", batch_size=2), model.config)
-    part = SplitModel(part_of(model, 0, 1), link)
-
-    def tokens():
-        found = dict(decode_split(part, requests, decoder_on_link(requests, model.config)))
-        return [found[i].tokens for i in range(len(requests))]
-
+    tokens = decoding(model, link, "idlm", batch_size=2)
     for cut_at in (None, 3_000, 9_000, 17_000, 26_000):
         link.begin()
         cutter.passed, cutter.cut_at = 0, cut_at
@@ -169,7 +151,7 @@ def test_an_answer_goes_on_where_the_connection_broke(served, model, key):
         assert cutter.cut_at is None
     link.begin()
     cutter.passed, cutter.cut_at = 0, 9_000
-    forget = threading.Thread(target=lambda: (until(lambda: cutter.cut_at is None), service._sessions.clear()))
+    forget = threading.Thread(target=lambda: (wait_until(lambda: cutter.cut_at is None), service._sessions.clear()))
     forget.start()
     assert tokens() == whole
     forget.join()
@@ -180,11 +162,6 @@ def test_an_answer_goes_on_where_the_connection_broke(served, model, key):
     with pytest.raises(Failure, match="is not to be reached"):
         tokens()
     link.close()
-
-
-def until(holds):
-    while not holds():
-        time.sleep(0.001)
 
 
 def test_several_devices_are_computed_together(served, model, key, monkeypatch):
@@ -208,7 +185,7 @@ def test_several_devices_are_computed_together(served, model, key, monkeypatch):
 
     def hold(upper, packing, caches, arrays):
         wanted = next(held, 0)
-        until(lambda: service._batches.waiting() >= wanted)
+        wait_until(lambda: service._batches.waiting() >= wanted)
         sizes.append(len(caches))
         return forward(upper, packing, caches, arrays)
 
@@ -302,11 +279,8 @@ def talking(served):
 
 
 def test_only_holders_of_the_key_and_the_model_are_served(served, model, key, tmp_path):
-    other = tmp_path / "other.pem"
-    ask = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=split".split()
-    subprocess.run(["openssl", *ask, "-keyout", other, "-out", other], check=True, capture_output=True)
     with pytest.raises(UserError, match="another --key"):
-        link_to(served, model, other)
+        link_to(served, model, make_key(tmp_path / "other.pem"))
     with pytest.raises(UserError, match="another model"):
         link_to(served, sharp_model(1), key)
 
@@ -373,7 +347,7 @@ def test_answers_are_those_of_the_whole_model(served, model, key, method):
     prompts = [[1, *draw.integers(5, 30, draw.integers(1, 16)).tolist()] for _ in range(200)]
     whole = decode(model, prompts, settings(method, batch_size=8)).tokens
     link = link_to(served, model, key, layers=2)
-    assert answers(model, link, method, prompts, 2, batch_size=8) == whole
+    assert decoding(model, link, method, prompts, 2, batch_size=8)() == whole
     link.close()
 
 
@@ -420,4 +394,3 @@ def test_plan_says_where_to_cut():
         (["--rtt=1", "--device_memory=1e-5"], "nothing keeps"),
     ):
         assert said in run("plan", *flags, *more, code=2)[1]
-    assert "--rtt: is of no use with --what=train" in run("plan", flags[1], "--topology=v5e:2x2", "--rtt=3", code=2)[1]

@@ -95,10 +95,6 @@ def test_accumulation_changes_nothing(objective):
     assert_same_training(train(objective=objective), train(accumulation=4, objective=objective))
 
 
-def test_accumulation_on_a_mesh_changes_nothing():
-    assert_same_training(train(), train(accumulation=2, devices=8, data=2, fsdp=4))
-
-
 def test_the_same_run_is_the_same_to_the_bit():
     first = train()
     train.cache_clear()

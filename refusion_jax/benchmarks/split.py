@@ -12,13 +12,13 @@ are right (problems of the quickstart), and that are those of the whole, unround
 answers.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import multiprocessing
+import queue
 import socket
 import statistics
 import threading
@@ -315,14 +315,11 @@ class Shaper:
                 threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
 
     def _pass_on(self, a: socket.socket, b: socket.socket) -> None:
-        waiting: collections.deque = collections.deque()
-        there_is = threading.Condition()
+        waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
         def deliver() -> None:
             while True:
-                with there_is:
-                    there_is.wait_for(lambda: waiting)
-                    when, some = waiting.popleft()
+                when, some = waiting.get()
                 time.sleep(max(0.0, when - time.perf_counter()))
                 try:
                     if not some:
@@ -340,8 +337,6 @@ class Shaper:
             except OSError:
                 some = b""
             free = max(free, time.perf_counter()) + len(some) / self.bandwidth
-            with there_is:
-                waiting.append((free + self.rtt / 2, some))
-                there_is.notify()
+            waiting.put((free + self.rtt / 2, some))
             if not some:
                 return
