@@ -169,9 +169,8 @@ def test_a_hundred_flipped_bits_are_a_hundred_noticed(tmp_path):
     save(tmp_path, 1)
     step = tmp_path / "checkpoints" / "1"
     files = [path for path in sorted(step.rglob("*")) if path.is_file() and path.stat().st_size]
-    assert {"params", "optimizer", "data", "_CHECKPOINT_METADATA"} <= {
-        path.relative_to(step).parts[0] for path in files
-    }
+    names = {path.relative_to(step).parts[0] for path in files}
+    assert {"params", "optimizer", "data", "_CHECKPOINT_METADATA"} <= names
     assert checksums.find_damage(step) is None
     chance = random.Random(0)
     for _ in range(100):
@@ -387,15 +386,6 @@ def test_no_process_begins_a_save_where_another_cannot_write(tmp_path, caplog, m
         assert not list((tmp_path / "checkpoints").iterdir())
         put(checkpoints, 2, last=True)
     assert saved_steps(tmp_path) == [2]
-
-
-def test_each_of_several_processes_tries_whether_it_can_write(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path, 3, failures=1)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(checkpoints_module, "all_agree", lambda flag: flag)
-    (tmp_path / "checkpoints" / ".probe.0").mkdir()  # where it tries to write a file
-    with pytest.raises(Failure, match=r"checkpoint 1 could not be written: .*Is a directory.*; 1 saves in a row"):
-        put(checkpoints, 1)
 
 
 def test_the_last_save_is_tried_a_few_times_and_not_for_ever(tmp_path, full_disk, monkeypatch):

@@ -150,15 +150,11 @@ def test_bad_input_is_named(loaded, trained_run, tasks, tmp_path):
     for old, new, message in (
         ('"{{{{question}}}}"', "3", "--tasks=sums: it cannot be asked: AssertionError: Context is not a string"),
         ('["\\n\\n"]', "[3]", r"--tasks=sums: until=\[3\] must be texts"),
-        ('["\\n\\n"]', "3", "--tasks=sums: it cannot be asked: TypeError"),
         ("{{{{question}}}}", "{{{{ nobody }}}}", "--tasks=sums: it cannot be loaded: .* 'nobody' is undefined"),
         ("'####'", "'####' if question != 'Sort 5 5 3 5.' else nobody", "--tasks=sums: it cannot be asked"),
         ("repeats: {repeats}", "repeats: 0", "--tasks=sums: it cannot be asked"),
-        ("([0-9])", "(", "--tasks=sums: it cannot be asked: error: missing"),
         ("exact_match", "nope", "--tasks=sums: there is no metric nope"),
-        ("exact_match", "acc", "--tasks=sums: it cannot be asked: TypeError: unsupported operand"),
         ("task: sums", "task: 3", "--include_path=.*/tasks: cannot be searched for tasks: TypeError"),
-        ("generate_until", "multiple_choice", "cannot be asked: TypeError: doc_to_choice was called but not set"),
     ):
         assert old in GENERATE
         plan = benchmark.Plan(["sums"], include_path=tasks(GENERATE.replace(old, new)))

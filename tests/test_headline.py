@@ -73,6 +73,7 @@ def test_learning_rates_are_tried_by_short_runs_of_the_same_config():
         losses[asked.next_rate(losses)] = abs(multiple - 1)
     assert list(losses) == [multiple * config.learning_rate for multiple in (0.5, 1, 2, 4)]
     assert asked.next_rate(losses) is None
+    assert asked_for("tiny").next_rate({}) is None
     run = asked.trial("ar", 0.001)
     assert run.changes["learning_rate"] == 0.001
     assert run.changes["steps"] * asked.budget.sweep == config.steps
@@ -91,10 +92,6 @@ def test_the_best_learning_rate_is_looked_for_until_it_lies_between_worse_ones(b
         assert min(losses) < min(losses, key=losses.get) < max(losses)
 
 
-def test_where_no_learning_rate_was_tried_none_is_looked_for():
-    assert asked_for("tiny").next_rate({}) is None
-
-
 def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(tmp_path):
     config = CONFIGS("small")
     asked = asked_for("small")
@@ -109,18 +106,14 @@ def test_an_adapted_run_sees_as_much_as_a_whole_one_and_none_of_its_start_again(
     assert run.name != asked.whole("refusion", 2, 0.002).name
 
 
-def test_a_budget_is_made_smaller_by_flags():
-    small = BUDGETS["small"]
-    assert small.changed(tune=True) == small
-    assert small.changed(tune=True, seeds=1).seeds == 1
-    assert not small.changed(tune=False, seeds=1).rates
-
-
 def test_seeds_can_be_added_to_a_comparison_but_nothing_else_changed():
     small = BUDGETS["small"]
     assert small.changed(tune=True, seeds=1).of_each_run() == small.of_each_run()
     assert small.changed(tune=True, speed_proxy="").of_each_run() == small.of_each_run()
-    assert small.changed(tune=False, seeds=1).of_each_run() != small.of_each_run()
+    assert small.changed(tune=True, seeds=1).seeds == 1
+    untuned = small.changed(tune=False, seeds=1)
+    assert untuned.of_each_run() != small.of_each_run()
+    assert not untuned.rates
 
 
 def test_a_system_may_have_its_own_number_of_seeds_and_adapts_no_more_models_than_there_are():
@@ -156,7 +149,6 @@ def test_records_are_kept_and_config_keys_that_are_new_or_gone_make_no_other_com
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--budget=huge"], "--budget=huge: value should be one of <tiny|small|gpu>"),
         ([], "--output=: name a directory"),
         (["--output={dir}", "--systems=gan"], "--systems=gan: unknown; known: ar, "),
         (
@@ -169,10 +161,7 @@ def test_records_are_kept_and_config_keys_that_are_new_or_gone_make_no_other_com
             "--systems=ar:1:fast: after the seeds, give one learning rate above 0",
         ),
         (["--output={dir}", "--systems=ar:1:1e-3:2"], "after the seeds, give one learning rate above 0"),
-        (["--output={dir}", "--config=none.py"], "--config=none.py: no such file"),
         (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
-        (["--output={dir}", "--config=configs/headline.py:vast"], "unknown variant 'vast'"),
-        (["--output={dir}", "--adapt_from=gan"], "--adapt_from=gan: is not among --systems=ar,"),
         (["--output={dir}", "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
         (
             ["--output={dir}", "--speed_proxy=600x2"],

@@ -4,8 +4,6 @@ its own rows; what it decodes is its plain reference, whatever else is in the ba
 import dataclasses
 import functools
 import itertools
-import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,6 @@ from conftest import (
     EOS,
     MASK,
     PROMPTS,
-    ROOT,
     config_with,
     equipped,
     settings,
@@ -30,11 +27,9 @@ from flax import nnx
 from refusion_jax import UserError, decode
 from refusion_jax.batch.batch import is_labelled
 from refusion_jax.batch.rows import Rows
-from refusion_jax.cli.settings import setting
 from refusion_jax.config import make_objective
 from refusion_jax.decoding.answers import Answer
 from refusion_jax.decoding.requests import Request, prepare
-from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.distributed import sharding
 from refusion_jax.model.transformer import logical_axes
@@ -348,86 +343,3 @@ def test_an_answer_is_the_same_when_watched_and_every_forward_is_seen_and_record
             order = list(zip(answer.commit_order, answer.commit_tokens, strict=True))
             for number, (start, end) in enumerate(itertools.pairwise([*counts, None]), 1):
                 assert set(order[start:end]) <= forwards[i][number].drafts.items()
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A further folder of systems: files written there are found."""
-    monkeypatch.setattr(registry.folder, "__path__", [*registry.folder.__path__, str(tmp_path)])
-    registry._found.cache_clear()
-    yield tmp_path
-    monkeypatch.undo()
-    registry._found.cache_clear()
-    for path in tmp_path.glob("*.py"):
-        sys.modules.pop(f"refusion_jax.systems.{path.stem}", None)
-
-
-def copy_of_llada(name: str) -> str:
-    """Source of a system of another name."""
-    source = (ROOT / "refusion_jax" / "systems" / "llada.py").read_text()
-    for own in ('name="llada"', 'ConfigSection("llada"', '{"llada": Denoise}', '{"llada": reference}'):
-        source = source.replace(own, own.replace("llada", name))
-    return source
-
-
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
-        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
-        (copy_of_llada("llada"), "UserError: system 'llada': 'llada' has this name or one of its decoders' already"),
-        (copy_of_llada("odd").replace("def corrupt(", "def corupt("), "UserError: .*its objective has no corrupt"),
-        (
-            copy_of_llada("odd").replace("masked.MaskedDecoder", "Decoder").replace("import masked", "import masked\n"
-            "from refusion_jax.decoding.decoder import Decoder"),
-            "UserError: system 'odd': its decoder 'odd' has no for_requests",
-        ),
-        (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
-    ],
-)  # fmt: skip
-def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, source, why):
-    before = list(registry.systems())
-    registry._found.cache_clear()
-    (folder / "broken.py").write_text(source)
-    assert list(registry.systems()) == before
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(f"{re.escape(str(folder))}/broken.py is left out: {why}.*", line)
-
-
-def test_a_whole_system_in_the_folder_is_found(folder):
-    (folder / "copied.py").write_text(copy_of_llada("copied"))
-    assert {"copied", "llada"} <= set(registry.systems())
-
-
-def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
-    """Registered from outside: no file of the package knows it."""
-    llada = registry.systems()["llada"]
-    named = lambda name: dataclasses.replace(llada.section, name=name)  # noqa: E731
-    toy = dataclasses.replace(
-        llada,
-        name="toy",
-        decoders={"toy": type("Toy", (llada.decoders["llada"],), {})},
-        references={"toy": llada.references["llada"]},
-        section=named("toy"),
-    )
-    registry.register(toy)
-    try:
-        config = config_with(objective="toy", **{"toy.padding": 0.5})
-        assert make_objective(config, MASK).padding == 0.5
-        model = sharp_model()
-        assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
-        with pytest.raises(UserError, match="has this name"):
-            registry.register(dataclasses.replace(toy, section=named("other")))
-        odd = dataclasses.make_dataclass(
-            "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
-        )
-        other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
-        with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
-            registry.register(
-                dataclasses.replace(
-                    toy, name="other", section=named("other"), decoders=other, references={"other": print}
-                )
-            )
-    finally:
-        registry.unregister("toy")
-    with pytest.raises(UserError, match="method=toy: unknown; known: "):
-        settings("toy")

@@ -1,0 +1,88 @@
+"""How systems are found: in their folder, or registered from outside; and what is said of one that is not whole."""
+
+import dataclasses
+import re
+import sys
+
+import pytest
+from conftest import MASK, PROMPTS, ROOT, config_with, settings, sharp_model
+
+from refusion_jax import UserError, decode
+from refusion_jax.cli.settings import setting
+from refusion_jax.config import make_objective
+from refusion_jax.decoding.settings import Settings
+from refusion_jax.systems import registry
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A further folder of systems: files written there are found."""
+    monkeypatch.setattr(registry.folder, "__path__", [*registry.folder.__path__, str(tmp_path)])
+    registry._found.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    registry._found.cache_clear()
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(f"refusion_jax.systems.{path.stem}", None)
+
+
+def copy_of_llada(name: str) -> str:
+    """Source of a system of another name."""
+    source = (ROOT / "refusion_jax" / "systems" / "llada.py").read_text()
+    for own in ('name="llada"', 'ConfigSection("llada"', '{"llada": Denoise}', '{"llada": reference}'):
+        source = source.replace(own, own.replace("llada", name))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        (copy_of_llada("llada"), "UserError: system 'llada': 'llada' has this name or one of its decoders' already"),
+        (copy_of_llada("odd").replace("def corrupt(", "def corupt("), "UserError: .*its objective has no corrupt"),
+        (copy_of_llada("odd").replace('{"odd": reference}', "{}"), "UserError: .*its decoder 'odd' has no reference"),
+    ],
+)
+def test_a_system_that_is_not_whole_is_named_and_breaks_no_other(folder, capsys, source, why):
+    before = list(registry.systems())
+    registry._found.cache_clear()
+    (folder / "broken.py").write_text(source)
+    (folder / "copied.py").write_text(copy_of_llada("copied"))
+    assert set(registry.systems()) == {*before, "copied"}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"{re.escape(str(folder))}/broken.py is left out: {why}.*", line)
+
+
+def test_a_new_system_is_found_by_its_name_and_trains_and_decodes(tmp_path):
+    """Registered from outside: no file of the package knows it."""
+    llada = registry.systems()["llada"]
+    named = lambda name: dataclasses.replace(llada.section, name=name)  # noqa: E731
+    toy = dataclasses.replace(
+        llada,
+        name="toy",
+        decoders={"toy": type("Toy", (llada.decoders["llada"],), {})},
+        references={"toy": llada.references["llada"]},
+        section=named("toy"),
+    )
+    registry.register(toy)
+    try:
+        config = config_with(objective="toy", **{"toy.padding": 0.5})
+        assert make_objective(config, MASK).padding == 0.5
+        model = sharp_model()
+        assert decode(model, PROMPTS, settings("toy")) == decode(model, PROMPTS, settings("llada"))
+        with pytest.raises(UserError, match="has this name"):
+            registry.register(dataclasses.replace(toy, section=named("other")))
+        odd = dataclasses.make_dataclass(
+            "Odd", [("block_length", float, setting(0.5, "A share"))], bases=(Settings,), frozen=True
+        )
+        other = {"other": type("Other", (llada.decoders["llada"],), {"settings": odd})}
+        with pytest.raises(UserError, match="its --decode.block_length is of type float, and that of '.*' of type int"):
+            registry.register(
+                dataclasses.replace(
+                    toy, name="other", section=named("other"), decoders=other, references={"other": print}
+                )
+            )
+    finally:
+        registry.unregister("toy")
+    with pytest.raises(UserError, match="method=toy: unknown; known: "):
+        settings("toy")
