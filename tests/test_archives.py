@@ -15,8 +15,10 @@ import pytest
 from conftest import ROOT
 from test_prepare import contents, documents, make, tokenizer_file, write_pairs  # noqa: F401  a fixture
 
+from refusion_jax import UserError
 from refusion_jax.data import shards
 from refusion_jax.data.examples import Bad, Example, Fields
+from refusion_jax.data.hub import pinned
 from refusion_jax.data.input_splits import read, splits_of
 
 
@@ -137,5 +139,8 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(tmp_path, m
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --input=hf://datasets/o/other: ")
+    for name in ("gsm8k", "o/", "o/n/data@v1/x", "@v1"):
+        with pytest.raises(UserError, match="must be hf://datasets/ORG/NAME"):
+            pinned(f"hf://datasets/{name}")
     server.shutdown()
     server.server_close()

@@ -43,6 +43,8 @@ PARTS = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
         ({"messages": [{"role": "user", "content": PARTS}, ASSISTANT]}, ((("user", "two parts"),), "r")),
         ({"system": "s", "messages": [USER, ASSISTANT]}, ((("system", "s"), ("user", "q")), "r")),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}, ((("user", "q"),), "r")),
+        ({"query": None, "response": None, "tools": [], "messages": [USER, ASSISTANT]}, ((("user", "q"),), "r")),
+        ({"messages": [{"role": None, "from": "human", "value": "q"}, ASSISTANT]}, ((("user", "q"),), "r")),
     ],
 )
 def test_json_lines_of_every_known_shape(tmp_path, line, expected):
@@ -125,9 +127,27 @@ GOOD = {"query": "q", "response": "r"}
         ("a.jsonl", [{"foo": 1, "bar": 2}], "a.jsonl:1: no field we know; found: foo, bar; name them with"),
         ("a.jsonl", [{"query": "q"}], "a.jsonl:1: no field we know; found: query"),
         ("a.jsonl", [{"query": 1, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
-        ("a.jsonl", [{"prompt": None, "response": "r"}], "a.jsonl:1: prompt and answer must be text"),
+        (
+            "a.jsonl",
+            [{"prompt": None, "response": "r"}],
+            "a.jsonl:1: no field we know; found: prompt of null",
+        ),
+        ("a.jsonl", [{"instruction": "i", "input": 0, "output": "o"}], "a.jsonl:1: prompt and answer must be text"),
+        ("a.jsonl", [{"prompt": [USER, ASSISTANT], "completion": []}], "a.jsonl:1: the answer is empty"),
+        ("a.jsonl", [{"messages": [USER, ASSISTANT], "tools": [{}]}], "a.jsonl:1: tools would be left out; write what"),
+        ("a.jsonl", [GOOD | {"history": [["a", "b"]]}], "a.jsonl:1: history would be left out; write what it says"),
+        (
+            "a.jsonl",
+            [{"messages": [USER, ASSISTANT | {"weight": 0}]}],
+            "a.jsonl:1: not a conversation: turn 1: weight",
+        ),
+        (
+            "a.jsonl",
+            [{"messages": [USER, ASSISTANT | {"tool_calls": [{}]}]}],
+            "a.jsonl:1: not a conversation: turn 1: tool_calls would be left out; write it into the content",
+        ),
         ("a.jsonl", [GOOD | {"system": 1}], "a.jsonl:1: prompt and answer must be text"),
-        ("a.jsonl", [{"messages": [USER]}], "a.jsonl:1: the last of several turns must be the assistant's"),
+        ("a.jsonl", [{"messages": [USER]}], "a.jsonl:1: the last of several turns must be the assistant's, not 'user'"),
         (
             "a.jsonl",
             [{"messages": [USER, {"role": "assistant"}]}],

@@ -105,8 +105,23 @@ class _Part(pydantic.BaseModel):
     text: str
 
 
+_UNREAD = ("tool_calls", "function_call", "reasoning_content", "thinking")  # of a turn
+
+
 class _Turn(pydantic.BaseModel):
     """A turn of a conversation, in OpenAI's words or in ShareGPT's."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _nothing_is_lost(cls, turn: Any) -> Any:
+        """Refuses what a model would learn another text without; fields of null are left out."""
+        if not isinstance(turn, dict):
+            raise ValueError("must be an object")
+        if lost := next((name for name in _UNREAD if turn.get(name)), None):
+            raise ValueError(f"{lost} would be left out; write it into the content")
+        if turn.get("weight") not in (None, 1):
+            raise ValueError(f"weight={turn['weight']!r:.60} would be left out; of turns that are trained it is 1")
+        return {name: value for name, value in turn.items() if value is not None}
 
     role: str = pydantic.Field(validation_alias=pydantic.AliasChoices("role", "from"))
     content: str | list[_Part] = pydantic.Field(validation_alias=pydantic.AliasChoices("content", "value"))
@@ -118,6 +133,7 @@ class _Turn(pydantic.BaseModel):
         return _ROLES.get(self.role, self.role), text
 
 
+_TALK = "not a conversation"  # a kind of Bad
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 _TURNS = pydantic.TypeAdapter(list[_Turn])
 
@@ -147,22 +163,23 @@ def decode(raw: bytes, where: str | Line) -> str | Bad:
 def to_examples(item: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
     """The examples in a record: one, or one for each answer of a conversation.
 
-    Where the user has named fields, only of the kinds that they belong to.
+    Where the user has named fields, only of the kinds that they belong to. A field of null is none.
     """
     if not isinstance(item, dict):
         return [Bad(where, "must be an object with text fields", "not an object")]
+    item, given = {name: value for name, value in item.items() if value is not None}, item
     any_kind = not (fields.query or fields.response or fields.text)
     if any_kind or fields.query or fields.response:
         query = _field(item, fields.query, QUERY_FIELDS)
         response = _field(item, fields.response, RESPONSE_FIELDS)
         if query is not None and response is not None:
-            return _from_pair(item.get(SYSTEM_FIELD), item[query], item[response], where, fields)
+            return _from_pair(item, item[query], item[response], where, fields)
     if any_kind and {"instruction", "output"} <= item.keys():
-        parts = item["instruction"], item.get("input") or ""
+        parts = item["instruction"], item.get("input", "")
         query = "\n\n".join(filter(None, parts)) if all(isinstance(part, str) for part in parts) else None
-        return _from_pair(item.get(SYSTEM_FIELD), query, item["output"], where, fields)
+        return _from_pair(item, query, item["output"], where, fields)
     if any_kind and (name := _field(item, "", CONVERSATION_FIELDS)) is not None:
-        return _from_turns(item.get(SYSTEM_FIELD), item[name], where, fields)
+        return _from_turns(item, item[name], where, fields)
     if (fields.text or any_kind) and (name := _field(item, fields.text, TEXT_FIELDS)) is not None:
         url = item.get("url")
         return [checked(None, item[name], where, url=url if isinstance(url, str) else "")]
@@ -172,7 +189,7 @@ def to_examples(item: Any, where: str | Line, fields: Fields) -> list[Example | 
     return [
         Bad(
             where,
-            f"{missing}; found: {_names(item)}; name them with {fields.flag}query_field and "
+            f"{missing}; found: {_names(given)}; name them with {fields.flag}query_field and "
             f"{fields.flag}response_field, or {fields.flag}text_field",
             "no known field",
         )
@@ -188,36 +205,52 @@ def checked(prompt: str | Messages | None, response: Any, where: str | Line, **p
     return Example(prompt, response, where, **parts)
 
 
-def _from_pair(system: Any, query: Any, response: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
+def _from_pair(item: dict, query: Any, response: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
     """A prompt and its answer, of which either may be turns."""
+    system = item.get(SYSTEM_FIELD)
+    if response == []:
+        return [checked(None, "", where)]
     if isinstance(query, list) or isinstance(response, list):
         before = query if isinstance(query, list) else [{"role": "user", "content": query}]
         after = response if isinstance(response, list) else [{"role": "assistant", "content": response}]
-        return _from_turns(system, before + after, where, fields)
+        return _from_turns(item, before + after, where, fields)
     if not isinstance(query, str) or not isinstance(system, str | None):
         return [Bad(where, "prompt and answer must be text", "not text")]
+    if why := _loss(item):
+        return [Bad(where, why, _TALK)]
     return [checked((("system", system), ("user", query)) if system else query, response, where)]
 
 
-def _from_turns(system: Any, turns: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
+def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> list[Example | Bad]:
     """The last turn, which must be the assistant's, or every one of the assistant's, with all turns before it."""
+    if why := _loss(item):
+        return [Bad(where, why, _TALK)]
+    system = item.get(SYSTEM_FIELD)
     try:
         opening = [{"role": "system", "content": system}] if system else []
         turns = tuple(turn.pair for turn in _TURNS.validate_python([*opening, *turns] if opening else turns))
     except pydantic.ValidationError as error:
-        return [Bad(where, f"not a conversation: turn {first_fault(error)}", "not a conversation")]
+        return [Bad(where, f"not a conversation: turn {first_fault(error)}", _TALK)]
     except TypeError as error:
-        return [Bad(where, f"not a conversation: {error}", "not a conversation")]
+        return [Bad(where, f"not a conversation: {error}", _TALK)]
     answers = [at for at, (role, _) in enumerate(turns) if at and role == "assistant"]
     if not answers or answers[-1] != len(turns) - 1:
-        return [Bad(where, "the last of several turns must be the assistant's", "not a conversation")]
+        found = f", not {turns[-1][0]!r:.60}" if turns else ""
+        return [Bad(where, f"the last of several turns must be the assistant's{found}", _TALK)]
     chosen = answers if fields.turns == "all" else answers[-1:]
     return [checked(turns[:at], turns[at][1], where) for at in chosen]
 
 
+def _loss(item: dict) -> str:
+    """What the answers of a record were written upon, and the model would not be told of; empty if there is none."""
+    lost = next((name for name in ("tools", "history") if item.get(name) not in (None, [], "", "[]")), None)
+    return f"{lost} would be left out; write what it says into messages" if lost else ""
+
+
 def _names(item: dict) -> str:
     """The names of the fields found, shortened to one line and safe to print."""
-    names = ", ".join(list(item)[:20]) or "none"
+    found = (name if value is not None else f"{name} of null" for name, value in list(item.items())[:20])
+    names = ", ".join(found) or "none"
     return names.encode("ascii", "backslashreplace").decode()[:200]
 
 

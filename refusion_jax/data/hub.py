@@ -16,7 +16,10 @@ def pinned(pattern: str) -> str:
     with needs("hub"):
         from huggingface_hub import HfApi
     name, _, files = pattern.removeprefix(PREFIX).partition("@")
-    owner, repository, *path = name.split("/", 2) if not files else (*name.split("/"), *files.split("/", 1)[1:])
+    owner, repository, *path = (*name.split("/", 2), "", "")
+    if not repository or (files and any(path)):
+        raise UserError(f"--input={pattern}: must be {PREFIX}ORG/NAME[@REVISION][/FILES]")
+    path = files.split("/", 1)[1:] if files else path[:1]
     revision = files.split("/", 1)[0].replace("%2F", "/") if files else None
     try:
         commit = HfApi().dataset_info(f"{owner}/{repository}", revision=revision).sha

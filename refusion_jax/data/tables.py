@@ -42,8 +42,7 @@ def read_row_groups(path: str, start: int, end: int, fields: Fields) -> Iterator
             for batch in table.iter_batches(rows, range(start, end), columns or None):
                 for item in batch.to_pylist():
                     row += 1
-                    present = {name: value for name, value in item.items() if value is not None}
-                    yield from to_examples(present, f"{path}: row {row}", fields)
+                    yield from to_examples(item, f"{path}: row {row}", fields)
     except Exception as error:  # noqa: BLE001  of a date out of range or a column twice it is none of pyarrow's own
         reason = " ".join(str(error).split())[:200]
         yield Bad(f"{path}: row {row + 1}", f"not a whole Parquet file: {reason}", "unreadable file")

@@ -67,7 +67,7 @@ def parse_json(content: bytes, kind: type[_T], where: str, extra: Literal["forbi
 def first_fault(error: pydantic.ValidationError) -> str:
     """The first field at fault, if it is one, and what it must be."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, "))))
 
 
 def to_type(value: Any, kind: type[_T], where: str) -> _T:
