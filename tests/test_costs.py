@@ -222,6 +222,20 @@ def test_what_is_narrower_than_the_matrix_unit_reaches_a_part_of_the_peak():
         assert estimate(costs, chip).operations == pytest.approx(1 / share)
 
 
+def test_products_of_int8_take_half_of_the_time_where_it_is_documented():
+    dot = """
+ENTRY %main (a: s8[64,64], b: DTYPE[64,64]) -> s32[64,64] {
+  %a = s8[64,64]{1,0} parameter(0)
+  %b = DTYPE[64,64]{1,0} parameter(1)
+  ROOT %dot = s32[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    times = {dtype: count(parse(dot.replace("DTYPE", dtype)), chips_per_slice=1) for dtype in ("s8", "bf16")}
+    for topology, share in (("v5e:2x2", 0.5), ("v4:2x2x1", 1)):
+        narrow, wide = (estimate(times[dtype], find_chip(topology)).compute for dtype in ("s8", "bf16"))
+        assert narrow == pytest.approx(share * wide)
+
+
 @pytest.mark.parametrize(
     ("length", "queries", "keys", "seen"),
     [(4, 1, 1, 2.5), (4, 4, 4, 4), (4, 2, 2, 3), (4, 2, 4, 4), (4, 4, 2, 4), (8, 2, 4, 6)],

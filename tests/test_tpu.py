@@ -218,6 +218,17 @@ def test_a_remat_policy_trades_more_flops_for_memory_than_the_one_before(policie
         assert a["peak_hbm_gib"] > b["peak_hbm_gib"]
 
 
+def test_products_in_int8_halve_their_arithmetic_but_that_of_weight_gradients_and_the_bytes_of_gathered_weights():
+    """Two of three products with weights of layers; attention and the output head stay as they are."""
+    wide, narrow = (small_plan(remat="products", products=products) for products in ("same", "int8"))
+    weights = 2 * 15.7e6  # of a layer; each does 6 FLOPs for a token, of which 4 take half the time
+    saved = 2 * 512 * weights * 4 / 2 / find_chip("v5e:2x4").peak_flops
+    assert wide["compute_seconds"] - narrow["compute_seconds"] == pytest.approx(saved, rel=0.02)
+    gathered = weights * 7 / 8  # a byte less of each, forward and backward
+    less = wide["collective_bytes_per_chip"] - narrow["collective_bytes_per_chip"]
+    assert less == pytest.approx(2 * gathered, rel=0.1)
+
+
 def test_a_tensor_and_a_sequence_axis_compile_with_the_kernel():
     assert small_plan(mesh_tensor=2, mesh_sequence=2, mesh_fsdp=2)["fits"]
 

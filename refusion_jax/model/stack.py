@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float
 from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.experts import Load, Router, mixture
 from refusion_jax.model.families import FAMILIES
-from refusion_jax.model.int8 import in_dtype
+from refusion_jax.model.int8 import Int8Array, in_dtype
+from refusion_jax.model.int8_products import int8_linear
 from refusion_jax.model.layers import Rotation, linear, rms_norm, rotate, scattered_along_embed, weight
 from refusion_jax.model.remat import GATE, INPUT, PROJECTION, REMAT_POLICIES, UP, WITHOUT_GATHERED
 from refusion_jax.model.shape import ModelConfig
@@ -85,6 +86,7 @@ class Layers(nnx.Module):
         rotations: Sequence[Rotation],
         attend: Callable,
         remat: str,
+        products: str,
         is_real: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
         """Runs the layers one after the other.
@@ -94,6 +96,7 @@ class Layers(nnx.Module):
           rotations: of the tokens' positions; a second one is that of local layers.
           attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
           remat: which of `remat.REMAT_POLICIES` the backward pass follows.
+          products: "int8", or "same", as x.
           is_real: tokens that count for the load of experts; None: it is not wanted.
 
         Returns:
@@ -108,7 +111,8 @@ class Layers(nnx.Module):
         )
 
         def product(x, w, name, inputs=1):
-            y = linear(x, w[name], inputs)
+            rounded = w.get(f"{name}_int8")
+            y = int8_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
             if f"{name}_a" not in w:
                 return y
             return y + self.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])
@@ -156,5 +160,13 @@ class Layers(nnx.Module):
         own = nnx.to_pure_dict(nnx.state(self))
         exact = {name: own[name] for name in ("router", "expert_bias") if name in own}
         weights = in_dtype(own, x.dtype) | in_dtype(exact, jnp.float32)
+        if products == "int8":  # rounded once a step: here the maxima of all layers cross a mesh together
+            weights |= {f"{name}_int8": self._rounded(name) for name in own if getattr(self, name).summed}
         x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
         return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)
+
+    def _rounded(self, name: str) -> Int8Array:
+        """A weight in int8, with a scale for every output."""
+        w = getattr(self, name)
+        axes = [w.logical_axes.index(axis) for axis in w.summed]
+        return Int8Array.of(jax.lax.stop_gradient(w.get_value()), axes)

@@ -55,6 +55,7 @@ class Operation(NamedTuple):
     flops: float
     bytes: float
     width: float = math.inf  # of the smallest axis of a product, where it may not fill the matrix unit
+    in_int8: bool = False  # a product of int8 arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,7 @@ class _Counter:
         kernel = _kernel(computation, i)
         if kernel and kernel.bytes is not None:
             size = kernel.bytes
-        return Costs((Operation(1, flops, size, kernel.width if kernel else math.inf),))
+        return Costs((Operation(1, flops, size, kernel.width if kernel else math.inf, _is_in_int8(computation, i)),))
 
     def _fusion(self, computation: Computation, i: Instruction) -> Costs:
         """A fusion is one operation: only what it reads and writes goes through memory."""
@@ -161,10 +162,11 @@ class _Counter:
             reduce = next(j for j in inside.instructions.values() if j.opcode.startswith("all-reduce"))
             return Costs(collectives=(self._collective("reduce-scatter", inside, reduce),))
         flops = sum(part.flops for part in nested)
+        in_int8 = any(operation.in_int8 for part in nested for operation in part.operations)
         size = sum(self._read(inside, n, computation.instructions[name]) for n, name in enumerate(i.operands))
         size += self._written(inside, i)
         inner = [Costs(collectives=part.collectives) for part in nested]
-        return add([*inner, Costs((Operation(1, flops, size),))])
+        return add([*inner, Costs((Operation(1, flops, size, in_int8=in_int8),))])
 
     def _fused(self, inside: Computation, j: Instruction) -> Costs:
         if j.opcode == "fusion":
@@ -172,7 +174,7 @@ class _Counter:
             return add([self._fused(deeper, k) for k in deeper.instructions.values()])
         if kind := collective_kind(j):
             return Costs(collectives=(self._collective(kind, inside, j),))
-        return Costs((Operation(1, _flops(inside, j), 0),))
+        return Costs((Operation(1, _flops(inside, j), 0, in_int8=_is_in_int8(inside, j)),))
 
     def _read(self, inside: Computation, number: int, operand: Instruction) -> float:
         """Bytes of an operand that a fusion reads from HBM; only the slices, where it takes slices."""
@@ -295,6 +297,11 @@ def _flops(computation: Computation, i: Instruction) -> float:
         return share * 2 * math.sqrt(math.prod(s.elements for s in arrays) / experts)
     kernel = _kernel(computation, i)
     return kernel.flops if kernel else 0.0
+
+
+def _is_in_int8(computation: Computation, i: Instruction) -> bool:
+    dtypes = [shape.dtype for shape in _operand_shapes(computation, i)]
+    return i.opcode in ("convolution", "dot") and dtypes[:2] == ["s8", "s8"]
 
 
 class _Kernel(NamedTuple):

@@ -61,7 +61,7 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
     expected, known = max(operations + waiting + shown, ici, dcn), chip.calibration
     step = expected * known.factor if known else roofline
     return Estimate(
-        compute=costs.flops / chip.peak_flops,
+        compute=sum(o.times * o.flops / _peak(o, chip) for o in costs.operations),
         hbm=costs.bytes / chip.hbm_bandwidth,
         operations=operations,
         ici=ici,
@@ -77,5 +77,9 @@ def estimate(costs: Costs, chip: Chip) -> Estimate:
 
 def _parts(operation: Operation, chip: Chip) -> tuple[float, float]:
     """Seconds that one operation takes for (its arithmetic, its memory traffic)."""
-    reached = chip.peak_flops * min(1.0, operation.width / chip.matrix_unit)
+    reached = _peak(operation, chip) * min(1.0, operation.width / chip.matrix_unit)
     return operation.flops / reached, operation.bytes / chip.hbm_bandwidth
+
+
+def _peak(operation: Operation, chip: Chip) -> float:
+    return chip.peak_flops * (chip.int8_speedup if operation.in_int8 else 1)

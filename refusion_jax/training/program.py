@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from refusion_jax.batch.rows import Rows
+from refusion_jax.cli.errors import SettingError
 from refusion_jax.config import make_objective
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.xla_options import compiler_options
@@ -42,14 +43,20 @@ class Program:
 
 
 def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: Mesh) -> Program:
-    """The program of a config for a model on a mesh, whose devices may be abstract."""
+    """The program of a config for a model on a mesh, whose devices may be abstract.
+
+    Raises:
+      SettingError: where products of experts should be in int8.
+    """
+    if config.products == "int8" and shape.num_experts:
+        raise SettingError("config", "products", config.products, "a model with experts needs same")
     platform = mesh.devices.flat[0].platform
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
     lora = read_lora(config.lora)
 
     def build(rngs: nnx.Rngs) -> Transformer:
-        model = Transformer(shape, rngs, config.dtype, config.remat, backend)
+        model = Transformer(shape, rngs, config.dtype, config.remat, backend, config.products)
         if lora:
             add_adapters(model.layers, lora, rngs)
         return model
