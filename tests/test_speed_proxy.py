@@ -20,7 +20,7 @@ def pair() -> SpeedProxy:
 def test_a_proxy_changes_no_answer(method):
     """Of a decoder with a cache of both, and of one without."""
     both, s = pair(), settings(method, new=8, infill="exact", head_rows=20)
-    assert decode(both, PROMPTS[:1], s) == decode(both.trained, PROMPTS[:1], s)
+    assert decode(both, PROMPTS[:1], s) == decode(both.model, PROMPTS[:1], s)
 
 
 def test_every_forward_is_computed_by_both():
@@ -39,8 +39,8 @@ def test_every_forward_is_computed_by_both():
 
         return jax.jit(forward).lower(params).compile().cost_analysis()["flops"]
 
-    alone, other, together = map(flops, (both.trained, both.proxy, both))
+    alone, other, together = map(flops, (both.model, both.proxy, both))
     assert other > 2 * alone
     assert together == pytest.approx(alone + other, rel=0.05)
-    assert both.weight_bytes == both.proxy.weight_bytes > 2 * both.trained.weight_bytes
+    assert both.weight_bytes == both.proxy.weight_bytes > 2 * both.model.weight_bytes
     assert both.empty_cache(1, 32).proxy.keys.shape == (2, 1, 1, 32, 64)

@@ -57,7 +57,7 @@ def write_unlisted(directory: epath.Path, part: str = "", but: str = "") -> None
 
 def listed(directory: epath.Path) -> dict[str, Found]:
     """Sizes and checksums of the files that processes have listed so far, by name."""
-    return {name: found for path in _lists(directory) for name, found in _read_list(path).items()}
+    return {name: found for path in _lists(directory) for name, found in read_json(path, dict[str, Found]).items()}
 
 
 def exist(directory: epath.Path) -> bool:
@@ -71,10 +71,6 @@ def _lists(directory: epath.Path) -> list[epath.Path]:
     return [directory / name for name in sorted(names) if name.startswith(f"{PREFIX}.") and name.endswith(".json")]
 
 
-def _read_list(path: epath.Path) -> dict[str, Found]:
-    return read_json(path, dict[str, Found])
-
-
 def find_damage(directory: epath.Path, part: str = "") -> str | None:
     """What this process's share of the files is not as it was written: one line for people, or None.
 
@@ -85,7 +81,7 @@ def find_damage(directory: epath.Path, part: str = "") -> str | None:
     wanted = {}
     for path in _lists(directory):
         try:
-            wanted |= _read_list(path)
+            wanted |= read_json(path, dict[str, Found])
         except UserError:
             return f"{path}: the list of checksums cannot be read"
     names = sorted(name for name in wanted if name.startswith(part))[jax.process_index() :: jax.process_count()]

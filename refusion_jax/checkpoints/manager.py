@@ -188,16 +188,12 @@ class Checkpoints:
 
     @property
     def _what_to_do(self) -> str:
-        from_step = max(saved_steps(self._workdir), default=0)
+        from_step = max(saved_steps(self._directory.parent), default=0)
         return f"make room or mend {self._directory}, and start it again (from step {from_step})"
-
-    @property
-    def _workdir(self) -> epath.Path:
-        return self._directory.parent
 
     def _retain(self, newest: int) -> None:
         """Removes all but the newest whole checkpoints, and damaged ones that are older than the newest."""
-        whole = [step for step in saved_steps(self._workdir) if step <= newest and step not in self.skipped]
+        whole = [step for step in saved_steps(self._directory.parent) if step <= newest and step not in self.skipped]
         passed = [step for step in self.skipped if step < newest]
         for step in [*whole[: -self._keep], *passed]:
             try:

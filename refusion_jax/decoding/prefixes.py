@@ -80,7 +80,8 @@ class Prefixes:
         for row, blocks in enumerate(texts):
             copied[row, : len(blocks[:known])] = [self._places[block] for block in blocks[:known]]
             for depth, block in enumerate(blocks[known:], known):
-                if block not in self._places and self._has_room(own):
+                has_room = len(self._places) < self.count or next(iter(self._places)) not in own
+                if block not in self._places and has_room:
                     written[row, depth] = self._places[block] = self._next()
         self._touch(texts)
         return copied, written
@@ -89,10 +90,6 @@ class Prefixes:
         """These are used now, first blocks last: no other one is found without them."""
         for block in (block for blocks in texts for block in reversed(blocks) if block in self._places):
             self._places.move_to_end(block)
-
-    def _has_room(self, kept: set[bytes]) -> bool:
-        """Whether there is a place that is unused, or whose block is none of these."""
-        return len(self._places) < self.count or next(iter(self._places)) not in kept
 
     def _next(self) -> int:
         """A place that is unused, else that of the least recently used block, which is forgotten."""

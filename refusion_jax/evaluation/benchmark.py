@@ -197,14 +197,14 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
     with _executing(tasks, plan, rehearsal=True):
         for some in tasks:
             try:
-                how = {"apply_chat_template": lm.chat, "fewshot_as_multiturn": True}
                 lm_eval.evaluate(
                     rehearsal,
                     _manager().load([some]),
                     limit=plan.limit,
                     bootstrap_iters=0,
                     confirm_run_unsafe_code=plan.allow_code_execution,
-                    **how,
+                    apply_chat_template=lm.chat,
+                    fewshot_as_multiturn=True,
                 )
             except UserError:
                 raise

@@ -217,17 +217,10 @@ class EvaluatedModel(TemplateLM):
                 raise UserError(f"--tasks={request.task_name}: until={str(until)[:60]} must be texts")
             until = [text for text in until if text]  # every answer would end before an empty one
             settings = settings_for(wanted, self._method, self._room, self.model.config)
-            plain = [
-                self._identity,
-                request.task_name,
-                context,
-                until,
-                self.chat,
-                wanted["max_new_tokens"],
-                dataclasses.asdict(settings),
-            ]
-            plain[-1].pop("batch_size")  # answers do not depend on it
-            same = key_of("generate", *plain)
+            plain = dataclasses.asdict(settings)
+            plain.pop("batch_size")  # answers do not depend on it
+            asked = self._identity, request.task_name, context, until, self.chat, wanted["max_new_tokens"]
+            same = key_of("generate", *asked, plain)
             key, noise = key_of(same, times[same]), _number(request.task_name, context, times[same])
             times[same] += 1
             ids = self.tok_encode(context)

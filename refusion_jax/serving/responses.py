@@ -11,12 +11,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from refusion_jax.cli.errors import UserError
 from refusion_jax.serving.jobs import BusyError
-from refusion_jax.serving.protocol import Chat
+from refusion_jax.serving.protocol import Chat, JsonSchema
 from refusion_jax.serving.reply import Reply
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.strict import Strict
 
 _MOST_PARTS = 1024
+_STATUS = {"stop": "completed", "length": "incomplete", None: "in_progress"}  # by the reason for which an answer ends
 _AS_CHAT = {"max_output_tokens": "max_tokens"} | {name: name for name in ("model", "temperature", "top_p", "stream")}
 
 
@@ -38,14 +39,10 @@ class Item(Strict):
     status: str = ""
 
 
-class Format(Strict):
+class Format(JsonSchema):
     """What the text has to be; a schema stands here itself."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    name: str = ""
-    description: str = ""
-    strict: bool = True
 
 
 class Text(Strict):
@@ -101,21 +98,19 @@ class TextReply(Reply):
 
     def _response(self, text: str, reason: str | None) -> dict[str, Any]:
         """The response so far; the reason for which the answer has ended, if it has."""
-        status = {"stop": "completed", "length": "incomplete", None: "in_progress"}[reason]
         usage = self._usage()
         counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
         counts |= {"input_tokens_details": usage["prompt_tokens_details"], "total_tokens": usage["total_tokens"]}
         counts |= {"output_tokens_details": {"reasoning_tokens": 0}}
         return self._head | {
-            "status": status,
+            "status": _STATUS[reason],
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
             "output": [self._message(text, reason)] if reason else [],
             "usage": counts if reason else None,
         }
 
     def _message(self, text: str, reason: str | None) -> dict[str, Any]:
-        status = {"stop": "completed", "length": "incomplete", None: "in_progress"}[reason]
-        return self._item | {"status": status, "content": [_part(text)] if reason else []}
+        return self._item | {"status": _STATUS[reason], "content": [_part(text)] if reason else []}
 
     async def respond(self, request: Request) -> dict[str, Any]:
         """The whole response."""

@@ -119,14 +119,19 @@ def feasible(found: Sequence[Candidate], wanted: Wanted) -> list[Candidate]:
     return [each for each in found if each.memory <= wanted.memory and each.answer <= wanted.latency]
 
 
+def rank(each: Candidate) -> tuple:
+    """The lower, the better: what gives up less, and of these what is faster."""
+    return sum(each.given_up), each.given_up, each.answer
+
+
 def choose(found: Sequence[Candidate]) -> Candidate | None:
-    """Of feasible candidates the one that gives up the least, and of these the fastest."""
-    return min(found, key=lambda each: (sum(each.given_up), each.given_up, each.answer), default=None)
+    """The best of feasible candidates."""
+    return min(found, key=rank, default=None)
 
 
 def binding(found: Sequence[Candidate], chosen: Candidate, wanted: Wanted) -> str:
     """Which limit keeps a better candidate out, and what takes most of a forward."""
-    better = [each for each in found if choose([each, chosen]) is each and each != chosen]
+    better = [each for each in found if rank(each) < rank(chosen)]
     memory = sum(each.memory > wanted.memory for each in better)
     latency = sum(each.answer > wanted.latency for each in better)
     limits = [name for name, count in (("device memory", memory), ("latency", latency)) if count]

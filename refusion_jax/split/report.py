@@ -1,6 +1,7 @@
 """What `plan --what=split` prints: the ways to cut a model that keep the limits, the one that is chosen, and why."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from refusion_jax.split.choice import (
     candidates,
     choose,
     feasible,
+    rank,
     seconds,
 )
 from refusion_jax.systems.registry import decoders
@@ -48,13 +50,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def plan_split(config: ModelConfig, itemsize: int, method: str, own: flags.FlagValues) -> list[dict[str, Any]]:
-    """One record for every candidate within the limits, and a last one of the choice.
-
-    Args:
-      config: shape of the model.
-      itemsize: bytes of its dtype of computation.
-      method: the decoder by which candidates are compared.
-      own: with the flags of `define_flags`.
+    """One record for every candidate within the limits, and a last one of the choice; `method` is a decoder's.
 
     Raises:
       UserError: where a flag is missing, the decoder does not run over two machines, or nothing keeps the limits.
@@ -130,14 +126,8 @@ def show(records: list[dict[str, Any]], is_json: bool) -> None:
         print(f"  {name:16} {speed:8.2f} tokens/s")
 
 
-_CHOSEN = ("weights", "cache", "codec", "fed")
-
-
 def _least_given_up(fitting: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The best of each number of layers."""
     fields = [field.name for field in dataclasses.fields(Candidate) if field.name != "parts"]
-    by_layers: dict[int, list[dict]] = {}
-    for each in fitting:
-        by_layers.setdefault(each["layers"], []).append(each)
-    for some in by_layers.values():
-        best = choose([Candidate(**{name: each[name] for name in fields}, parts={}) for each in some])
-        yield next(each for each in some if all(each[name] == getattr(best, name) for name in _CHOSEN))
+    for _, some in itertools.groupby(fitting, lambda each: each["layers"]):
+        yield min(some, key=lambda each: rank(Candidate(**{name: each[name] for name in fields}, parts={})))

@@ -8,17 +8,17 @@ Axes: B rows, T tokens of this forward, S keys it sees, D hidden size of both to
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from refusion_jax.batch.visibility import Visibility
 from refusion_jax.cli.errors import UserError
 from refusion_jax.model.key_values import KeyValues
-from refusion_jax.model.ragged import Ragged
-from refusion_jax.model.transformer import Transformer
+from refusion_jax.model.transformer import Transformer, Wrapper
 
 _HEAD_DIM = 64
 _UNIT = 128  # of hidden sizes
@@ -36,13 +36,12 @@ class BothKeyValues(KeyValues):
         return KeyValues(self.keys, self.values)
 
 
-class SpeedProxy(Transformer):
+class SpeedProxy(Wrapper):
     """A trained model with a larger one computed along with it; both have the same vocabulary and dtype."""
 
     def __init__(self, trained: Transformer, proxy: Transformer):
-        self.trained, self.proxy = trained, proxy
-        self.config, self.dtype, self.cache_dtype = trained.config, trained.dtype, trained.cache_dtype
-        self.head_rows = trained.head_rows
+        super().__init__(trained)
+        self.proxy, self.head_rows = proxy, trained.head_rows
 
     @property
     def weight_bytes(self) -> int:
@@ -58,35 +57,29 @@ class SpeedProxy(Transformer):
         return self.proxy.operand_dtype
 
     def with_head_rows(self, rows: int) -> "SpeedProxy":
-        return SpeedProxy(self.trained.with_head_rows(rows), self.proxy.with_head_rows(rows))
+        return SpeedProxy(self.model.with_head_rows(rows), self.proxy.with_head_rows(rows))
 
     def empty_cache(self, rows: int, capacity: int) -> BothKeyValues:
-        own, proxy = (model.empty_cache(rows, capacity) for model in (self.trained, self.proxy))
+        own, proxy = (model.empty_cache(rows, capacity) for model in (self.model, self.proxy))
         return BothKeyValues(own.keys, own.values, proxy)
 
     def extend_hidden(
-        self,
-        tokens: Int32[Array, "B T"],
-        positions: Int32[Array, "B T"],
-        cached: BothKeyValues,
-        length: Int32[Array, "B"],
-        visible: Bool[Array, "B T T"],
-        ragged: Ragged | None = None,
+        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], cached: BothKeyValues, *seen: Any
     ) -> tuple[Float[Array, "_ _ D"], BothKeyValues]:
         """Hidden states of both, concatenated."""
-        x, new = self.trained.extend_hidden(tokens, positions, cached.trained, length, visible, ragged)
-        y, proxy = self.proxy.extend_hidden(tokens, positions, cached.proxy, length, visible, ragged)
+        x, new = self.model.extend_hidden(tokens, positions, cached.trained, *seen)
+        y, proxy = self.proxy.extend_hidden(tokens, positions, cached.proxy, *seen)
         return jnp.concatenate([x, y], axis=-1), BothKeyValues(new.keys, new.values, proxy)
 
     def hidden(
         self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], visibility: Visibility
     ) -> Float[Array, "B T D"]:
-        return jnp.concatenate([m.hidden(tokens, positions, visibility) for m in (self.trained, self.proxy)], axis=-1)
+        return jnp.concatenate([m.hidden(tokens, positions, visibility) for m in (self.model, self.proxy)], axis=-1)
 
     def logits(self, x: Float[Array, "_ _ D"]) -> Float32[Array, "_ _ V"]:
         """The trained model's; those of the proxy, which are finite, are multiplied by zero."""
-        own, proxy = jnp.split(x, [self.trained.config.hidden_size], axis=-1)
-        return self.trained.logits(own) + 0.0 * jnp.max(self.proxy.logits(proxy), axis=-1, keepdims=True)
+        own, proxy = jnp.split(x, [self.config.hidden_size], axis=-1)
+        return self.model.logits(own) + 0.0 * jnp.max(self.proxy.logits(proxy), axis=-1, keepdims=True)
 
 
 def read_shape(text: str) -> tuple[int, int]:

@@ -10,12 +10,10 @@ from refusion_jax.systems.dense.drafting import Drafting
 from refusion_jax.systems.dense.objective import DenseSlots
 from refusion_jax.systems.dense.planning import PlanAlone
 from refusion_jax.systems.dense.reference import one_by_one
-from refusion_jax.systems.interface import Claim, ConfigSection, Experiments, ScoredText, ScoredTokens, Scoring, System
+from refusion_jax.systems.interface import ConfigSection, Experiments, ScoredText, ScoredTokens, Scoring, System
+from refusion_jax.systems.refusion.experiments import CLAIMS
 from refusion_jax.systems.refusion.objective import slot_scoring
 from refusion_jax.systems.refusion.reference import plan_and_infill
-
-# No paper claims them: these are ReFusion's, for its own system, as goals.
-GOALS = (Claim("llada", accuracy=1.34, speed=18.0), Claim("ar", accuracy=0.98, speed=2.33))
 
 
 def scoring_forward(text: ScoredText) -> ScoredTokens:
@@ -42,6 +40,6 @@ SYSTEM = System(
     references={"dense": one_by_one, "dense_plan": functools.partial(plan_and_infill, plans_alone=True)},
     section=ConfigSection("dense", declared(DenseSlots)),
     scoring=Scoring(scoring_forward),
-    experiments=Experiments(GOALS),
+    experiments=Experiments(CLAIMS),  # no paper claims them of it: they are goals
     custom_generate=Path(__file__).parent / "custom_generate",
 )
