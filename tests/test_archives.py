@@ -85,6 +85,9 @@ def test_texts_of_web_archives_are_read_with_their_urls(tmp_path):
     assert (only.response.strip(), only.url) == ("Grüße an alle.", "https://b.org/")
     good, bad = read_whole(tmp_path / "c.wet")
     assert (good.response, bad.kind) == ("text 0 ü", "unreadable file")
+    (tmp_path / "d.wet").write_bytes(texts[0].replace(b"\r\n", b"\n"))
+    (none,) = read_whole(tmp_path / "d.wet")
+    assert none.reason == "a record of no WARC-Type that is known"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -6,7 +6,7 @@ from helpers import write_lines
 from test_prepare import WORDS, contents, documents, make, tokenizer_file  # noqa: F401  a fixture
 
 from refusion_jax import UserError
-from refusion_jax.data.filters import FilterSettings
+from refusion_jax.data.filters import Filters, FilterSettings
 from refusion_jax.data.manifest import file_checksum
 from refusion_jax.data.preparation import plan_chunks
 
@@ -54,10 +54,13 @@ def test_what_shares_thirteen_words_with_a_test_is_left_out(tmp_path, tokenizer_
     manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", filters=filters, row_length=1 << 12)
     assert (manifest.documents, manifest.dropped) == (1, {"decontaminate": 2})
     assert [line["where"][-2:] for line in dropped_lines(tmp_path / "out")] == [":2", ":3"]
+    write_lines(tmp_path / "short.jsonl", [{"a": " ".join(question[:12])}])
+    with pytest.raises(UserError, match="short.jsonl holds no 13 words in a row"):
+        Filters(FilterSettings(decontaminate=listed(tmp_path / "short.jsonl")))
 
 
 def test_texts_of_blocked_urls_are_left_out_but_not_their_duplicates(tmp_path, tokenizer_file):  # noqa: F811
-    (tmp_path / "blocked.txt").write_text("bad.org\nhttps://good.org/private/\n")
+    (tmp_path / "blocked.txt").write_text("\ufeffBad.org\n# a comment\n\nhttps://good.org/private/\n")
     urls = [
         "https://www.bad.org/x",
         "https://notbad.org/x",
@@ -71,6 +74,10 @@ def test_texts_of_blocked_urls_are_left_out_but_not_their_duplicates(tmp_path, t
     filters = FilterSettings(blocked_urls=listed(tmp_path / "blocked.txt"))
     manifest = make(tokenizer_file, tmp_path / "a.jsonl", tmp_path / "out", filters=filters, dedup=True)
     assert (manifest.documents, manifest.dropped) == (4, {"blocked_url": 2})
+    for line in ("*.bad.org", "bad.org/x", ".bad.org", "bad.org,1"):  # which would block nothing
+        (tmp_path / "blocked.txt").write_text(f"good.org\n{line}\n")
+        with pytest.raises(UserError, match=r"blocked.txt:2: '.*' must be a domain, which stands for all below it"):
+            Filters(FilterSettings(blocked_urls=listed(tmp_path / "blocked.txt")))
 
 
 def test_rules_of_datatrove_and_languages_leave_out_and_change_texts(tmp_path, tokenizer_file):  # noqa: F811
@@ -94,6 +101,8 @@ def test_rules_of_datatrove_and_languages_leave_out_and_change_texts(tmp_path, t
     found = " ".join(tokenizer.decode(response) for _, response in documents(tmp_path / "1"))
     assert "email@example.com or 22.214.171.124 or 10.0.0.1" in found
     assert found.count("@") == 2
+    with pytest.raises(UserError, match="--languages: 'english' is none that is known; these are all, af, am"):
+        Filters(FilterSettings(languages=("en", "english")))
 
 
 def test_a_shuffled_shard_is_of_parts_of_all_files_and_none_is_lost(tmp_path, tokenizer_file):  # noqa: F811

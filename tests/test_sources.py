@@ -1,5 +1,7 @@
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from conftest import config_with
 
@@ -176,6 +178,26 @@ def test_text_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match="a.txt: not UTF-8: byte 3"):
         read(tmp_path / "a.txt")
+
+
+def test_text_of_another_encoding_without_a_mark_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("plain text".encode("utf-16-le"))
+    with pytest.raises(UserError, match="a.txt: holds a byte of 0, as text in UTF-8 does not"):
+        read(tmp_path / "a.txt")
+
+
+def test_no_column_that_a_conversation_needs_is_passed_by(tmp_path):
+    """Whatever the type in which it is stored."""
+    chat = {"messages": [[USER, ASSISTANT]]}
+    parts = pyarrow.table(chat | {"system": [[{"type": "text", "text": "s"}]]})
+    pyarrow.parquet.write_table(parts, tmp_path / "a.parquet")
+    assert pairs(tmp_path / "a.parquet") == [((("system", "s"), ("user", "q")), "r")]
+    columns = {name: pyarrow.array([name]).dictionary_encode() for name in ("instruction", "input", "output")}
+    pyarrow.parquet.write_table(pyarrow.table(columns | {"text": ["t"]}), tmp_path / "b.parquet")
+    assert pairs(tmp_path / "b.parquet") == [("instruction\n\ninput", "output")]
+    pyarrow.parquet.write_table(pyarrow.table(chat | {"tools": [[{"name": "f"}]]}), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match="c.parquet: row 1: tools would be left out"):
+        read(tmp_path / "c.parquet")
 
 
 def test_bad_lines_can_be_skipped_and_are_counted(tmp_path, caplog):

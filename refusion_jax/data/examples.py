@@ -21,6 +21,8 @@ RESPONSE_FIELDS = ("response", "answer", "completion")
 TEXT_FIELDS = ("text",)
 CONVERSATION_FIELDS = ("messages", "conversations")
 SYSTEM_FIELD = "system"  # of a prompt or conversation: what it begins with
+ALPACA_FIELDS = ("instruction", "input", "output")
+LOST_FIELDS = ("tools", "history")  # which answers were written upon, and the model would not be told of
 
 OPENING = 1 << 12  # bytes of a text by which it is held out or not, however it is cut
 
@@ -243,7 +245,7 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
 
 def _loss(item: dict) -> str:
     """What the answers of a record were written upon, and the model would not be told of; empty if there is none."""
-    lost = next((name for name in ("tools", "history") if item.get(name) not in (None, [], "", "[]")), None)
+    lost = next((name for name in LOST_FIELDS if item.get(name) not in (None, [], "", "[]")), None)
     return f"{lost} would be left out; write what it says into messages" if lost else ""
 
 

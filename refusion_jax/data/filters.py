@@ -7,6 +7,7 @@ masking of personal data are datatrove's, the language is found by py3langid.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,12 +16,13 @@ import numpy as np
 from etils import epath
 
 from refusion_jax.cli.errors import UserError, needs
-from refusion_jax.data.examples import Bad, Example
+from refusion_jax.data.examples import Bad, Example, decode
 from refusion_jax.data.ngrams import ngram_hashes
 from refusion_jax.distributed.json_files import read_json_lines
 from refusion_jax.distributed.storage import read_file
 
 _URL = 2000  # characters that are looked at
+_DOMAIN = re.compile(r"[\w-]+(\.[\w-]+)*")
 _EXCERPT = 200  # characters of what is left out, for people
 _TEST_WORDS = 13  # in a row, that a text shares with no test (GPT-3, arXiv 2005.14165, appendix C)
 _LONGEST = 1_000_000  # characters of a text that may pass: more than Gopher's 100,000 words, of 10 at most
@@ -55,10 +57,8 @@ class Filters:
         if settings.languages:
             self._steps["language"] = _language(settings.languages)
         if settings.decontaminate:
-            tests = [ngram_hashes(text, _TEST_WORDS) for path, _ in settings.decontaminate for text in _texts(path)]
-            self._steps["decontaminate"] = functools.partial(
-                _decontaminate, np.unique(np.concatenate([np.zeros(0, np.uint64), *tests]))
-            )
+            tests = [_ngrams(path) for path, _ in settings.decontaminate]
+            self._steps["decontaminate"] = functools.partial(_decontaminate, np.unique(np.concatenate(tests)))
         self._steps |= {name: make() for name, make in RULES.items() if name in settings.names}
 
     def __bool__(self) -> bool:
@@ -94,10 +94,25 @@ def filtered_out(example: Example, kind: str) -> Bad:
 
 
 def _lines(path: str) -> Iterator[str]:
-    try:
-        yield from filter(None, map(str.strip, read_file(path).decode().splitlines()))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be read: not UTF-8: {error.reason}") from error
+    """The domains and beginnings of URLs in a file; lines that begin with # are comments."""
+    text = decode(read_file(path), path)
+    if isinstance(text, Bad):
+        raise UserError(f"{path} cannot be read: {text.reason}")
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if _DOMAIN.fullmatch(line):
+            yield line.lower()
+        elif "://" in line:
+            yield line
+        elif line and not line.startswith("#"):
+            why = "must be a domain, which stands for all below it, or how a URL begins, from http:// on"
+            raise UserError(f"{path}:{number}: {ascii(line[:60])} {why}")
+
+
+def _ngrams(path: str) -> np.ndarray:
+    found = np.concatenate([np.zeros(0, np.uint64), *(ngram_hashes(text, _TEST_WORDS) for text in _texts(path))])
+    if not len(found):
+        raise UserError(f"--decontaminate: {path} holds no {_TEST_WORDS} words in a row, which is what is compared")
+    return found
 
 
 def _texts(path: str) -> Iterator[str]:
@@ -121,7 +136,10 @@ def _decontaminate(tests: np.ndarray, example: Example) -> Outcome:
 def _language(wanted: tuple[str, ...]) -> Callable[[Example], Outcome]:
     with needs("filters"):
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    identify = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True).classify
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    identify, known = identifier.classify, identifier.nb_classes
+    if unknown := sorted({*wanted} - {ALL, *known}):
+        raise UserError(f"--languages: {unknown[0]!r} is none that is known; these are {ALL}, {', '.join(known)}")
 
     def step(example: Example) -> Outcome:
         language, probability = identify("\n".join(example.texts)[:_LANGUAGE])

@@ -218,6 +218,8 @@ def _text(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     text = decode(raw, part.path if start == 0 else f"{part.path}: from byte {start}")
     if isinstance(text, Bad):
         yield text
+    elif "\0" in text:  # UTF-16 without a mark, or no text at all
+        yield Bad(part.path, "holds a byte of 0, as text in UTF-8 does not", "not UTF-8")
     elif start == 0 or text:
         yield checked(None, text, part.path, starts=start == 0, ends=end == size, opening=opening)
 

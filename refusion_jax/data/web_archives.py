@@ -26,7 +26,9 @@ def read_archive(path: str, fields: Fields) -> Iterator[Example | Bad]:
             is_text = record.record_type == WarcRecordType.conversion
             is_page = record.record_type == WarcRecordType.response and "html" in (record.http_content_type or "")
             raw = record.reader.read(_LONGEST + 1) if is_text or is_page else b""
-            if len(raw) > _LONGEST:
+            if record.record_type == WarcRecordType.unknown:  # as those whose lines do not end as they must
+                yield Bad(where, "a record of no WARC-Type that is known", "unreadable file")
+            elif len(raw) > _LONGEST:
                 yield Bad(where, f"a record of more than {_LONGEST >> 20} MiB", "too long a record")
             elif (is_text or is_page) and len(raw) < record.content_length:
                 yield Bad(where, "the file ends in this record", "unreadable file")
