@@ -4,6 +4,7 @@ its own rows; what it decodes is its plain reference, whatever else is in the ba
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,23 @@ def test_what_must_be_predicted_is_never_seen_by_any_path(name):
             reach = reach | (reach.astype(int) @ reach.astype(int) > 0)
         label, inputs = np.asarray(batch.labels), np.asarray(batch.inputs)
         leak = reach & (inputs[:, None, :] == label[:, :, None]) & np.asarray(is_labelled(batch))[:, :, None]
-        assert not leak[~np.isin(label, repeated)].any()
+        leaked = np.unique(label[leak.any(axis=2) & ~np.isin(label, repeated)])
+        assert not leaked.size, f"the model sees the tokens {leaked} where it is to predict them"
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_every_token_of_a_response_is_learnt_the_end_of_text_among_them(name):
+    """In some draw; but for the first token of a document, which nothing before it predicts."""
+    some, index = rows(), np.arange(T)
+    segments = np.asarray(some.segment_ids)
+    starts, ends = (segments != np.roll(segments, by, axis=1) for by in (1, -1))
+    some = some.replace(tokens=jnp.where((ends | (index == T - 1)) & (segments > 0), EOS, some.tokens))
+    learnt = set()
+    for seed in range(20):
+        _, batch = batch_of(name, seed, some)
+        learnt |= {*np.asarray(batch.labels)[np.asarray(is_labelled(batch))].tolist()}
+    expected = {*np.asarray(some.tokens)[np.asarray(some.is_response) & ~starts & (index > 0)].tolist()}
+    assert not expected - learnt, f"never predicted: the tokens {expected - learnt}, where {EOS} is the end of text"
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -166,11 +183,13 @@ def test_a_document_is_predicted_packed_as_it_is_alone(name):
 
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_a_row_is_corrupted_by_its_own_key_whatever_stands_beside_it(name):
-    _, both = batch_of(name, 3)
-    _, first = batch_of(name, 3, jax.tree.map(lambda x: x[:1], rows()))
+    some = jax.tree.map(lambda x: jnp.stack([x[1], x[0]]), rows())  # the other one in the place of the first
+    objective, corrupt = objective_of(name)
+    keys = jax.random.split(jax.random.key(3), 3)
+    one, other = corrupt(rows(), keys[:2]), corrupt(some, keys[jnp.array([2, 0])])
     for field in ("inputs", "positions", "labels"):
-        np.testing.assert_array_equal(getattr(first, field)[0], getattr(both, field)[0])
-    np.testing.assert_array_equal(first.visibility.mask()[0], both.visibility.mask()[0])
+        np.testing.assert_array_equal(getattr(other, field)[1], getattr(one, field)[0], f"{field} depend on more")
+    np.testing.assert_array_equal(other.visibility.mask()[1], one.visibility.mask()[0])
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -180,6 +199,7 @@ def test_rows_of_padding_change_no_weight(name):
     _, batch = batch_of(name, 4)
     _, longer = batch_of(name, 4, padded)
     for term, weight in batch.weights.items():
+        assert np.isfinite(weight).all(), f"weights of {term} are not finite"
         np.testing.assert_allclose(longer.weights[term][:2], weight, rtol=1e-6)
         assert not longer.weights[term][2:].any()
 
@@ -194,6 +214,23 @@ def test_the_length_of_inputs_and_the_pattern_are_those_that_are_counted(name):
         same = batch.visibility.segment_ids[:, :, None] == batch.visibility.segment_ids[:, None]
         expected = same & objective.pattern.dense(batch.inputs.shape[1])[None]
         np.testing.assert_array_equal(batch.visibility.mask(), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda batch: {"labels": batch.labels[:, 1:]}, r"Odd.corrupt: labels is of shape \(2, 23\), not .* \(2, 24\)"),
+        (lambda batch: {"weights": {"md": batch.weights["mdm"]}}, r"Odd.corrupt: has weights of \['md'\], and .*'mdm'"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_with_the_name_of_its_objective(change, why):
+    class Odd(registry.systems()["llada"].objective):
+        def corrupt(self, rows, keys):
+            batch = super().corrupt(rows, keys)
+            return types.SimpleNamespace(**vars(batch) | change(batch))  # which no type checker of the tests looks at
+
+    with pytest.raises(UserError, match=why):
+        Odd(MASK).batch(rows(), jax.random.split(jax.random.key(0), 2))
 
 
 def one_step(name: str, accumulation: int, devices: int, **mesh_shape: int):

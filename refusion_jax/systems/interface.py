@@ -18,6 +18,7 @@ from jaxtyping import Array, Float32, Int, Int32, Key
 from refusion_jax.batch.batch import Batch
 from refusion_jax.batch.rows import Rows
 from refusion_jax.batch.visibility import Pattern
+from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.settings import Setting
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.decoding.requests import Request
@@ -61,6 +62,24 @@ class Objective(abc.ABC):
     def input_length(self, row_length: int) -> int:
         """Tokens that the model is fed for a row of T tokens."""
         return self.streams * row_length
+
+    def batch(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
+        """What `corrupt` makes of rows.
+
+        Raises:
+          UserError: where its arrays do not fit together, or its loss terms are not those of `coefficients`.
+        """
+        batch, name = self.corrupt(rows, keys), f"{type(self).__name__}.corrupt"
+        if set(batch.weights) != set(self.coefficients):
+            raise UserError(
+                f"{name}: has weights of {sorted(batch.weights)}, and coefficients of {sorted(self.coefficients)}"
+            )
+        B, T = rows.tokens.shape
+        arrays = {"inputs": batch.inputs, "positions": batch.positions, "labels": batch.labels}
+        for field, x in (arrays | {f"weights[{term!r}]": x for term, x in batch.weights.items()}).items():
+            if x.shape != (B, self.input_length(T)):
+                raise UserError(f"{name}: {field} is of shape {x.shape}, not (B, T) = {(B, self.input_length(T))}")
+        return batch
 
 
 @dataclasses.dataclass(frozen=True)

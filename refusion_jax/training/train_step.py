@@ -177,7 +177,7 @@ def make_train_step(
         return jnp.sum(counts, axis=0)
 
     def train_step(state: TrainState, rows: Rows):
-        batch = objective.corrupt(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
+        batch = objective.batch(rows, noise_keys(seed, state.step, rows.tokens.shape[0]))
         batch = batch.replace(diagnostics={})  # only needed for reports
 
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
