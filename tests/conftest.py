@@ -202,6 +202,15 @@ def trained_run() -> Path:
     return workdir
 
 
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator:
+    """OpenAI's own client of the server at a file's `address`."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
 @pytest.fixture
 def store(monkeypatch) -> Iterator[ObjectStore]:
     """An object store of this machine's, which gcsfs, tensorstore and array_record take for Google's."""

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import tokenizers
 from conftest import ROOT, tiny_model
 
@@ -86,6 +88,17 @@ def drawn_matrix(text: str, columns: int) -> list[list[bool]]:
     """The matrix of 1 and . that a docstring draws at the ends of its lines."""
     drawn = re.findall(rf" ((?:[1.] ?){{{columns}}})$", text, re.MULTILINE)
     return [[cell == "1" for cell in line.split()] for line in drawn]
+
+
+def check_page(text: str, directory: Path) -> None:
+    """A page loads nothing and makes no markup of text, and its script is one, as far as node is here to say so."""
+    for loads in ("http:", "https:", '"//', "src=", "href=", "url(", "@import", "innerHTML", "outerHTML", ".write("):
+        assert loads not in text.replace('href="data:,"', ""), loads
+    if not shutil.which("node"):
+        pytest.skip("needs node to check the script")
+    (directory / "page.js").write_text(re.search("<script>(.*)</script>", text, re.DOTALL)[1])
+    checked = subprocess.run(["node", "--check", directory / "page.js"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
 
 
 class Letters:

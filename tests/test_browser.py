@@ -4,6 +4,7 @@ Needs Chromium with its driver, `pip install -e '.[browser]'`, and axe.min.js of
 REFUSION_AXE names. Screenshots go to the directory REFUSION_SCREENSHOTS, if that is set.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +19,6 @@ from refusion_jax.training.inspection import training_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of selenium, which leaves files open
 SIZES = [(400, 800), (1280, 900), (1600, 900)]
-THEMES = ["light", "dark"]
 CHAT = ["--decode.slot_size=4", "--decode.serial_blocks=2", "--decode.max_new_tokens=32"]
 OUTSIDE = "return performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith(location.origin))"
 FAULTS = "const done = arguments[0]; axe.run().then(found => done(found.violations))"
@@ -31,40 +31,36 @@ def browser():
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("needs Chromium and its driver: apt install chromium chromium-driver")
     options = webdriver.ChromeOptions()
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-    ):
-        options.add_argument(argument)
+    for argument in ("headless=new", "no-sandbox", "disable-gpu"):
+        options.add_argument(f"--{argument}")
+    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     yield driver
     driver.quit()
 
 
-def look(browser, name: str, theme: str, size: tuple[int, int]) -> None:
-    """Checks the page as it stands, in one theme and size."""
-    width = size[0]
-    scheme = {"name": "prefers-color-scheme", "value": theme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    metrics = {"width": width, "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    if folder := os.environ.get("REFUSION_SCREENSHOTS"):
-        browser.save_screenshot(str(Path(folder) / f"{name}_{width}_{theme}.png"))
-    wide = browser.execute_script("return document.scrollingElement.scrollWidth")
-    assert wide <= width, f"{name} is {wide} pixels wide in a window of {width}"
-    assert browser.execute_script(OUTSIDE) == []
-    if not (axe := os.environ.get("REFUSION_AXE")):
-        pytest.skip("REFUSION_AXE names no axe.min.js")
-    browser.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
-    browser.execute_script(Path(axe).read_text())
-    faults = browser.execute_async_script(FAULTS)
-    bad = [(f["id"], f["nodes"][0]["html"]) for f in faults if f["impact"] in ("serious", "critical")]
-    assert not bad, f"{name}, {theme}, {width}: {bad}"
-    errors = [line["message"] for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
-    assert errors == []
+def look(browser, name: str) -> None:
+    """Checks the page as it stands, in all themes and sizes."""
+    for theme, (width, height) in itertools.product(("light", "dark"), SIZES):
+        scheme = {"name": "prefers-color-scheme", "value": theme}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        if folder := os.environ.get("REFUSION_SCREENSHOTS"):
+            browser.save_screenshot(str(Path(folder) / f"{name}_{width}_{theme}.png"))
+        wide = browser.execute_script("return document.scrollingElement.scrollWidth")
+        assert wide <= width, f"{name} is {wide} pixels wide in a window of {width}"
+        assert browser.execute_script(OUTSIDE) == []
+        if not (axe := os.environ.get("REFUSION_AXE")):
+            pytest.skip("REFUSION_AXE names no axe.min.js")
+        browser.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
+        browser.execute_script(Path(axe).read_text())
+        faults = browser.execute_async_script(FAULTS)
+        bad = [(f["id"], f["nodes"][0]["html"]) for f in faults if f["impact"] in ("serious", "critical")]
+        assert not bad, f"{name}, {theme}, {width}: {bad}"
+        errors = [line["message"] for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
+        assert errors == []
 
 
 def test_the_player_plays_to_its_end(browser, trained_run, tmp_path):
@@ -85,9 +81,7 @@ def test_the_player_plays_to_its_end(browser, trained_run, tmp_path):
     assert last > 1
     for forward in range(last + 1):
         if forward in (0, last // 2, last):
-            for theme in THEMES:
-                for size in SIZES:
-                    look(browser, f"player_{forward}", theme, size)
+            look(browser, f"player_{forward}")
         browser.find_element("id", "next").click()
     for article in browser.find_elements("css selector", "section article"):
         forwards = re.match(r"Forward (\d+) of (\d+): ", article.find_element("tag name", "p").text)
@@ -101,18 +95,13 @@ def test_the_page_of_the_server_answers(browser, trained_run):
     with serving(f"--checkpoint={trained_run}", *CHAT) as address:
         browser.get(f"{address}/")
         WebDriverWait(browser, 20).until(lambda b: b.find_element("css selector", "#ask textarea").is_enabled())
-        for theme in THEMES:
-            for size in SIZES:
-                look(browser, "chat_empty", theme, size)
-        browser.execute_script(
-            "$('input').value = 'Sort 7 3 9 1.'; $('ask').requestSubmit()"
-        )  # emulated, it has no keys
+        look(browser, "chat_empty")
+        # Emulated, it has no keys.
+        browser.execute_script("$('input').value = 'Sort 7 3 9 1.'; $('ask').requestSubmit()")
         ended = "return document.querySelector('article:not(.user)') && document.getElementById('stop').disabled"
         WebDriverWait(browser, 60).until(lambda b: b.execute_script(ended))
         assert browser.find_element("css selector", "article:not(.user) .figures").text
-        for theme in THEMES:
-            for size in SIZES:
-                look(browser, "chat_answered", theme, size)
+        look(browser, "chat_answered")
         browser.get("about:blank")
 
 
@@ -120,9 +109,7 @@ def test_the_report_of_runs_is_read_by_everybody(browser, trained_run, tmp_path)
     pytest.importorskip("matplotlib", reason="pip install -e '.[plots]'")
     run("report", f"--workdir={trained_run},{trained_run}", f"--output={tmp_path}")
     browser.get((tmp_path / "index.html").as_uri())
-    for theme in THEMES:
-        for size in SIZES:
-            look(browser, "report", theme, size)
+    look(browser, "report")
 
 
 @pytest.mark.parametrize("objective", ["refusion", "block_diffusion"])
@@ -149,6 +136,4 @@ def test_a_token_of_a_training_row_shows_what_it_attends_to(objective, browser, 
     assert {name: browser.execute_script(key, name) for name in moves} == moves
     assert browser.execute_script(key, "ArrowUp") < length - 1
     browser.execute_script("show(arguments[0]); scrollTo(0, 0)", int(own[len(own) // 2]))
-    for theme in THEMES:
-        for size in SIZES:
-            look(browser, f"row_{objective}", theme, size)
+    look(browser, f"row_{objective}")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, MASK, PROMPTS, settings, sharp_models, tiny_model
+from test_slots import packed
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.rows import Rows
@@ -17,17 +18,6 @@ from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
 from refusion_jax.systems.dense import drafting, objective
 from refusion_jax.systems.dense.objective import DenseSlots, Noise, dense_batch, draw_noise
-
-
-def packed(docs: list[tuple[int, int]], length: int) -> Rows:
-    """A row of documents of (prompt, response) tokens; every token has an id of its own, from 100."""
-    segments, response = np.zeros((2, 1, length), np.int32)
-    at = 0
-    for number, (prompt, answer) in enumerate(docs, 1):
-        segments[0, at : at + prompt + answer] = number
-        response[0, at + prompt : at + prompt + answer] = 1
-        at += prompt + answer
-    return Rows(jnp.arange(100, 100 + length)[None], jnp.asarray(segments), jnp.asarray(response > 0))
 
 
 def many(rows: Rows, count: int) -> Rows:

@@ -38,6 +38,14 @@ def start_hosts(hosts: int, *flags: str, devices: int = 2, **variables: str) -> 
     )
 
 
+def start_two(line: list[str], homes: list[Path], **variables: str) -> list[subprocess.Popen]:
+    """Two processes that find each other, each in a directory of its own and in a process group of its own."""
+    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"} | variables
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    envs = [env | {"JAX_PROCESS_ID": str(index)} for index in range(2)]
+    return [subprocess.Popen(line, cwd=home, env=own, **how) for home, own in zip(homes, envs, strict=True)]
+
+
 def ended(process: subprocess.Popen) -> tuple[str, str]:
     """What a run has printed, once it has ended; where it hangs, nothing of it is left to disturb other tests."""
     try:
@@ -74,11 +82,8 @@ def one_process(tmp_path_factory):
 
 
 def test_two_processes_see_the_rows_and_the_noise_of_one():
-    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK_COMPILE}"}
-    line = [sys.executable, "tests/rows_probe.py"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    both = [subprocess.Popen(line, cwd=ROOT, env=env | {"JAX_PROCESS_ID": str(i)}, **pipes) for i in range(2)]
+    flag = "--xla_force_host_platform_device_count=4"
+    both = start_two([sys.executable, "tests/rows_probe.py"], [ROOT, ROOT], XLA_FLAGS=f"{flag} {QUICK_COMPILE}")
     (out, err), _ = map(ended, both)
     assert both[0].returncode == 0, err
     found = json.loads(out.strip().splitlines()[-1])
@@ -110,18 +115,13 @@ def test_two_processes_are_preempted_at_one_step_and_resume_to_the_losses_of_one
 
 
 def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
-    env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-    env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILE}
-    both = []
-    for index in range(2):  # a relative path, on machines of their own
-        home = tmp_path / str(index)
+    homes = [tmp_path / "0", tmp_path / "1"]  # a relative path, on machines of their own
+    for home in homes:
         home.mkdir()
-        line = [sys.executable, "-m", "refusion_jax.train", *FLAGS, "--workdir=runs/new"]
-        line[3] = f"--config={ROOT}/configs/quickstart.py"
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        both.append(subprocess.Popen(line, cwd=home, env=env | {"JAX_PROCESS_ID": str(index)}, **pipes))
-    for process in both:
-        _, err = process.communicate(timeout=300)
+    line = [sys.executable, "-m", "refusion_jax.train", *FLAGS, "--workdir=runs/new"]
+    line[3] = f"--config={ROOT}/configs/quickstart.py"
+    for process in start_two(line, homes, PYTHONPATH=str(ROOT), XLA_FLAGS=QUICK_COMPILE):
+        _, err = ended(process)
         assert process.returncode == 2, err
         assert "error: --workdir=runs/new is not one directory for all hosts" in err
     assert list(tmp_path.rglob("runs")) == []

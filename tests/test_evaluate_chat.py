@@ -8,13 +8,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: nothing is as
 
 import datasets
 import pytest
-from conftest import run, tiny_model
-from helpers import write_tokenizer
+from conftest import run
+from helpers import tiny_qwen3, write_tokenizer
 
 from refusion_jax import load_model, load_tokenizer
 from refusion_jax.evaluation import benchmark
 from refusion_jax.evaluation.harness import EvaluatedModel
-from refusion_jax.model import huggingface
 
 TASK = """
 task: words
@@ -31,23 +30,12 @@ metric_list:
   - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     """A tiny model with a chat template."""
     path = tmp_path / "model"
-    path.mkdir()
-    huggingface.save(tiny_model(vocab_size=320, num_tokens=320), path)
-    config = json.loads((path / "config.json").read_text())
-    del config["mask_token_id"]
-    (path / "config.json").write_text(json.dumps(config))
-    write_tokenizer(path, chat_template=TEMPLATE)
+    tiny_qwen3(path)
     return path
 
 
@@ -90,7 +78,7 @@ NO_THINKING = "<think>\n\n</think>\n\n"
     ("how", "examples", "prompt"),
     [
         ({}, 2, PLAIN),
-        ({"chat": True}, 2, CHAT + NO_THINKING),
+        ({"chat": True, "thinking": False}, 2, CHAT + NO_THINKING),
         ({"chat": True, "thinking": True}, 2, CHAT),
         ({"chat": True, "thinking": True}, 0, CHAT.removeprefix(TURNS)),
     ],

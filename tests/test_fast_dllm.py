@@ -1,26 +1,14 @@
 """Fast-dLLM: what its caches change, and what its threshold commits."""
 
-import functools
-
 import pytest
-from conftest import PROMPTS, settings, tiny_model
+from conftest import PROMPTS, settings, sharp_model
 
 from refusion_jax import decode
 
 
-@functools.cache
-def model_of(layers: int):
-    """Random, and sure enough of itself that some tokens pass a threshold."""
-    model = tiny_model(3, num_hidden_layers=layers)
-    model.layers.o_proj[...] *= 8.0
-    model.layers.down_proj[...] *= 4.0
-    model.lm_head[...] *= 3.0
-    return model
-
-
 def decoded(layers: int, reuse: str):
     own = settings("fast_dllm", reuse=reuse, block_length=6, threshold=0.4)
-    return decode(model_of(layers), PROMPTS, own)
+    return decode(sharp_model(3, num_hidden_layers=layers), PROMPTS, own)
 
 
 @pytest.mark.parametrize("reuse", ["dual", "prefix"])
@@ -39,7 +27,8 @@ def test_in_more_layers_a_cache_approximates(reuse):
 
 
 def test_a_threshold_nobody_reaches_commits_one_token_a_forward_and_one_that_all_reach_a_block():
-    slow = decode(model_of(1), PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=1.0, new=8))
-    fast = decode(model_of(1), PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=0.0, new=8))
+    model = sharp_model(3, num_hidden_layers=1)
+    slow = decode(model, PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=1.0, new=8))
+    fast = decode(model, PROMPTS[:2], settings("fast_dllm", block_length=4, threshold=0.0, new=8))
     assert slow.forwards == [len(order) for order in slow.commit_order]
     assert fast.forwards == [-(-len(order) // 4) for order in fast.commit_order]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import httpx
-import openai
 import pytest
 from conftest import ROOT, serving
 from helpers import wait_until
@@ -30,12 +29,6 @@ def address(trained_run):
     flags = [f"--decode.{name}={value}" for name, value in SETTINGS.items()]
     with serving(f"--checkpoint={trained_run}", "--model_name=tiny", "--decode.batch_size=4", *flags) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
-import openai
 import pydantic
 import pytest
 from conftest import serving, settings, tiny_model
@@ -263,12 +262,6 @@ def address(trained_run):
     flags = ["--model_name=tiny", "--decode.slot_size=4", "--decode.batch_size=8"]
     with serving(f"--checkpoint={trained_run}", *flags) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 class Answer(pydantic.BaseModel):

@@ -6,7 +6,6 @@ import re
 
 import httpx
 import jsonschema
-import openai
 import pytest
 from conftest import serving
 from helpers import tiny_qwen3, write_tokenizer
@@ -58,12 +57,6 @@ def address(directory):
     flags = ["--model_name=tiny", "--decode.method=ar", "--decode.cache_length=1024", "--decode.batch_size=2"]
     with serving(f"--checkpoint={directory}", *flags) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def ask(client, messages=ASK, **how):
