@@ -1,19 +1,15 @@
 """Dream: the shift, the weights and the schedule, by hand."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, MASK, config_with, settings, sharp_model
+from conftest import BOS, MASK, settings, sharp_model
 
 from refusion_jax import UserError, decode
 from refusion_jax.batch.rows import Rows
-from refusion_jax.config import make_objective
 from refusion_jax.decoding.requests import Request
 from refusion_jax.systems import dream
-from refusion_jax.systems.registry import systems
 
 OBJECTIVE = dream.ShiftedDiffusion(mask_id=MASK, padding=0.0, shuffle=False, cart_p=0.5)
 
@@ -74,16 +70,3 @@ def test_unless_steps_are_given_every_forward_commits_one_token():
 def test_a_text_cannot_begin_with_a_gap():
     with pytest.raises(UserError, match="prompt 0: begins with a gap"):
         decode(sharp_model(), [Request([], (2, [BOS, 5], 3))], settings("dream"))
-
-
-def test_models_say_that_they_are_shifted_and_config_keys_reach_the_objective():
-    assert systems()["dream"].objective.shifted
-    assert not systems()["llada"].objective.shifted
-    config = config_with(objective="dream", **{"dream.cart_p": 0.5, "dream.padding": 0.0})
-    assert make_objective(config, MASK) == OBJECTIVE
-    assert dataclasses.asdict(OBJECTIVE) == {
-        "mask_id": MASK,
-        "padding": 0.0,
-        "shuffle": False,
-        "cart_p": 0.5,
-    }

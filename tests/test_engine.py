@@ -174,15 +174,6 @@ def test_what_a_prompt_begins_with_is_known_after_its_row_has_had_others(engine,
         assert answer.tokens == decode(model, [prompts[i]], settings("ar", new=8, eos_id=29)).tokens[0]
 
 
-def test_callers_take_turns(engine):
-    engine, *_ = engine
-    told = Told()
-    many = [request_of(engine, [BOS, 5 + i % 20], 8) for i in range(40)]
-    engine.submit([told.job(i, request, told.hold, is_watched=True) for i, request in enumerate(many)])
-    engine.submit([told.job("single", request_of(engine, [BOS, 9], 8))])
-    assert told.wait(41).index("single") < 8
-
-
 def test_a_caller_who_has_enough_frees_the_row_and_one_who_fails_harms_nobody(engine):
     engine, model, own = engine
     told = Told()

@@ -47,18 +47,6 @@ def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeyp
     assert "| part | largest error |\n| --- | --- |\n| logits | 0.5 |" in section
 
 
-def test_records_of_the_same_fields_stand_in_one_table():
-    head = {"device": "some", "jax": "0", "rehearsal": False}
-    speeds = {"tokens_per_second": 1500.0, "their_tokens_per_second": 1000.0, "ratio": [1.4, 1.5, 1.6]}
-    records = [
-        {"part": "answers", "decoder": "one", "answers": 4, "same": 0.75},
-        {"part": "the authors' code", "size": "1.7b", "setup": "one", "batch_size": 8, "same": 0.25, **speeds},
-    ]
-    section = gpu.section(head, records, "python -m refusion_jax.bench gpu --minutes=9")
-    assert section.endswith("```bash\npython -m refusion_jax.bench gpu --minutes=9\n```\n")
-    assert "| part | decoder | answers | same |\n| --- | --- | --- | --- |\n| answers | one | 4 | 0.75 |" in section
-
-
 @pytest.mark.slow
 def test_the_rehearsal_measures_every_part(tmp_path):
     asked = ("--rehearse", "--minutes=30", f"--checkpoint={SHIPPED / 'model'}", f"--output={tmp_path / 'out'}")

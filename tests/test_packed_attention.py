@@ -39,24 +39,17 @@ def definition(q, k, v, segments):
     return attention(q, k, v, causal(segments).mask())
 
 
-def emulated(q, k, v, segments):
-    return splash_attention(q, k, v, causal(segments), interpret=True)
-
-
 def assert_close(got, expected):
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
-
-
-def test_the_tpu_kernel_is_the_definition_forward_and_backward():
-    assert_close(outputs_and_grads(emulated, *inputs()), outputs_and_grads(definition, *inputs()))
 
 
 def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
     expected = outputs_and_grads(definition, *inputs())
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 2, "tensor": 2, "sequence": 2})
     with jax.set_mesh(mesh):
-        assert_close(outputs_and_grads(emulated, *inputs()), expected)
+        got = outputs_and_grads(lambda *x: splash_attention(*x[:3], causal(x[3]), interpret=True), *inputs())
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("pattern", [CAUSAL, TwoStreams(32)], ids=repr)
@@ -104,7 +97,7 @@ class ByChance(Pattern):
         return rng.integers(0, 9, length).astype(np.int32), rng.integers(0, 3, length).astype(np.int32)
 
 
-@pytest.mark.parametrize("pattern", [BIDIRECTIONAL, BlockCausal(32), TwoStreams(32)], ids=repr)
+@pytest.mark.parametrize("pattern", [CAUSAL, BIDIRECTIONAL, BlockCausal(32), TwoStreams(32)], ids=repr)
 def test_both_kernels_follow_any_pattern_forward_and_backward(pattern):
     def see(segments):
         return Visibility.of(pattern, segments)
@@ -128,7 +121,7 @@ def test_visibility_without_a_pattern_is_the_definition_and_never_a_whole_square
     assert "384,384]" not in str(jax.make_jaxpr(run)(*longer))
 
 
-@pytest.mark.parametrize("length", [100, 200, 256])
+@pytest.mark.parametrize("length", [100, 200])
 def test_blocks_of_queries_are_the_definition_forward_and_backward(length):
     short = [x[:, :length] for x in inputs()]
     got = outputs_and_grads(lambda q, k, v, s: packed_attention(q, k, v, causal(s), "xla"), *short)

@@ -142,7 +142,5 @@ def test_a_run_on_google_s_machines_can_be_profiled_and_leaves_on_a_notice(metad
     assert [e["reason"] for e in read_events(tmp_path) if e["event"] == "end"] == ["preempted"]
 
 
-def test_the_scripts_know_the_exit_code():
-    assert f"code != {preemption.EXIT_CODE}" in (ROOT / "launch" / "local_hosts.sh").read_text()
-    assert f"{preemption.EXIT_CODE}) echo" in (ROOT / "launch" / "tpu_vm.sh").read_text()
+def test_skypilot_knows_the_exit_code():
     assert f"recover_on_exit_codes: [{preemption.EXIT_CODE}]" in (ROOT / "launch" / "skypilot.yaml").read_text()

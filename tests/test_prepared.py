@@ -95,12 +95,16 @@ def test_the_order_is_the_one_that_the_docstring_draws():
     assert [order[place] for place in range(8)] == [int(row) for row in drawn.split()]
 
 
-def test_a_host_reads_its_own_rows_only(prepared, monkeypatch):
+def test_a_host_reads_its_own_rows_only_and_each_whole(prepared, monkeypatch):
     rows, asked, real = PreparedRows(str(prepared / "a")), [], PreparedRows.record
     monkeypatch.setattr(PreparedRows, "record", lambda self, index: asked.append(index) or real(self, index))
-    list(host_batches(rows, range(2, 4), batch_size=8, seed=0, first_step=0, last_step=5))
+    batches = list(host_batches(rows, range(2, 4), batch_size=8, seed=0, first_step=0, last_step=5))
     order = row_order(rows, seed=0)
-    assert sorted(asked) == sorted(order[step * 8 + row] for step in range(5) for row in (2, 3))
+    own = [order[step * 8 + row] for step in range(5) for row in (2, 3)]
+    assert sorted(asked) == sorted(own)
+    for name in batches[0]:
+        expected = [rows[index][name] for index in own]
+        np.testing.assert_array_equal(np.concatenate([batch[name] for batch in batches]), expected)
 
 
 def test_any_step_of_a_huge_data_set_is_there_at_once():
@@ -257,9 +261,10 @@ def test_a_row_can_be_looked_at(prepared):
     assert "rows are as they were written" in out
     _, err = run("inspect_data", "--config=configs/quickstart.py", "--verify", code=2)
     assert err == "error: --verify goes with --data; --help explains\n"
-    _, err = run("inspect_data", f"--data={prepared}/a", "--row=100000", code=2)
-    assert "--row=100000: " in err
-    assert len(err.splitlines()) == 1
+    for place in ([f"--data={prepared}/a", "--row=100000"], ["--config=configs/quickstart.py", "--place=10000"]):
+        _, err = run("inspect_data", *place, code=2)
+        assert f"{place[1]}: " in err
+        assert len(err.splitlines()) == 1
 
 
 def test_a_path_that_is_not_utf8_is_named(prepared, tmp_path):

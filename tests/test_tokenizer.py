@@ -42,10 +42,6 @@ def test_special_tokens_have_ids_of_their_own_and_leave_no_text(tokenizer):
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.mask_id, tokenizer.eos_id]) == "plum"
 
 
-def test_a_prompt_is_bos_and_its_text(tokenizer):
-    assert tokenizer.encode_prompts(["Sort 3 1."])[0] == [tokenizer.bos_id, *tokenizer.encode(["Sort 3 1."])[0]]
-
-
 def test_digits_are_tokens_of_their_own_however_common_a_number_is():
     tokenizer = SentencePieceTokenizer.train(["room 305 is room 305"] * 50, 300)
     assert [len(ids) for ids in tokenizer.encode(["room", "305"])] == [1, 3]
@@ -67,11 +63,6 @@ def test_pieces_are_learnt_from_long_lines_of_any_script():
 def test_a_vocabulary_too_small_for_the_bytes_is_refused():
     with pytest.raises(UserError, match="cannot train a tokenizer of 100 pieces"):
         SentencePieceTokenizer.train(corpus(), 100)
-
-
-def test_a_file_is_read_back(tokenizer, tmp_path):
-    (tmp_path / "t.model").write_bytes(tokenizer.model)
-    assert SentencePieceTokenizer.load(tmp_path / "t.model").mask_id == tokenizer.mask_id
 
 
 def test_files_that_will_not_do_are_named(tmp_path):

@@ -62,16 +62,6 @@ def test_a_run_killed_twice_computes_what_a_straight_one_does(trained_run, tmp_p
     assert seconds == sorted(seconds)
 
 
-def test_a_torn_newest_checkpoint_costs_only_the_steps_behind_the_one_before(trained_run, tmp_path):
-    workdir = tmp_path / "copy"
-    shutil.copytree(trained_run, workdir)
-    shutil.rmtree(workdir / "checkpoints" / "60" / "optimizer")
-    _, err = run("train", *TINY_RUN, f"--workdir={workdir}", "--config.steps=62")
-    assert "checkpoint 60 cannot be read" in err
-    assert computed(workdir)[:50] == computed(trained_run)[:50]
-    assert computed(workdir)[-1][0] == 62
-
-
 def test_a_run_can_be_resumed_on_more_devices_and_with_accumulation(trained_run, tmp_path):
     workdir = tmp_path / "copy"
     shutil.copytree(trained_run, workdir)
