@@ -121,60 +121,6 @@ ENTRY %main (t: f32[100,8], i: s32[], n: f32[1,8]) -> f32[100,8] {
     assert costs.bytes == row + 4 + row + row  # the old row, the index, what is added, the new row
 
 
-def test_a_fusion_inside_a_fusion_reads_only_its_slices_too():
-    text = """
-HloModule nested
-
-%slice (all: f32[36,8,8], layer: s32[]) -> f32[8,8] {
-  %all = f32[36,8,8]{2,1,0} parameter(0)
-  %layer = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  %one = f32[1,8,8]{2,1,0} dynamic-slice(%all, %layer, %zero, %zero), dynamic_slice_sizes={1,8,8}
-  ROOT %flat = f32[8,8]{1,0} bitcast(%one)
-}
-
-%product (x: f32[4,8], stacked: f32[36,8,8], number: s32[]) -> f32[4,8] {
-  %x = f32[4,8]{1,0} parameter(0)
-  %stacked = f32[36,8,8]{2,1,0} parameter(1)
-  %number = s32[] parameter(2)
-  %w = f32[8,8]{1,0} fusion(%stacked, %number), kind=kLoop, calls=%slice
-  ROOT %y = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main (a: f32[4,8], b: f32[36,8,8], i: s32[]) -> f32[4,8] {
-  %a = f32[4,8]{1,0} parameter(0)
-  %b = f32[36,8,8]{2,1,0} parameter(1)
-  %i = s32[] parameter(2)
-  ROOT %f = f32[4,8]{1,0} fusion(%a, %b, %i), kind=kOutput, calls=%product
-}
-"""
-    costs = count(parse(text), chips_per_slice=1)
-    assert costs.flops == 2 * 4 * 8 * 8
-    assert costs.bytes == 4 * (4 * 8 + 8 * 8 + 1 + 4 * 8)  # one layer's weights, not those of all
-
-
-def test_of_a_conditional_the_dearer_side_counts():
-    text = """
-HloModule sides
-
-%cheap (x: f32[4,4]) -> f32[4,4] {
-  ROOT %x = f32[4,4]{1,0} parameter(0)
-}
-
-%dear (y: f32[4,4]) -> f32[4,4] {
-  %y = f32[4,4]{1,0} parameter(0)
-  ROOT %z = f32[4,4]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main (p: pred[], a: f32[4,4]) -> f32[4,4] {
-  %p = pred[] parameter(0)
-  %a = f32[4,4]{1,0} parameter(1)
-  ROOT %c = f32[4,4]{1,0} conditional(%p, %a, %a), true_computation=%cheap, false_computation=%dear
-}
-"""
-    assert count(parse(text), chips_per_slice=1).flops == 2 * 4**3
-
-
 def test_a_step_takes_its_operations_and_the_collectives_that_nothing_hides():
     chip = find_chip("v5p:2x2x1")
     flops, size = chip.peak_flops, chip.hbm_bandwidth  # of one second each

@@ -9,7 +9,6 @@ from conftest import BOS, EOS, MASK, PAD, PROMPTS, settings, sharp_model, sharp_
 from refusion_jax import DecodeSettings, UserError, decode
 from refusion_jax.decoding.requests import Request, prepare
 from refusion_jax.systems.api import decoder_for
-from refusion_jax.systems.refusion.canvas import slots_a_block, slots_of
 
 
 @pytest.mark.parametrize("method", ["refusion", "sequential"])
@@ -29,14 +28,6 @@ def test_templates_keep_what_is_given_and_fill_the_gaps(method):
         assert len(out.tokens[1]) == 8
         assert out.tokens[1][-1] == 14
         assert sorted(out.commit_order[1]) == list(range(1, 7))
-
-
-def test_gaps_become_slots_of_which_the_last_may_be_short():
-    s = settings(size=4, blocks=2)
-    given = ([7, 8], 6, [9], 5, [])  # nothing is given after the last gap
-    request = Request([BOS, 5], given, s)
-    assert slots_of(request) == ([4, 8, 11, 15], [4, 2, 4, 1])
-    assert slots_a_block(request) == 2
 
 
 def test_a_default_length_is_of_no_interest_to_a_template_and_told_where_it_does_not_fit():

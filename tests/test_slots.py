@@ -85,28 +85,6 @@ def test_order_is_prompt_then_clean_slots_whole_then_masked_in_text_order(docs, 
         start += p + r
 
 
-@few
-@any_corruption
-def test_labels_stay_inside_their_slot(docs, seed):
-    rows = packed(docs, ROW)
-    noise, c = corrupt(rows, seed)
-    tokens = np.array(rows.tokens[0])
-    start = 0
-    for p, r in docs:
-        k = noise.slot_size[0, start]
-        for i in range(start, start + p + r):
-            offset = c.positions[0, i] - p
-            last_of_slot = offset % k == k - 1 or offset == r - 1
-            clean = not c.masked_label[0, i]
-            assert c.clean_label[0, i] == (clean and offset >= 0 and not last_of_slot)
-            if c.clean_label[0, i]:
-                assert c.labels[0, i] == tokens[start + c.positions[0, i] + 1]
-            assert c.response_length[0, i] == r
-        start += p + r
-    assert not c.clean_label[0, start:].any(), "padding has no label"
-    assert not c.masked_label[0, start:].any(), "padding has no label"
-
-
 def test_the_example_of_the_docstring():
     rows = packed([(1, 6)], 7)
     p, a, b, c, d, e, f = range(100, 107)
