@@ -10,7 +10,7 @@ import pytest
 from conftest import BOS, PROMPTS, ROOT, compiled, settings, sharp_model, tiny_config, tiny_model
 from flax import nnx
 
-from refusion_jax import DecodeSettings, UserError, decode
+from refusion_jax import UserError, decode
 from refusion_jax.decoding import cache as kv
 from refusion_jax.decoding import memory, queue
 from refusion_jax.decoding.queue import mesh_of
@@ -244,15 +244,6 @@ def test_a_mesh_changes_no_answer():
 
 def test_no_prompts_give_no_answers():
     assert decode(sharp_model(), [], settings()).tokens == []
-
-
-def test_without_a_number_of_new_tokens_the_context_is_used_up_to_128():
-    model = tiny_model(max_position_embeddings=50)
-    out = decode(model, [[BOS] * 9], DecodeSettings("sequential", slot_size=8, eos_id=29))
-    assert len(out.commit_order[0]) <= 40
-    assert DecodeSettings(slot_size=8, serial_blocks=2).fill_in(45).max_new_tokens == 32
-    assert DecodeSettings(slot_size=8).fill_in(1000).max_new_tokens == 128
-    assert DecodeSettings(max_new_tokens=64).fill_in(1000).max_new_tokens == 64
 
 
 def test_the_time_of_an_answer_counts_all_in_which_the_device_may_decode():

@@ -238,16 +238,6 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(stand_in):
     assert stand_in.starts() == 1
 
 
-def test_bad_input_is_one_line_and_never_tried_again(tmp_path):
-    flags = ["--config.data.path=none.jsonl", f"--workdir={tmp_path / 'new'}"]
-    process = start_hosts(2, *TINY_RUN, *flags, devices=1, RESTARTS="3")
-    out, err = ended(process)
-    assert process.returncode == 2, out + err
-    (line,) = [line for line in err.splitlines() if line.strip()]
-    assert "--config.data.path: none.jsonl does not exist" in line
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [

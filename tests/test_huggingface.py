@@ -181,16 +181,6 @@ def test_weights_go_straight_to_a_mesh_and_missing_rows_become_zeros(family, tmp
     jax.tree.map(np.testing.assert_array_equal, params["layers"], plain["layers"])
 
 
-def test_a_converted_directory_decodes_as_its_source(tmp_path):
-    source = saved(tmp_path / "theirs")
-    run("convert", "--format=orbax", f"--from={source}", f"--to={tmp_path}/ours")
-    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 5, 6]}\n')
-    flags = [f"--input={tmp_path}/in.jsonl", "--decode.max_new_tokens=8", "--decode.slot_size=4"]
-    a, b = (run("generate", f"--checkpoint={path}", *flags)[0] for path in (source, tmp_path / "ours"))
-    assert a == b
-    assert len(json.loads(a)["commit_order"]) == 8
-
-
 def test_what_transformers_has_no_words_for_survives_both_directions(tmp_path):
     tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290, mask_piece="<own>")
     source = saved(tmp_path / "theirs", vocab_size=320, num_tokens=tokenizer.size, shifted=True, block_size=16)
@@ -213,15 +203,6 @@ def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):
     tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
     (source / "tokenizer.model").write_bytes(tokenizer.model)
     assert load_model(source).config.mask_token_id == tokenizer.mask_id
-
-
-def test_an_eos_that_is_also_the_padding_can_still_be_written(tmp_path):
-    path = saved(tmp_path / "theirs")
-    own = huggingface_config.read_model_config(path)
-    assert own.pad_token_id >= 0
-    change_config(path, pad_token_id=own.eos_token_id)
-    again = huggingface_config.read_model_config(path)
-    assert (again.pad_token_id, again.eos_token_id) == (-1, own.eos_token_id)
 
 
 def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):

@@ -10,8 +10,8 @@ from refusion_jax.model import layers
 from refusion_jax.model.attention import attention
 from refusion_jax.model.int8 import Int8Array, widened
 from refusion_jax.model.key_values import KeyValues
-from refusion_jax.model.layers import head_product, linear, rope_rotation, rotate
-from refusion_jax.model.transformer import Transformer, logical_axes
+from refusion_jax.model.layers import head_product, rope_rotation, rotate
+from refusion_jax.model.transformer import Transformer
 
 TOKENS = jnp.array([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
 POSITIONS = jnp.array([[0, 3, 1, 2, 0, 2, 1, 3, 0, 1]])  # physical order is not text order
@@ -79,14 +79,6 @@ def test_rotation_and_its_gradient_are_those_of_complex_numbers(kind, monkeypatc
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("inputs", [1, 2])
-def test_linear_contracts_the_last_axes_of_x_with_the_first_of_w(inputs):
-    x, w = jax.random.normal(jax.random.key(0), (2, 3, 4, 5)), jax.random.normal(jax.random.key(1), (4, 5, 6, 7))
-    if inputs == 1:
-        w = w[0]
-    np.testing.assert_allclose(linear(x, w, inputs), np.tensordot(x, w, inputs), rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("tokens", [1, 2, 32, 33])  # one, few and many take different products on a CPU
 def test_the_head_is_contracted_along_its_last_axis(tokens, dtype):
@@ -123,15 +115,3 @@ def test_bfloat16_computes_in_bfloat16_but_keeps_float32_weights_and_logits():
     assert {x.dtype for x in jax.tree.leaves(nnx.state(rough))} == {jnp.dtype("float32")}
     difference = np.abs(logits - exact(TOKENS, POSITIONS, causal(SEGMENTS)))
     assert 0 < difference.max() < 0.15  # 2^-8 relative, a few roundings deep
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_weight_names_its_axes_and_counts_as_published(tied):
-    c = tiny_config(tie_word_embeddings=tied)
-    model = Transformer(c, nnx.Rngs(0))
-    weights, axes = nnx.to_pure_dict(nnx.state(model)), logical_axes(model)
-    jax.tree.map(lambda w, a: None if w.ndim == len(a) else pytest.fail(f"{a} for {w.shape}"), weights, axes)
-    attention = c.hidden_size * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads) + 2 * c.head_dim
-    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
-    expected = c.num_hidden_layers * layer + c.hidden_size + (1 if tied else 2) * c.vocab_size * c.hidden_size
-    assert sum(w.size for w in jax.tree.leaves(weights)) == expected

@@ -103,6 +103,8 @@ def test_the_default_length_of_an_answer_depends_on_its_own_prompt_alone():
     (alone,) = prepare([[BOS]], asked, model)
     assert short.settings == alone.settings
     assert (long.length, short.length) == (64, 64)
+    filled = [DecodeSettings(**own).fill_in(room) for own, room in (({}, 1000), ({"serial_blocks": 2}, 45))]
+    assert [own.max_new_tokens for own in filled] == [128, 32]
 
 
 def test_the_prompts_of_a_call_share_decoder_and_batch():

@@ -212,16 +212,6 @@ def test_settings_of_decoding_are_for_one_request(client, library):
     assert client.completions.create(**how).choices == plain.choices
 
 
-def test_scores_of_several_answers_are_those_of_each_alone(client):
-    """The texts of a response are packed into the same forwards."""
-    how = {"model": "tiny", "max_tokens": 6, "logprobs": 1, "echo": True}
-    together = client.completions.create(prompt=TEXTS[:5], **how)
-    for text, choice in zip(TEXTS, together.choices, strict=False):
-        (alone,) = client.completions.create(prompt=text, **how).choices
-        assert choice.logprobs.tokens == alone.logprobs.tokens
-        assert choice.logprobs.token_logprobs[1:] == pytest.approx(alone.logprobs.token_logprobs[1:], abs=1e-4)
-
-
 def test_log_probabilities_are_the_likelihood_of_the_answer_and_of_the_echoed_prompt(client, library):
     model, tokenizer = library
     (ids,) = tokenizer.encode_prompts([TEXTS[0]])
