@@ -94,11 +94,13 @@ class Settings:
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Settings, from careful to fast, at which `bench headline` measures this decoder; for decoders to override.
 
+        None for one that needs a second model.
+
         Args:
           new_tokens: the maximal length of an answer.
           trained: config keys of the system that the model was trained with.
         """
-        return [{}]
+        return [] if cls.auxiliary_models else [{}]
 
     @property
     def unit(self) -> int:

@@ -29,8 +29,8 @@ Axes: B rows, C text length, N tokens to decode, K places ahead, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +66,6 @@ class CheckedSettings(shared.Settings):
         0.6, "Weight of the drafting model's logits in the target; the verifier has the rest", at_least=0, at_most=1
     )
     lookahead: int = setting(200, "Places that are drafted at once", scope="compiled", at_least=1, at_most=2**24)
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return []  # it cannot be measured without a second model
 
 
 @struct.dataclass

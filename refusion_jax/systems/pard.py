@@ -20,8 +20,8 @@ Axes: B rows, C cache entries, M drafts, N = M + 1 tokens that a round commits a
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -49,10 +49,6 @@ class DraftedSettings(shared.Settings):
 
     drafter: str = setting("", "Run of a smaller `idlm` model with the same tokenizer, which drafts", scope="compiled")
     draft_length: int = setting(7, "Tokens that are drafted at once", scope="compiled", at_least=1, at_most=4096)
-
-    @classmethod
-    def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return []  # it cannot be measured without a second model
 
 
 @struct.dataclass
