@@ -192,3 +192,7 @@ def test_a_run_goes_on_whose_config_has_a_key_that_is_gone_if_it_changes_nothing
         (tmp_path / "config.json").write_text(was.to_json())
         with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
             check_same_run(epath.Path(tmp_path), config_with(objective="llada"))
+    was.steps = None
+    (tmp_path / "config.json").write_text(was.to_json())
+    with pytest.raises(UserError, match="config.json cannot be read: steps is null"):
+        check_same_run(epath.Path(tmp_path), config.default_config())

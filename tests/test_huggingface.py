@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import jax
@@ -205,6 +206,16 @@ def test_a_mask_token_that_config_json_leaves_open_is_the_tokenizers(tmp_path):
     assert load_model(source).config.mask_token_id == tokenizer.mask_id
 
 
+def test_a_tokenizer_of_many_more_ids_than_rows_is_another_models(tmp_path):
+    described = huggingface_config.describe(tiny_config(), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    own = types.SimpleNamespace(size=32 + 1024, eos_id=2, mask_id=4)
+    assert huggingface_config.read_model_config(epath.Path(tmp_path), own).vocab_size == 1152
+    own.size += 1
+    with pytest.raises(UserError, match="a tokenizer of 1057 ids is not that of 32 rows"):
+        huggingface_config.read_model_config(epath.Path(tmp_path), own)
+
+
 def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
     path = saved(tmp_path / "theirs")
     change_config(path, rope_theta="gone", rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
@@ -374,12 +385,15 @@ def test_a_tensor_stands_in_one_place_and_in_that_of_the_index(tmp_path):
     save_file({"x": tensor}, tmp_path / "model.safetensors")
     refused({"x": names[0], "a": names[0], "b": names[1]}, "two models, model.safetensors and that of model")
     index.unlink()
-    header = {name: {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]} for name in "xy"}
-    content = json.dumps(header).encode()
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
-    with pytest.raises(UserError, match="its tensors do not follow each other"):
-        Tensors(tmp_path)
+    file, four = tmp_path / "model.safetensors", {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}
+    for header, said in (
+        ({"x": four, "y": four}, "its tensors do not follow each other"),
+        ({"": {}}, "'' is no tensor"),
+    ):
+        content = json.dumps(header).encode()
+        file.write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
+        with pytest.raises(UserError, match=f"model.safetensors is damaged: {said}"):
+            Tensors(tmp_path)
     save_file({"x": tensor.astype(ml_dtypes.float8_e4m3fn)}, file)
     assert huggingface.read_dtype(epath.Path(tmp_path)) == "float32"  # and `load_params` names the tensor
 

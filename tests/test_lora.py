@@ -1,12 +1,17 @@
 """Low-rank adapters: what they compute, where they live, and what they cost."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import causal, config_with, tiny_config, tiny_model
+from etils import epath
 from flax import nnx
 
+from refusion_jax import UserError
+from refusion_jax.checkpoints.run_directory import read_adapters
 from refusion_jax.distributed import sharding
 from refusion_jax.model.lora import INPUTS, Lora, add_adapters
 from refusion_jax.training.program import train_program
@@ -55,3 +60,25 @@ def test_only_what_is_trained_has_optimizer_state_and_float32_and_all_of_it_is_s
     assert found[1] * 2 == shape.hidden_size
     found = state.params["layers"]["q_proj_b"].sharding.shard_shape(state.params["layers"]["q_proj_b"].shape)
     assert found[2] * 2 == shape.num_attention_heads
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rank", "4"),
+        ("rank", -4),
+        ("rank", None),
+        ("alpha", float("nan")),
+        ("targets", "("),
+        ("targets", 3),
+        ("full", []),
+    ],
+)
+def test_adapters_of_a_doctored_run_are_one_line(key, value, tmp_path):
+    section = {"rank": 4, "alpha": 8.0, "targets": ".*_proj", "full": ""}
+    config = {"lora": section, "init_from": "there", "steps": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_adapters(epath.Path(tmp_path)) == (Lora(**section), epath.Path("there"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"lora": section | {key: value}}))
+    with pytest.raises(UserError, match=f"config.json cannot be read: lora.{key}: "):
+        read_adapters(epath.Path(tmp_path))

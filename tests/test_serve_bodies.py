@@ -78,6 +78,7 @@ BAD = {
     "another model": ({"prompt": "a", "model": "gpt"}, 404, "model 'gpt' is not served here; 'tiny' is"),
     "too large": (b'{"prompt": "' + b"a" * LARGEST + b'"}', 413, f"at most {LARGEST} bytes"),
     "too long to tokenize": ({"prompt": "a" * 10**6}, 400, "prompt: has 1000000 characters, .* more than 64 tokens"),
+    "one of two types": ({"prompt": "a", "guided_json": 5}, 400, "^guided_json: Input should be an object"),
     "no text to stop at": ({"prompt": "a", "stop": [1]}, 400, "stop.0: "),
     "unknown ones": ({"prompt": "a", **{f"a{i}": 0 for i in range(50_000)}}, 400, "^a0: is not supported here$"),
 }

@@ -9,15 +9,32 @@ DIR/metrics.jsonl, DIR/tensorboard/, DIR/events.jsonl (where the time went), DIR
 
 import dataclasses
 import json
+import re
 
+import pydantic
 from etils import epath
 
-from refusion_jax.cli.errors import UserError
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.distributed.storage import write_file
-from refusion_jax.model.lora import Lora, read_lora
+from refusion_jax.model.lora import Lora
 from refusion_jax.model.shape import ModelConfig, to_model_config
 from refusion_jax.systems.registry import default_system
+
+
+class _Adapters(pydantic.BaseModel):
+    """The section `lora` of a run's config."""
+
+    rank: pydantic.NonNegativeInt
+    alpha: pydantic.FiniteFloat
+    targets: re.Pattern[str]
+    full: re.Pattern[str]
+
+
+class _Config(pydantic.BaseModel):
+    """What a run's config says of adapters."""
+
+    lora: _Adapters | None = None
+    init_from: str = ""
 
 
 def write_model_config(workdir: epath.Path, model: ModelConfig, objective: str | None = None) -> None:
@@ -45,12 +62,11 @@ def read_adapters(workdir: epath.Path) -> tuple[Lora, epath.Path] | None:
       UserError: where the file cannot be read.
     """
     path = workdir / "config.json"
-    config = read_json(path) if path.exists() else {}
-    try:
-        lora = read_lora(config.get("lora", {"rank": 0}))
-        return (lora, epath.Path(config["init_from"])) if lora else None
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: lora or init_from is wrong") from error
+    config = read_json(path, _Config, extra="ignore") if path.exists() else _Config()
+    if not (config.lora and config.lora.rank):
+        return None
+    lora = config.lora
+    return Lora(lora.rank, lora.alpha, lora.targets.pattern, lora.full.pattern), epath.Path(config.init_from)
 
 
 def read_objective(workdir: epath.Path) -> str | None:

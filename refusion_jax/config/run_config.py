@@ -79,4 +79,7 @@ def read_config(workdir: epath.Path) -> ml_collections.ConfigDict:
             config.update(content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # what ml_collections says
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
+    read = flatten(json.loads(config.to_json()))
+    if null := next((key for key in flatten(json.loads(default_config().to_json())) if read.get(key) is None), None):
+        raise UserError(f"{path} cannot be read: {null} is null")  # which ml_collections lets pass
     return config

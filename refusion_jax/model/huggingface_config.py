@@ -20,6 +20,7 @@ _COPIED = (  # of config.json into ModelConfig and back
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
 )
+_ADDED = 1024  # tokens that a tokenizer may have besides those that the model has rows for
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # of ModelConfig
 _ROPES = {"default": (), "linear": _LLAMA3[:1], "llama3": _LLAMA3}  # rope_type: what it goes by
@@ -120,6 +121,8 @@ def read_model_config(
         mask_token_id = tokenizer.mask_id
     mask = -1 if mask_token_id is None else mask_token_id
     if tokenizer and tokenizer.size > given.vocab_size:
+        if tokenizer.size > given.vocab_size + _ADDED:
+            raise UserError(f"{path}: a tokenizer of {tokenizer.size} ids is not that of {given.vocab_size} rows")
         shape["vocab_size"] = -(-tokenizer.size // 128) * 128
     if not -1 <= mask < shape["vocab_size"]:
         raise UserError(f"mask_token_id={mask} is no row of the embedding; {path} has {shape['vocab_size']}")

@@ -75,6 +75,8 @@ class Tensors:
             content = file.read(min(size, _LONGEST_HEADER))
         header = parse_json(content, dict[str, _Entry | dict[str, str]], f"{path} is damaged") if content else {}
         header.pop("__metadata__", None)
+        if wrong := [name for name, entry in header.items() if not isinstance(entry, _Entry)]:
+            raise UserError(f"{path} is damaged: {ascii(wrong[0][:60])} is no tensor")
         end = 0
         for begin, after in sorted(entry.data_offsets for entry in header.values()):
             if begin != end:

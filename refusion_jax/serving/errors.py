@@ -1,5 +1,6 @@
 """What the server says to requests that it cannot serve, in OpenAI's form."""
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -77,10 +78,13 @@ class LimitBody:
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
 
 
+_OF_A_TYPE = re.compile(r"^(str|int|list|dict)$|[A-Z\[(]")  # what pydantic adds where a field may be one of several
+
+
 def _explained(error: ValidationError) -> tuple[str, str | None]:
     """(what is wrong with the first field at fault, its name)."""
     first = error.errors(include_url=False, include_input=False)[0]
-    name = ".".join(map(str, first["loc"]))
+    name = ".".join(part for part in map(str, first["loc"]) if not _OF_A_TYPE.search(part))
     if first["type"] == "json_invalid":
         return f"the body is not JSON: {first['ctx']['error']}", None
     why = first["msg"].removeprefix("Value error, ")

@@ -30,6 +30,7 @@ from refusion_jax.systems.registry import decoders
 flags.disclaim_key_flags()  # they are the calling command's, and stand in its --help
 
 _GIB = 2**30
+_LAYERS = 1024  # some hundred ways to cut at each are looked at
 # Of the flags: what each is for, the value that it has unless it is given, and the least.
 FLAGS = {
     "device_memory": (None, "GiB of the device for weights and cache", 1e-6),
@@ -57,8 +58,8 @@ def plan_split(config: ModelConfig, itemsize: int, method: str, own: flags.FlagV
     """
     if missing := [name for name in FLAGS if own[name].value is None]:
         raise UserError(f"--{' and --'.join(missing)}: needed with --what=split")
-    if config.num_hidden_layers < 2:
-        raise UserError("--config.model.num_hidden_layers=1: a single layer cannot be cut")
+    if not 2 <= config.num_hidden_layers <= _LAYERS:
+        raise UserError(f"--config.model.num_hidden_layers={config.num_hidden_layers}: 2 to {_LAYERS:,} can be cut")
     on_link = {name: each for name, each in decoders().items() if runs_over_two_machines(each)}
     if method not in on_link:
         raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
