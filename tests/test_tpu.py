@@ -56,7 +56,9 @@ def plan_of(name: str, variant: str, topology: str, memory_only: bool = True) ->
 
 
 @functools.cache
-def plan_8b(topology: str, rows: float, slices: int = 1, size: str = "8b", row_length: int = 4096, **keys) -> dict:
+def plan_8b(
+    topology: str, rows: float, memory_only: bool = True, slices: int = 1, size: str = "8b", row_length=4096, **keys
+) -> dict:
     """The plan of configs/refusion_8b.py at some rows a chip."""
     prepare_environment()
     chips = slices
@@ -64,7 +66,7 @@ def plan_8b(topology: str, rows: float, slices: int = 1, size: str = "8b", row_l
         chips *= int(side)
     keys = {key.replace("_", ".", 1): value for key, value in keys.items()}
     config = config_of("refusion_8b", size, batch_size=int(rows * chips), row_length=row_length, **keys)
-    return plan_train(config, topology, slices, memory_only=True)
+    return plan_train(config, topology, slices, memory_only)
 
 
 @pytest.mark.parametrize(("name", "variant", "topology"), shipped())
@@ -105,14 +107,12 @@ def test_the_8b_step_stays_within_its_memory(topology, rows, bound):
     assert plan_8b(topology, rows)["peak_hbm_gib"] <= bound
 
 
-LARGE = pytest.param("refusion_8b", "8b", "v5p:2x4x4", {"batch_size": 64}, marks=pytest.mark.slow)
+LARGE = pytest.param(functools.partial(plan_8b, "v5p:2x4x4", 2), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "variant", "topology", "keys"), [("quickstart", "", "v5e:2x2", {}), LARGE])
-def test_the_verdict_on_memory_is_that_of_a_full_compile_which_is_quick(name, variant, topology, keys):
-    prepare_environment()
-    config = config_of(name, variant, **keys)
-    full, verdict = (plan_train(config, topology, 1, memory_only) for memory_only in (False, True))
+@pytest.mark.parametrize("plan", [functools.partial(plan_of, "quickstart", "", "v5e:2x2"), LARGE])
+def test_the_verdict_on_memory_is_that_of_a_full_compile_which_is_quick(plan):
+    full, verdict = plan(memory_only=False), plan()
     assert 0 < full["compile_cpu_seconds"] <= 90
     assert verdict["compile_cpu_seconds"] is None
     assert full["calibrated"]
