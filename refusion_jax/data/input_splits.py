@@ -207,7 +207,6 @@ def _pass_line(file: io.BufferedReader) -> int:
 
 
 def _text(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
-    del fields
     size = epath.Path(part.path).stat().length
     with epath.Path(part.path).open("rb") as file:
         start, end = _text_cut(file, part.start, size), _text_cut(file, part.end, size)

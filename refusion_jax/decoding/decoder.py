@@ -128,7 +128,6 @@ class Decoder(abc.ABC):
     @classmethod
     def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
         """The settings with which a forward feeds so many tokens, one of `typical`; none where there is no choice."""
-        del fed, new_tokens, slot_size
         return {}
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -151,7 +150,6 @@ class Decoder(abc.ABC):
 
     def scored(self, model: Transformer, rows: int) -> int:
         """Places of a shard whose logits exist at once, for a batch of so many rows; under `jax.set_mesh`."""
-        del model
         return rows // shard_count_here("batch") * self.width
 
     @property

@@ -119,7 +119,6 @@ class Settings:
 
     def for_model(self, model: ModelConfig) -> Self:
         """With settings that default to what the model says filled in; for subclasses to override."""
-        del model
         return self
 
     def traced(self) -> dict[str, float | int | bool]:

@@ -102,7 +102,6 @@ def _kernel(
     layer, length, fed, q, cached_k, cached_v, k, v, seen, out, mixed, highest, total, *, groups: int
 ):  # fmt: skip
     """One step of the grid: the queries of a row and key head meet a block of cached entries."""
-    del layer
     row, step, block = pl.program_id(0), pl.program_id(2), cached_k.shape[3]
     R = q.shape[2]
 

@@ -13,6 +13,5 @@ _POLICY = (
 
 async def page(request: Request) -> HTMLResponse:
     """Without a key, as it holds no data."""
-    del request
     html = resources.files("refusion_jax.serving").joinpath("page.html").read_text("utf-8")
     return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY})

@@ -40,7 +40,6 @@ class NextToken(Objective):
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """The unchanged rows, each token labelled with the next one of its document; uses no noise."""
-        del keys
         return Batch(
             inputs=rows.tokens,
             positions=text_positions(rows.segment_ids),

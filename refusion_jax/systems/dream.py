@@ -123,7 +123,6 @@ class Scheduled:
     def __call__(
         self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Bool[Array, "B N"]:
-        del mask_id
         counts = s.settings.counts  # [B, N], of each forward
         at = jnp.minimum(s.forwards, counts.shape[1] - 1)[:, None]
         return masked.ranks(self._confidence(proposal), w) < jnp.take_along_axis(counts, at, axis=1)

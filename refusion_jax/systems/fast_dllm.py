@@ -84,7 +84,6 @@ class Surest:
     def __call__(
         self, s: masked.MaskedText, w: masked.Window, proposal: masked.Proposal, mask_id: int
     ) -> Bool[Array, "B K"]:
-        del mask_id
         p = proposal.probability
         return w.masked & ((p >= s.settings.threshold[:, None]) | (masked.ranks(p, w) == 0))
 

@@ -84,7 +84,6 @@ class AllMasked(Objective):
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
         """[masks; rows], each place labelled with the next token of its document; uses no noise."""
-        del keys
         weight = mean_over(precedes_response(rows))
         return Batch(
             inputs=join(jnp.full_like(rows.tokens, self.mask_id), rows.tokens),

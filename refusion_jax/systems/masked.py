@@ -101,7 +101,6 @@ class EvenSteps:
 
     def confidence(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Float32[Array, "B K"]:
         """The higher, the earlier a place is committed."""
-        del s, w, mask_id
         return proposal.probability
 
     def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
@@ -164,7 +163,6 @@ class MaskedDecoder(Decoder):
 
     def fed(self, s: MaskedText, after_block: Int32[Array, "B"]) -> Bool[Array, "B C"] | None:
         """Which places of the text are fed, given the number of the first one after the block; None: all."""
-        del s, after_block
 
     def window(self, s: MaskedText) -> tuple[Window, Int32[Array, "B"]]:
         """(the places of each row's block, the number of the first place after it)."""

@@ -223,7 +223,6 @@ def _truncate(path: Path, chance: random.Random) -> str:
 
 
 def _delete(path: Path, chance: random.Random) -> str:
-    del chance
     if path.name.startswith(checksums.PREFIX):  # a checkpoint without its list counts as an older one
         os.truncate(path, 0)
         return "all of"

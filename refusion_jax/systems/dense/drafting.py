@@ -109,7 +109,6 @@ class Drafting(Continuer):
 
     @classmethod
     def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
-        del new_tokens, slot_size
         return {"fed_tokens": int(fed)}
 
     @property

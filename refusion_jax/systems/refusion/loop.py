@@ -251,7 +251,6 @@ class SlotDecoder(Decoder):
 
     def guess(self, work: Work, here: Block, needs: Needs, room: Int32[Array, "B"]) -> list[Part]:
         """Mask tokens that continue drafts: those that are needed, and with so much room those that are speculative."""
-        del work, here, needs, room
         return []
 
     def candidates(self, work: Work) -> Int32[Array, "B M K"]:
@@ -261,7 +260,6 @@ class SlotDecoder(Decoder):
     def visible(self, work: Work, feed: Feed) -> Bool[Array, "B W W"]:
         """Which tokens of the feed each one attends to: all before it, and itself."""
         (B, W), index = feed.tokens.shape, jnp.arange(feed.tokens.shape[1])
-        del work
         return jnp.broadcast_to((index[:, None] >= index[None])[None], (B, W, W))
 
     def begin(self, chosen: Bool[Array, "B M"], block: Block, plan: Reading, settings: TracedSettings) -> Work:

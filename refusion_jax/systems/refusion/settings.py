@@ -114,7 +114,6 @@ class SlotSettings(_Slots):
 
     def for_model(self, model: ModelConfig) -> Self:
         """With `infill` and `token_threshold` resolved: a batch has one kind of infilling."""
-        del model
         return self.resolved
 
     def traced(self) -> dict[str, float | int | bool]:
