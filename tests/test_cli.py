@@ -150,4 +150,3 @@ def test_the_console_command_runs_commands_by_their_names():
     assert err.startswith("error: refusion 'none': unknown; known: bench, chat, convert, ")
     assert refusion("goodput") == (2, "", "error: --workdir=DIR is needed; --help explains\n")
     assert refusion("split", "device")[2].startswith("error: --checkpoint and --key ")
-    assert "  --workdir\n" in refusion("goodput", "--help")[1]

@@ -209,15 +209,6 @@ def test_bad_input_is_one_line_and_changes_nothing(case, files, trained_run):
     assert contents(files, trained_run) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"),
-    [("decode", "decode.slot_size"), ("serve", "clients")],
-)
-def test_a_benchmark_explains_itself(name, flag):
-    out, _ = run("bench", name, "--help")
-    assert f"  --{flag}\n      " in out
-
-
 def test_help_of_the_benchmarks_names_them():
     out, _ = run("bench", "--help")
     assert " authors, calibration, corpus, decode, " in out

@@ -44,13 +44,6 @@ def test_prompts_in_answers_out_line_by_line(trained_run, tmp_path):
         assert answer["text"] == tokenizer.decode(out.tokens[i])
 
 
-def test_one_prompt_answers_on_the_terminal(trained_run):
-    out, _ = run("generate", f"--checkpoint={trained_run}/checkpoints/40", "--prompt=Sort 7 3.", "--dtype=bfloat16")
-    answer = json.loads(out)
-    assert list(answer) == KEYS
-    assert answer["id"] == 0
-
-
 def test_a_stop_string_is_refused_where_there_is_no_text_to_look_in(trained_run, tmp_path):
     shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer.model"))
     (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 7]}\n')
