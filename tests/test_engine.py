@@ -192,14 +192,6 @@ def test_a_caller_who_has_enough_frees_the_row_and_one_who_fails_harms_nobody(en
     wait_until(lambda: engine.load == {"rows": 2, "decoding": 0, "waiting": 0})
 
 
-def test_more_than_can_wait_is_refused_as_a_whole(engine):
-    engine, *_ = engine
-    request = request_of(engine, [BOS, 5], 4)
-    with pytest.raises(BusyError, match="are waiting for a row"):
-        engine.submit([Told().job(0, request)] * (MOST_WAITING + 1))
-    assert engine.load["waiting"] == 0
-
-
 def test_those_who_have_gone_keep_nobody_out(engine):
     """While both rows are busy."""
     engine, *_ = engine

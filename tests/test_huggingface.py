@@ -246,17 +246,8 @@ def to_fp8(path):
     change_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
 
 
-def to_gptq(path):
-    shapes = {"qweight": (2, 32), "qzeros": (1, 4), "g_idx": (16,)}
-    packed = {Q.replace("weight", name): np.zeros(shape, np.int32) for name, shape in shapes.items()}
-    packed[Q.replace("weight", "scales")] = np.ones((1, 32), np.float16)
-    change_tensors(path, lambda tensors: {k: v for k, v in tensors.items() if k != Q} | packed)
-    change_config(path, quantization_config={"quant_method": "gptq", "bits": 4})
-
-
 BAD = {
     "fp8": (to_fp8, 'config.json: quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]} is not'),
-    "gptq": (to_gptq, 'config.json: quantization_config={"quant_method": "gptq", "bits": 4} is not supported'),
     "fp8 of which config.json does not tell": (
         lambda p: (to_fp8(p), change_config(p, quantization_config="gone")),
         f"{Q}_scale_inv has no place in the model that config.json describes",
@@ -271,14 +262,6 @@ BAD = {
     "not finite": (
         lambda p: change_tensors(p, lambda t: t | {Q: np.where(t[Q] == t[Q].max(), np.nan, t[Q])}),
         f"model-00001-of-00001.safetensors: {Q} holds values that are not finite as float32",
-    ),
-    "bias beyond the family": (
-        lambda p: change_tensors(p, lambda t: t | {Q.replace("weight", "bias"): t[Q][:, 0].copy()}),
-        f"model-00001-of-00001.safetensors: {Q[:-6]}bias has no place in the model that config.json describes",
-    ),
-    "layer beyond the config": (
-        lambda p: change_config(p, num_hidden_layers=1),
-        "model.layers.1.input_layernorm.weight has no place in the model that config.json describes",
     ),
     "head next to tied weights": (
         lambda p: change_config(p, tie_word_embeddings=True),

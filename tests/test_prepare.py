@@ -29,7 +29,6 @@ from refusion_jax.data.rows import check_row, decode_row, encode_row
 from refusion_jax.data.shards import PrepareSettings
 from refusion_jax.data.tokenizer import MASK_PIECE, SentencePieceTokenizer
 from refusion_jax.data.workers import Processes
-from refusion_jax.distributed.cores import available_cores
 
 FUZZED = int(os.environ.get("REFUSION_FUZZ", 400))  # 10,000 take two minutes
 REFUSING = (
@@ -386,10 +385,3 @@ def test_a_manifest_that_is_not_ours_is_one_line(tmp_path):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(UserError, match="manifest.json cannot be read"):
             read_manifest(str(tmp_path))
-
-
-def test_workers_are_as_many_as_the_cores_we_may_use_where_the_system_says_so(monkeypatch):
-    """On macOS it does not."""
-    assert available_cores() == len(psutil.Process().cpu_affinity())
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert available_cores() == os.cpu_count()
