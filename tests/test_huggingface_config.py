@@ -1,0 +1,84 @@
+"""What config.json says of a model: read, or refused where it would be another computation."""
+
+import json
+import types
+
+import pytest
+from conftest import tiny_config
+from etils import epath
+from test_huggingface import LLAMA3
+
+from refusion_jax import UserError
+from refusion_jax.data.tokenizer import SentencePieceTokenizer
+from refusion_jax.model import huggingface_config
+
+SCALED = {"rope_type": "linear", "factor": 4.0}
+CONTRADICTIONS = [  # what config.json says of a family, and what is said of that
+    ("llama", {"is_causal": False}, "is_causal=false is not supported"),
+    ("llama", {"sliding_window": 4}, "sliding_window=4 is not supported"),
+    ("llama", {"query_pre_attn_scalar": 3}, "query_pre_attn_scalar=3 is not supported"),
+    ("llama", {"rope_local_base_freq": 9.0, "layer_types": ["full_attention"] * 2}, "rope_local_base_freq=9.0 is not"),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads: Input should be greater than 0"),
+    ("llama", {"head_dim": 0}, "head_dim: Input should be greater than 0"),
+    ("llama", {"rotary_dim": 4}, "rotary_dim=4, but partial_rotary_factor makes it 8"),
+    ("llama", {"layer_types": ["full_attention"]}, "we read num_hidden_layers=2 times full_attention"),
+    ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types=.* times full_attention$"),
+    ("qwen3", {"rope_scaling": {"factor": 4.0}}, 'rope_scaling={"factor": 4.0} is not supported'),
+    ("qwen3", {"rope_scaling": SCALED | {"type": "default"}}, "rope_scaling=.* is not supported"),
+    ("qwen3", {"rope_scaling": SCALED | {"rope_type": ["linear"]}}, "rope_scaling=.* is not supported"),
+    ("qwen3", {"rope_scaling": SCALED, "rope_parameters": {"rope_theta": 9.0}}, "rope_scaling and rope_parameters say"),
+    ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor.* is not supported"),
+    ("qwen3", {"rope_scaling": LLAMA3 | {"low_freq_factor": 8.0, "original_max_position_embeddings": 32}}, "less than"),
+    ("qwen3_moe", {"num_experts": 4, "num_local_experts": 2}, "num_local_experts=2 and num_experts=4 contradict"),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "we read num_hidden_layers=2 times full_attention, or"),
+    ("gemma3_text", {"sliding_window": None}, "sliding_window is missing"),
+    ("gemma3_text", {"rope_local_base_freq": None}, "local_rope.0: Input should be a valid number"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"rope_theta": 9.0}},
+        "must be those of full_attention and of sliding_attention",
+    ),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": {"rope_theta": 9.0}, "sliding_attention": SCALED}},
+        "rope_parameters scale those of sliding_attention",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "said"), CONTRADICTIONS)
+def test_what_would_be_another_computation_is_refused(family, changes, said, tmp_path):
+    """What transformers computes otherwise, or refuses."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8} if "moe" in family else {}
+    described = huggingface_config.describe(tiny_config(family=family, **experts), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    huggingface_config.read_model_config(epath.Path(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(described | changes))
+    with pytest.raises(UserError, match=said):
+        huggingface_config.read_model_config(epath.Path(tmp_path))
+
+
+def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_tokenizers(tmp_path):
+    tokenizer = SentencePieceTokenizer.train(["hello world, this is a text. " * 3] * 9, 290)
+    described = huggingface_config.describe(tiny_config(vocab_size=320, num_tokens=290, mask_token_id=4), "float32")
+    for ids, expected in (([9, tokenizer.eos_id, 8], tokenizer.eos_id), ([9, 8], 9)):
+        (tmp_path / "config.json").write_text(json.dumps(described | {"eos_token_id": ids}))
+        assert huggingface_config.read_model_config(epath.Path(tmp_path), tokenizer).eos_token_id == expected
+
+
+def test_a_rope_theta_where_transformers_5_keeps_it_is_found(tmp_path):
+    described = huggingface_config.describe(tiny_config(), "float32")
+    del described["rope_theta"]
+    described["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert huggingface_config.read_model_config(epath.Path(tmp_path)).rope_theta == 5e5
+
+
+def test_a_tokenizer_of_many_more_ids_than_rows_is_another_models(tmp_path):
+    described = huggingface_config.describe(tiny_config(), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    own = types.SimpleNamespace(size=32 + 1024, eos_id=2, mask_id=4)
+    assert huggingface_config.read_model_config(epath.Path(tmp_path), own).vocab_size == 1152
+    own.size += 1
+    with pytest.raises(UserError, match="a tokenizer of 1057 ids is not that of 32 rows"):
+        huggingface_config.read_model_config(epath.Path(tmp_path), own)
