@@ -65,14 +65,5 @@ def test_greedy_answers_are_those_of_the_exact_head_on_one_device_and_on_a_mesh(
     assert decode(split, PROMPTS, few).tokens == exact.tokens
 
 
-@pytest.mark.slow
-def test_slots_are_filled_as_with_the_exact_head():
-    """With thresholds that no probability decides: among fewer rows each of them is a little more probable."""
-    exact, few = (
-        decode(sharp_model(), PROMPTS, settings("refusion", slot=0, token=1, head_rows=rows)) for rows in (0, 8)
-    )
-    assert few.tokens == exact.tokens
-
-
 def test_as_many_rows_as_the_vocabulary_are_the_exact_head():
     assert sharp_model().with_head_rows(32).head_rows == 0

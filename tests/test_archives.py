@@ -101,9 +101,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):  # noqa: N802
         path = urlsplit(self.path).path
-        if path == "/api/datasets/o/n/revision/v1":
-            self.reply(json.dumps({"id": "o/n", "sha": self.commit, "siblings": []}).encode())
-        elif path == f"/api/datasets/o/n/revision/{self.commit}":
+        if path in ("/api/datasets/o/n/revision/v1", f"/api/datasets/o/n/revision/{self.commit}"):
             self.reply(json.dumps({"id": "o/n", "sha": self.commit, "siblings": []}).encode())
         elif found := re.fullmatch(rf"/api/datasets/o/n/tree/{self.commit}(?:/(.*))?", path):
             inside = [name for name in self.files if name.startswith(found[1] or "")]

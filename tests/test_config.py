@@ -112,13 +112,10 @@ def test_the_keys_that_must_hold_are_there():
             {"batch_size": 30, "accumulation": 4},
             "batch_size=30: must be a multiple of accumulation=4",
         ),
-        ({"slots.sizes": ()}, "slots.sizes=.*one or more whole sizes of 1 to"),
         ({"slots.sizes": (4, 0)}, "slots.sizes=.*one or more whole sizes of 1 to"),
         ({"slots.eps": 1.0}, "slots.eps=1.0: must be below 1"),
         ({"profile_steps": (3, 2)}, "profile_steps=.*must be a first and a last step"),
-        ({"model.rope_scaling": ("gs:",)}, "rope_scaling=.*must be 1 or 4 numbers above 0"),
         ({"model.rope_scaling": (float("inf"),)}, "rope_scaling=.*must be 1 or 4 numbers above 0"),
-        ({"profile_steps": (3,)}, "profile_steps=.*must be a first and a last step"),
         ({"warmup_steps": 2000}, "warmup_steps=2000: must not exceed steps=1000"),
         ({"schedule": "wsd", "warmup_steps": 1000}, "warmup_steps=1000: must be below steps=1000 for schedule=wsd"),
         ({"schedule": "wsd"}, "decay_steps=0: must be 1 to 1000 for schedule=wsd"),
@@ -133,11 +130,7 @@ def test_an_impossible_value_is_refused_by_name(changes, said):
         config.check(config_with(**changes))
 
 
-def test_invented_and_missing_keys_are_refused():
-    c = config_with()
-    c.lerning_rate = 1.0
-    with pytest.raises(UserError, match="--config: lerning_rate is no config key; config files start from"):
-        config.check(c)
+def test_a_missing_key_is_refused():
     c = config_with()
     del c.model.head_dim
     with pytest.raises(UserError, match="--config: model.head_dim is missing"):

@@ -128,21 +128,6 @@ def test_a_directory_that_is_not_shared_is_refused_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_processes_of_which_one_is_lost_compute_the_losses_of_one(tmp_path, one_process):
-    process = start_hosts(4, *FLAGS, "--config.checkpoint.every=5", f"--workdir={tmp_path}", RESTARTS="1")
-    wait_until(lambda: saved_steps(tmp_path), process)
-    first = workers(process)
-    os.kill(first[2], signal.SIGKILL)
-    out, err = ended(process)
-    assert process.returncode == 0, out + err
-    assert "starting again after exit code 137 (1 of 1)" in out
-    assert not any(Path(f"/proc/{pid}").exists() for pid in first)
-    assert "on 8 cpu" in out
-    assert losses(tmp_path) == pytest.approx(one_process, rel=1e-6)
-    assert events.account(read_events(tmp_path))["sessions"] == 2
-
-
-@pytest.mark.slow
 def test_one_host_then_two_four_and_one_lose_nothing_where_each_is_killed(tmp_path, one_process):
     """Losses agree to 1e-6 and not to the bit, as another number of devices adds up gradients in another order."""
     saved = 0
@@ -246,10 +231,6 @@ def test_a_signal_is_passed_on_and_nothing_is_started_again(stand_in):
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "2"},
             "JAX_PROCESS_ID=2 must be a number from 0 to below JAX_NUM_PROCESSES=2",
-        ),
-        (
-            {"JAX_NUM_PROCESSES": "9" * 20, "JAX_COORDINATOR_ADDRESS": "h:1", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID=2 must be a number from 0 to below JAX_NUM_PROCESSES=9",
         ),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "h", "JAX_PROCESS_ID": "1"},

@@ -155,12 +155,10 @@ def test_records_are_kept_and_config_keys_that_are_new_or_gone_make_no_other_com
             ["--output={dir}", "--systems=ar:0"],
             "--systems=ar:0: after the colon, give a number of seeds from 1 to 100",
         ),
-        (["--output={dir}", "--systems=ar,card:"], "--systems=card:: after the colon, give a number of seeds"),
         (
             ["--output={dir}", "--systems=ar:1:fast"],
             "--systems=ar:1:fast: after the seeds, give one learning rate above 0",
         ),
-        (["--output={dir}", "--systems=ar:1:1e-3:2"], "after the seeds, give one learning rate above 0"),
         (["--output={dir}", "--config=configs/quickstart.py"], "data.path=tasks has no answers to check; families has"),
         (["--output={dir}", "--adapt_from=ar", "--systems=card"], "--adapt_from=ar: is not among --systems=card"),
         (

@@ -87,12 +87,9 @@ def test_a_setting_that_only_the_compiled_program_refuses_is_named_as_its_flag()
     ("flags", "said"),
     [
         ([CONFIG, "--what=decode", "--rows_per_chip=64"], "--rows_per_chip: is of no use with --what=decode"),
-        ([CONFIG, "--what=decode", "--search"], "--search: is of no use with --what=decode"),
         ([CONFIG, "--decode.batch_size=4"], "--decode.batch_size: is of no use with --what=train"),
-        ([CONFIG, "--search", "--decode.method=none"], "--decode.method: is of no use with --what=train"),
         (["--hlo=none", "--what=decode"], "--what: is of no use with --hlo"),
         (["--hlo=none", "--decode.batch_size=4"], "--decode.batch_size: is of no use with --hlo"),
-        (["--hlo=none", "--memory_only"], "--memory_only: is of no use with --hlo"),
     ],
 )
 def test_a_flag_that_this_kind_of_plan_has_no_use_for_is_refused(flags, said):
