@@ -212,7 +212,9 @@ def change_config(path, **changes):
 
 def change_tensors(path, change):
     (file,) = path.glob("*.safetensors")
-    save_file(change(load_file(file)), file)
+    changed = change(load_file(file))
+    save_file(changed, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(changed, file.name)}))
 
 
 def cut_off(path):
