@@ -158,7 +158,6 @@ def _method(checkpoint: epath.Path) -> str:
 
 
 def _scoring() -> dict:
-    """How the flags have the likelihood computed."""
     asked = {name: value for name, value in command.given(_SETTINGS).items() if name in ("slot_size", "seed")}
     return asked | {"order": _ORDER.value, "draws": _DRAWS.value}
 

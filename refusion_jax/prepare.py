@@ -162,7 +162,6 @@ def describe(manifest: Manifest) -> str:
 
 
 def _runner() -> Callable[[PrepareSettings, epath.Path], Runner]:
-    """What has the work done."""
     count = _WORKERS.value or available_cores()
     if _RUNNER.value == "local":
         if _BEAM_OPTIONS.present:

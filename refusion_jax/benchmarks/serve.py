@@ -126,7 +126,6 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
 
 
 def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
-    """Yields the record of requests that arrive at random."""
     times, bodies = arrivals(own.requests, own.rate, _ROOM if not own.checkpoint else 64, own.new_tokens)
     how = {"stream": True, "stream_options": {"include_usage": True}}
     Clients(address, 16).ask_all([body | how for body in bodies[:16]])  # not counted
@@ -141,7 +140,6 @@ def _at_rate(address, own: flags.FlagValues) -> Iterator[dict[str, Any]]:
 
 
 def _soaked(address, pid: int, clients: list[int], own: flags.FlagValues) -> dict[str, Any]:
-    """The record of clients of all kinds."""
     bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in tasks.problems("test", 16, seed=0)]
     bodies += [body | {"temperature": 1.5} for body in bodies]
     return soak(address, pid, max(clients), own.minutes, bodies)

@@ -128,7 +128,6 @@ def _is_finished(directory: epath.Path) -> bool:
 
 
 def _missing(directory: epath.Path, items: tuple[str, ...]) -> list[str]:
-    """Items that are not there."""
     try:
         return [item for item in items if not any((directory / item).iterdir())]
     except OSError:

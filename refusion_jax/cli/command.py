@@ -319,7 +319,6 @@ def explained(own: Setting, default: Any = None) -> str:
 def _help(
     argv: Sequence[str], settings: Callable[[], dict[str, str]] | None, hidden: Callable[[], Collection[str]]
 ) -> str:
-    """The command's own story, its flags, and its config keys."""
     with contextlib.suppress(Exception):  # what is asked for with the help decides which settings it shows
         flags.FLAGS([argument for argument in argv if argument not in HELP_FLAGS], known_only=True)
     if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used

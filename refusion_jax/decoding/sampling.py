@@ -277,7 +277,6 @@ def draw(
 
 
 def _keys_at(keys: Key[Array, "B"], places: Int32[Array, "B T"], purpose: int) -> Key[Array, "B T"]:
-    """A key for each place and purpose."""
     own = jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
     return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
 

@@ -241,7 +241,6 @@ class EvaluatedModel(TemplateLM):
         return values | self._flags
 
     def _record(self, sample: Sample, answer: Answer, seconds: float) -> dict[str, Any]:
-        """The record of an answer in the journal."""
         tokens = answer.tokens[: sample.limit]
         text, is_stopped = sample.until.cut(self._tokenizer.decode(tokens))
         reason = "stop" if is_stopped else "length" if len(tokens) < len(answer.tokens) else answer.finish_reason

@@ -170,7 +170,6 @@ def _has_slots(system: System) -> bool:
 
 
 def _draws(system: System, order: str | Sequence[int], draws: int) -> int:
-    """How many draws a likelihood is the mean over."""
     if system.scoring.is_bound:
         return draws or _BOUND_DRAWS
     return (draws or 1) if order == "random" and _has_slots(system) else 1

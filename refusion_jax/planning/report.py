@@ -148,7 +148,6 @@ def decoding_loop(module: hlo.Module) -> str:
 
 
 def _program(what: str, topology: str, slices: int, devices: int, compiled: Compiled, costs: Costs) -> dict:
-    """Where a program runs, its memory and its costs."""
     chip = find_chip(topology)
     blocking = [
         c for c in costs.collectives if c.kind in (GATHER_BY_SUM, "all-reduce") and not c.overlapped and c.is_large
@@ -174,7 +173,6 @@ def _program(what: str, topology: str, slices: int, devices: int, compiled: Comp
 
 
 def _times(times: Estimate, topology: str) -> dict:
-    """The estimate, and what it rests on."""
     known, generation = find_chip(topology).calibration, topology.split(":")[0]
     rests_on = f"documented peaks alone, not calibrated on {generation}: real steps are slower"
     if known:

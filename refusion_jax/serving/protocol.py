@@ -144,7 +144,6 @@ class Completion(_Body):
     @field_validator("prompt")
     @classmethod
     def _prompts_are_texts_or_ids(cls, prompt: Any) -> list[str | list[int]]:
-        """A list of prompts."""
         prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
         if isinstance(prompts, list) and len(prompts) > _MOST_CHOICES:  # before each is looked at
             raise ValueError(f"at most {_MOST_CHOICES} are served at once")

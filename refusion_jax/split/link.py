@@ -93,12 +93,10 @@ class Link(Channel):
         self._waiting = forward
 
     def _tell(self, message: frames.Message) -> None:
-        """Sends a message, after the forward that waits."""
         self._flush()
         self.post(message)
 
     def _fetch(self, shape: jax.ShapeDtypeStruct, packing: Packing) -> np.ndarray:
-        """Sends the forward that waits, and waits for its result."""
         *_, index, fed = self._waiting
         result = self.result(self._flush(is_wanted=True))
         self.round_trips += 1

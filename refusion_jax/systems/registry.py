@@ -112,7 +112,6 @@ def _missing(system: System) -> Iterator[tuple[str, str]]:
 
 
 def _kinds(system: System) -> dict[str, type]:
-    """The types of the settings of a system's decoders."""
     settings = [declared(decoder.settings) for decoder in system.decoders.values()]
     return {name: type(own.default) for some in settings for name, own in some.items()}
 

@@ -75,7 +75,6 @@ def _shares(counts: dict[str, int], by_count: bool = True) -> list[tuple]:
 
 
 def _dropped(path: str) -> list[tuple]:
-    """Some of what dropped.jsonl holds for each reason."""
     file, found = epath.Path(path) / "dropped.jsonl", {}
     lines = itertools.islice(read_json_lines(file), _DROPPED) if file.exists() else ()
     for _, line in lines:
@@ -84,7 +83,6 @@ def _dropped(path: str) -> list[tuple]:
 
 
 def _samples(data: PreparedRows, tokenizer: Tokenizer) -> Iterator[str]:
-    """Beginnings of documents."""
     for index in np.unique(np.linspace(0, len(data) - 1, _SAMPLES).astype(int)).tolist():
         row = data[index]
         tokens = row["tokens"][row["segment_ids"] == 1]
@@ -93,7 +91,6 @@ def _samples(data: PreparedRows, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _estimate(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.ConfigDict) -> _Table:
-    """How long and how costly a training is."""
     model, row_length = model_config(config, tokenizer), data.row_length
     flops = train_flops_per_row(make_objective(config, tokenizer.mask_id), model, row_length)
     epoch = flops * len(data)

@@ -112,7 +112,6 @@ class Comparison:
         return sweep, models
 
     def _tried(self, system: str) -> list[Trained]:
-        """A short run for each learning rate that is tried."""
         found = []
         while rate := self._asked.next_rate({trial["learning_rate"]: _final_loss(trial) for trial in found}):
             found.append(self._trained(self._asked.trial(system, rate), "try"))
@@ -241,7 +240,6 @@ class Comparison:
         return [record | {name: stored[name] for name in ("commit", "where")} for record in stored["timings"]]
 
     def _point(self, curve: Curve, measured: Measured) -> Point:
-        """The operating point that was measured."""
         key = curve.decoder, measured.settings
         return next(point for point in self._asked.points(curve.system) if (point.decoder, point.label) == key)
 
@@ -269,7 +267,6 @@ class Comparison:
 
 
 def _about(run: Run, point: Point) -> dict[str, Any]:
-    """What a record of a point begins with."""
     about = {"system": run.system, "start": run.start, "seed": run.seed}
     return about | {"decoder": point.decoder, "settings": point.label}
 

@@ -145,7 +145,6 @@ def curves(results: Results) -> list[Curve]:
 
 
 def _by_curve(records: Iterable[Scored]) -> dict[tuple[str, str, str], dict[str, list[Scored]]]:
-    """Records by curve, then by settings."""
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for record in records:
         found[curve_of(record)][record["settings"]].append(record)

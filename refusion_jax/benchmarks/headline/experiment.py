@@ -206,7 +206,6 @@ class Experiment:
         return found
 
     def _trained(self, system: str) -> dict[str, Any]:
-        """The system's own config keys."""
         section = systems()[system].section.name
         return self.config[section].to_dict() if section else {}
 

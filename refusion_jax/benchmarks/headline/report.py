@@ -226,7 +226,6 @@ def _families(found: list[Curve]) -> str:
 
 
 def _estimates(results: Results) -> list[str]:
-    """Estimates for TPUs, with a table for each topology."""
     if not results.tpu_estimates:
         return []
     about = (
