@@ -37,6 +37,10 @@ FLAGS = {  # of each command, and one that is none
     "drill": "config workdir faults seed hosts kinds config.steps config.data.path",
     "quickstart": "workdir problems started decode.batch_size decode.slot_size",
     "bench": "checkpoint config output x batch_sizes rows setup lengths",
+    "report": "workdir output",
+    "chat": f"checkpoint mesh.tensor dtype compilation_cache {DECODE}",
+    "serve": "checkpoint host port model_name seed api_key cors allowed_host prefix_cache_mib access_log dtype "
+    f"compilation_cache mesh.data mesh.tensor {DECODE}",
 }
 MADE = "from refusion_jax.config import default_config\ndef get_config():\n  c = default_config()\n  c.unlock()\n"
 CONFIGS = [
@@ -50,6 +54,7 @@ CONFIGS = [
     *(f"{MADE}  {line}\n  return c" for line in ("c.data.path = '\\udcff'", "c.learning_rate = float('nan')")),
 ]
 PROMPT = json.dumps({"prompt": "Sort 7 3 9.", "id": "x", "decode": {"seed": 1, "temperature": 0.5}}).encode()
+SAMPLE = {"step": 60, "task": "sorting", "problem": 1, "asked": "a", "answered": "b", "right": "c"}
 VALUES = [
     *(None, True, -1, 0, 1.5, 10**400, float("nan"), "", "x", "\0", "\ud800", "\u2028", "a" * 9999, "../x"),
     *([], [0], {}, [[]], {"x": 1}, {"max_new_tokens": -1}, {"temperature": 10**400}),
@@ -59,6 +64,19 @@ LITERAL = [
     *(b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b"\xff", b"\x00", b"NaN", b"Infinity", b'"\\ud800"', b"{", b"[]", b""),
     *(b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a"', b"\xef\xbb\xbf", b"\xff\xfe", b'{"\\u0000": 1}', b"1e999"),
 ]
+
+
+def theirs(value: object) -> list[dict]:
+    """What a config.json of somebody may say besides what it must, each with a value that may mean nothing."""
+    keys = "is_causal layer_types sliding_window rope_scaling rope_parameters rope_local_base_freq rotary_dim head_dim"
+    keys += " num_key_value_heads query_pre_attn_scalar quantization_config eos_token_id refusion_jax rope_theta"
+    return [
+        *({key: value} for key in keys.split()),
+        *({"rope_scaling": {name: value, "factor": 2.0}} for name in ("type", "rope_type")),
+        *({"rope_parameters": {name: value}} for name in ("full_attention", "sliding_attention", "rope_theta")),
+        {"rope_scaling": {"type": "linear", "factor": value}},
+        {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "layer_types": value},
+    ]
 
 
 class Calls:
@@ -93,6 +111,9 @@ class Calls:
             "drill": [*TINY_RUN, f"--workdir={directory}/new", f"--config.data.path={directory}/none.jsonl"],
             "quickstart": [f"--workdir={directory}/none"],
             "bench": [rng.choice(["decode", "serve", "gpu", "none", ""]), f"--checkpoint={directory}/none"],
+            "report": [f"--workdir={directory}/none", f"--output={directory}/new"],
+            "chat": [f"--checkpoint={directory}/none"],
+            "serve": [f"--checkpoint={directory}/none"],
         }[command]
         return command, [*base, f"--{rng.choice(FLAGS[command].split())}={rng.choice(NASTY)}"]
 
@@ -137,8 +158,10 @@ class Calls:
     def _log(self, directory: Path) -> tuple[str, list[str]]:
         """A run with one of its logs damaged."""
         run = self._copy_run(directory, "checkpoints")
-        self._spoil(run / self.rng.choice(["metrics.jsonl", "events.jsonl", "config.json"]))
-        return self.rng.choice([("goodput", [f"--workdir={run}"]), ("quickstart", [f"--workdir={run}"])])
+        (run / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
+        self._spoil(run / self.rng.choice(["metrics.jsonl", "events.jsonl", "samples.jsonl", "config.json"]))
+        calls = [(command, [f"--workdir={run}"]) for command in ("goodput", "quickstart")]
+        return self.rng.choice([*calls, ("report", [f"--workdir={run}", f"--output={directory}/new"])])
 
     def _config(self, directory: Path) -> tuple[str, list[str]]:
         """A config file that is a program of its own."""
@@ -180,14 +203,22 @@ class Calls:
     def _data(self, directory: Path) -> tuple[str, list[str]]:
         write_files(directory, 1, self.rng.randrange(2**32))
         flags = [f"--input={directory}/00", f"--output={directory}/new", self.tokenizer]
+        if self.rng.random() < 0.3:
+            lines = [PROMPT, b"x.com", b"*.x.com", b"x.com/y", self.rng.choice(LITERAL)]
+            (directory / "list").write_bytes(b"\n".join(self.rng.sample(lines, 2)))
+            flags.append(f"--{self.rng.choice(['decontaminate', 'blocked_urls'])}={directory}/list")
         return "prepare", [*flags, "--workers=1", "--row_length=64"]
 
     def _foreign(self, directory: Path) -> tuple[str, list[str]]:
         """A Hugging Face directory with one file damaged, or another chat template."""
         shutil.copytree(self.exported, directory / "theirs")
-        files = ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors", "template"]
-        name = self.rng.choice([name for name in files if name == "template" or (directory / "theirs" / name).exists()])
-        if name == "template":
+        files = sorted(path.name for path in (directory / "theirs").iterdir() if path.is_file())
+        name = self.rng.choice([*files, "template", "key", "key"])
+        if name == "key":
+            config = directory / "theirs" / "config.json"
+            changes = self.rng.choice(theirs(self.rng.choice([*VALUES, "linear", ["full_attention"], 2.0])))
+            config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+        elif name == "template":
             bad = ["{% for", "{{ 'a' * 10**11 }}", "{{ x.y }}", "{{ messages * 10**9 }}", "\udcff", "{{ 1 // 0 }}"]
             content = self.rng.choice(bad).encode(errors="surrogateescape")
             (directory / "theirs" / "chat_template.jinja").write_bytes(content)

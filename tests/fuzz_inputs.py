@@ -1,5 +1,6 @@
 """Malformed input files of every kind we could think of, at random but the same each time."""
 
+import gzip
 import json
 import random
 from pathlib import Path
@@ -14,7 +15,7 @@ VALUES = [None, 1, 1.5, True, [], {}, "", "x", "three", ["three"], "\ud800", "\x
 def write_files(directory: Path, count: int, seed: int = 0) -> None:
     """Writes `count` files, of which most have something wrong with them."""
     rng = random.Random(seed)
-    makers = [*(_jsonl,) * 4, _list, _table, _text]
+    makers = [*(_jsonl,) * 4, _list, _table, _text, _compressed]
     for index in range(count):
         made = rng.choice(makers)(rng, directory)
         suffix, content = made
@@ -24,13 +25,15 @@ def write_files(directory: Path, count: int, seed: int = 0) -> None:
 
 
 def _item(rng) -> object:
-    names = ["query", "response", "text", "prompt", "answer", "messages", "foo", ""]
+    names = ["query", "response", "text", "prompt", "answer", "messages", "foo", "", "tools", "history", "system"]
+    names += ["instruction", "input", "output"]
     if rng.random() < 0.1:
         return rng.choice(VALUES)
     item = {rng.choice(names): rng.choice(VALUES) for _ in range(rng.randrange(4))}
     if rng.random() < 0.1:
         roles = ["user", "assistant", "system", None, 3]
         turn = {"role": rng.choice(roles), "content": rng.choice(VALUES)}
+        turn[rng.choice(["weight", "tool_calls", "from", "value", "name"])] = rng.choice(VALUES)
         item["messages"] = rng.choice([[turn], [turn, turn], turn, [turn, {"role": "assistant", "content": "x"}]])
     return item
 
@@ -55,6 +58,11 @@ def _jsonl(rng, _) -> tuple[str, bytes]:
     return ".jsonl", rng.choice([b"", b"\xef\xbb\xbf", b"\xff\xfe"]) + lines
 
 
+def _compressed(rng, directory: Path) -> tuple[str, bytes]:
+    suffix, content = _jsonl(rng, directory)
+    return f"{suffix}.gz", gzip.compress(content, mtime=0) * rng.randrange(1, 3)
+
+
 def _list(rng, _) -> tuple[str, bytes]:
     items = [_item(rng) for _ in range(rng.randrange(4))]
     return ".json", json.dumps(items if rng.random() < 0.7 else _item(rng)).encode()
@@ -66,6 +74,8 @@ def _table(rng, directory: Path) -> tuple[str, bytes]:
         "query": [b"one", b"\xff", None],
         "response": ["four"] * 3,
         "answer": [1, 2, None],
+        "system": pyarrow.array(["one", "two", None]).dictionary_encode(),
+        "tools": [["one"], [], None],
         "messages": [[{"role": "user", "content": "x"}, {"role": "assistant", "content": "three"}], [], None],
     }
     names = rng.sample(sorted(columns), rng.randrange(len(columns)))
