@@ -219,6 +219,7 @@ def test_an_embedding_smaller_than_the_tokenizer_is_padded_and_its_padding_never
     ("changes", "said"),
     [
         ({"model.hidden_size": 32}, "--config.model.hidden_size=32: "),
+        ({"model.hidden_size": 32, "model.head_dim": 4}, " and other values of head_dim; a config file"),
         ({"model.vocab_size": 310}, "--config.model.vocab_size=310: "),
         ({"init_from": "nowhere"}, "--config.init_from=nowhere is no directory"),
     ],

@@ -30,6 +30,12 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import decoders_for, default_system, plain_system, releases
 
+# Keys of config.model that say how large it is; `vocab_size` may be more than that of the weights to start from.
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "intermediate_size",
+)
+
 
 def load_model(
     path: epath.PathLike,
@@ -239,10 +245,9 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
             f"{own.decode([token])!r} there, {tokenizer.decode([token])!r} here); name it with "
             f"--config.data.tokenizer, and prepare data with it"
         )
-    sizes = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size"
     positions = "rope_theta rope_scaling local_rope query_pre_attn_scalar"
     others = [key for key in OPTIONAL if key != "router_aux_loss_coef"]
-    for key in [*f"{sizes} {positions}".split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
+    for key in [*SIZES, *positions.split(), *others, "rms_norm_eps", "tie_word_embeddings", "family"]:
         if getattr(there, key) != getattr(config, key):
             raise UserError(f"--config.model.{key}={getattr(config, key)}: {path} has {getattr(there, key)}")
     if there.local_rope and there.max_position_embeddings < config.max_position_embeddings:

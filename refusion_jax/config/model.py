@@ -6,7 +6,7 @@ import math
 import ml_collections
 from etils import epath
 
-from refusion_jax.checkpoints.load import read_model_config
+from refusion_jax.checkpoints.load import SIZES, read_model_config
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, default_config
 from refusion_jax.config.run_config import read_config
@@ -24,7 +24,7 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
         epochs came to.
 
     Raises:
-      UserError: where there is no such model.
+      UserError: where there is no such model, or the config says another shape.
     """
     began = read_config(workdir) if (workdir / "config.json").exists() else None
     if began and config.epochs and config.epochs == began.epochs:
@@ -38,6 +38,14 @@ def adopt_shape(config: ml_collections.ConfigDict, workdir: epath.Path) -> None:
     for name, default in default_config().model.items():
         if config.model[name] == default:
             config.model[name] = there[name]
+    others = [name for name in SIZES if config.model[name] != there[name]]
+    if others and not began:
+        name, *rest = others
+        raise UserError(
+            f"--config.model.{name}={config.model[name]}: {source} has {there[name]}"
+            f"{', and other values of ' + ', '.join(rest) if rest else ''}; a config file that sets no keys of model "
+            f"takes all from there"
+        )
 
 
 def adopt_steps(config: ml_collections.ConfigDict, rows: int) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -91,7 +92,9 @@ def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
     for pair in pairs:
         name, _, text = pair.partition("=")
         if name not in known:
-            raise UserError(f"{flag}: {name!r} is no setting; known: {', '.join(known)}")
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise UserError(f"{flag}: {name!r} is no setting; {meant}")
         try:
             is_text = isinstance(known[name].default, str)
             settings[name] = text if is_text else parse_json(os.fsencode(text), bool | int | float, flag)
