@@ -31,8 +31,8 @@ COPIES = {"14b": 2, "32b": 2}
 # than computing everything again (16 of v6e's 31 GiB), 32B 15 % (49 of v5p's 95).
 REMAT = {"14b": "attention", "32b": "products"}
 
-# What is fastest on one slice, by the estimate of `plan` (libtpu 0.0.51): a step of 2,428 ms instead of 2,897 on
-# v5p:2x4x4, 1,239 instead of 1,496 on v5p:4x4x4, 1,016 instead of 1,251 on v6e:8x8, and 1,500 instead of 1,795 on
+# What is fastest on one slice, by the estimate of `plan` (libtpu 0.0.51): a step of 2,372 ms instead of 2,835 on
+# v5p:2x4x4, 1,210 instead of 1,467 on v5p:4x4x4, 1,033 instead of 1,269 on v6e:8x8, and 1,466 instead of 1,754 on
 # v5e:16x16, whose 256 chips need 256 rows. On v5e:8x8 1.6 % were found.
 SLICES = {
     "8b,v5p:2x4x4": {"remat": "products"},

@@ -44,6 +44,20 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
 
+def emulated(q, k, v, segments):
+    return splash_attention(q, k, v, causal(segments), interpret=True)
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(2, 3), (9, 1)], ids=["all gradients of a row at once", "many rows"])
+def test_the_tpu_kernel_is_the_definition_forward_and_backward(rows, tiles):
+    def longer(x):
+        return jnp.concatenate([x, x, x])[:rows, np.arange(128 * tiles) % T]
+
+    q, k, v, segments = map(longer, inputs())
+    segments = jnp.where(segments > 0, segments + 4 * (jnp.arange(128 * tiles) // T)[None], 0)
+    assert_close(*(outputs_and_grads(attend, q, k, v, segments) for attend in (emulated, definition)))
+
+
 def test_the_tpu_kernel_split_over_rows_heads_and_tokens_is_the_definition():
     expected = outputs_and_grads(definition, *inputs())
     mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 2, "tensor": 2, "sequence": 2})

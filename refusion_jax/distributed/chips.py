@@ -47,7 +47,7 @@ _G = 2.0**30
 CHIPS = {
     "v4": Chip(
         *("TPU v4", 275e12, 30.75 * _G, 1.2e12, 270e9, None, "v4:2x4x4"),
-        calibration=Calibration(factor=1.223, spread=0.088, runs=2),
+        calibration=Calibration(factor=1.223, spread=0.098, runs=2),
     ),
     "v5e": Chip(
         *("TPU v5 lite", 197e12, 15.75 * _G, 819e9, 200e9, 200e9 / 8 / 8, "v5e:8x8"),
@@ -57,13 +57,13 @@ CHIPS = {
     "v5p": Chip(
         *("TPU v5", 459e12, 95 * _G, 2.765e12, 600e9, 50e9 / 8, "v5p:2x4x4"),
         int8_speedup=2,
-        calibration=Calibration(factor=1.168, spread=0.083, runs=3),
+        calibration=Calibration(factor=1.168, spread=0.092, runs=3),
     ),
     "v6e": Chip(
         *("TPU v6 lite", 918e12, 31.24 * _G, 1.64e12, 400e9, 800e9 / 8 / 8, "v6e:4x8"),
         matrix_unit=256,
         int8_speedup=2,
-        calibration=Calibration(factor=1.341, spread=0.074, runs=12),
+        calibration=Calibration(factor=1.401, spread=0.083, runs=12),
     ),
     "tpu7x": Chip(
         *("TPU7x", 2307e12 / 2, 94.74 * _G, 7.38e12 / 2, 1.2e12 / 2 / 2, None, "tpu7x:4x4x4"),
