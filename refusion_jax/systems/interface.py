@@ -74,7 +74,7 @@ class Objective(abc.ABC):
             raise UserError(
                 f"{name}: has weights of {sorted(batch.weights)}, and coefficients of {sorted(self.coefficients)}"
             )
-        B, T = rows.tokens.shape
+        B, T = np.shape(rows.tokens)
         arrays = {"inputs": batch.inputs, "positions": batch.positions, "labels": batch.labels}
         for field, x in (arrays | {f"weights[{term!r}]": x for term, x in batch.weights.items()}).items():
             if x.shape != (B, self.input_length(T)):
