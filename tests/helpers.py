@@ -122,8 +122,12 @@ def write_tokenizer(path: Path, **changes) -> Path:
     )
     tokenizer.train_from_iterator(["What is the number? It is the number."] * 9, trainer)
     tokenizer.add_special_tokens(_SPECIAL)
-    tokenizer.save(str(path / "tokenizer.json"))
     config = {key: value for key, value in (_CONFIG | changes).items() if value is not None}
+    if (bos := changes.get("bos_token")) and "add_bos_token" not in changes:  # it begins texts, as Llama's does
+        bos = bos["content"] if isinstance(bos, dict) else bos
+        special = [(bos, tokenizer.token_to_id(bos))]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=f"{bos} $A", special_tokens=special)
+    tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path / "tokenizer.json"
 

@@ -305,6 +305,16 @@ def test_without_a_template_a_prompt_is_its_text_behind_bos(tmp_path):
     assert tokenizer.encode_prompts(["number", None]) == [[bos, *tokenizer.encode(["number"])[0]], [bos]]
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_bos_token_that_is_named_begins_texts_only_where_they_begin_so_in_transformers(tmp_path, adds):
+    """SmolLM2's and LLaDA's files name one that does not."""
+    path = write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>", add_bos_token=adds)
+    tokenizer = FastTokenizer(path, "<mask>")
+    begun = [tokenizer.bos_id] * adds
+    assert tokenizer.encode_prompts(["number"]) == [begun + tokenizer.encode(["number"])[0]]
+    assert (tokenizer.bos_id >= 0) == adds
+
+
 def test_a_text_that_spells_a_special_token_makes_none(tmp_path):
     tokenizer = FastTokenizer(write_tokenizer(tmp_path), "<mask>")
     text = "ends with <|im_end|>, not <|mask|>"

@@ -32,6 +32,7 @@ class _Config(pydantic.BaseModel):
 
     chat_template: str | None = None
     enable_thinking: bool | None = None  # ours: how a model was trained
+    add_bos_token: bool | None = None  # whether texts begin with it; None: as tokenizer.json has it
     bos_token: _Token | str | None = None
     eos_token: _Token | str | None = None
     pad_token: _Token | str | None = None
@@ -93,7 +94,12 @@ class FastTokenizer(Tokenizer):
         ids = {kind: self._tokenizer.token_to_id(self._special.get(f"{kind}_token", "")) for kind in _KINDS}
         if ids["eos"] is None:
             raise UserError(f"{file} names no eos_token")
-        self.bos_id, self.eos_id, pad_id = (-1 if found is None else found for found in ids.values())
+        bos_id, self.eos_id, pad_id = (-1 if found is None else found for found in ids.values())
+        # SmolLM2, OLMo 2 and LLaDA name a bos token that never begins a text.
+        begins = config.add_bos_token
+        if begins is None:
+            begins = self._tokenizer.encode("").ids[:1] == [bos_id]
+        self.bos_id = bos_id if begins else -1
         self.pad_id = -1 if pad_id == self.eos_id else pad_id  # no decoder writes padding, and each has to write EOS
         self.mask_id = self._find_mask(mask_piece)
 

@@ -13,7 +13,7 @@ from refusion_jax.data.examples import Messages
 class Tokenizer(abc.ABC):
     """Converts text to token ids and back. Those with a chat template are `FastTokenizer`s, which can do more."""
 
-    bos_id: int  # -1 where it has none
+    bos_id: int  # that begins a text; -1 where none does
     eos_id: int
     pad_id: int  # never EOS; -1 where it has none of its own
     mask_id: int
