@@ -30,6 +30,7 @@ import refusion_jax
 from refusion_jax.checkpoints.load import choose_method, load_for, load_tokenizer, read_model_config
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import Failure, UserError, first_line, needs
+from refusion_jax.cli.progress import waiting
 from refusion_jax.distributed.compiled_code import keep_for_user
 from refusion_jax.distributed.sharding import make_mesh
 from refusion_jax.systems.api import DecodeSettings, all_settings, check_settings
@@ -123,7 +124,8 @@ def main() -> None:
     how |= {"http": TimedConnection, "limit_concurrency": most_connections()}
     server = uvicorn.Server(uvicorn.Config(app, **how))
     try:
-        engine.start(failed=lambda: setattr(server, "should_exit", True))
+        with waiting("compiling"):
+            engine.start(failed=lambda: setattr(server, "should_exit", True))
         if not engine.failure:
             command.say(f"serving {_CHECKPOINT.value} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raised again by uvicorn, when all is answered
