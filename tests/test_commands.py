@@ -21,7 +21,7 @@ def files(tmp_path, trained_run):
         "    c.learning_rte = 1.0\n    return c\n",
         "prompts.jsonl": '{"prompt": "Sort 3 1."}\n{"promt": "Sort 3 1."}\n',
         "blank.jsonl": "\n",
-        "blank.txt": "\0\n",
+        "blank.txt": "\n\n",
         "many.jsonl": '{"prompt": "Sort 3 1."}\n' * 9,
         "gapless.jsonl": '{"template": ["Sort 3 1."]}\n',
         "seventeen.jsonl": '{"prompt": "Sort 3 1."}\n' * 17,

@@ -100,6 +100,8 @@ def test_a_file_that_would_fill_the_memory_is_one_line_within_256_mib(name, said
         turns = pyarrow.nulls(1 << 24, pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
         messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1 << 24], pyarrow.int32()), turns)
         pyarrow.parquet.write_table(pyarrow.table({"messages": messages}), path)
+    elif name == "a.txt":
+        path.write_bytes(b" " * (300 << 20))
     else:
         with path.open("wb") as file:
             file.truncate(4 << 30)  # without a newline, and without a block on the disk

@@ -109,7 +109,8 @@ class SentencePieceTokenizer(Tokenizer):
             )
         except RuntimeError as error:
             reason = str(error).rstrip(". ").rsplit("] ", 1)[-1]
-            reason = "it has no characters but blanks" if "all_chars_count" in reason else reason
+            is_blank = "all_chars_count" in reason or "sentences_.empty" in reason
+            reason = "it has no characters but blanks" if is_blank else reason
             raise UserError(f"cannot train a tokenizer of {vocab_size} pieces on this corpus: {reason}") from error
         return cls(model.getvalue(), "the trained tokenizer", mask_piece)
 
