@@ -113,7 +113,7 @@ LARGE = pytest.param(functools.partial(plan_8b, "v5p:2x4x4", 2), marks=pytest.ma
 @pytest.mark.parametrize("plan", [functools.partial(plan_of, "quickstart", "", "v5e:2x2"), LARGE])
 def test_the_verdict_on_memory_is_that_of_a_full_compile_which_is_quick(plan):
     full, verdict = plan(memory_only=False), plan()
-    assert 0 < full["compile_cpu_seconds"] <= 90
+    assert 0 < full["compile_cpu_seconds"] <= 100
     assert verdict["compile_cpu_seconds"] is None
     assert full["calibrated"]
     fastest, slowest = full["step_seconds_range"]
