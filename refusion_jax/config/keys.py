@@ -67,10 +67,10 @@ _TRAINING = {
         "of computation, float32 | bfloat16; weights, softmax and loss are float32 always",
         choices=_WIDTHS,
     ),
-    "products": Setting(
-        "same",
-        "those with weights of layers, and the gradients of their inputs: same, in dtype | int8, faster on TPUs",
-        choices=("same", "int8"),
+    "quantization": Setting(
+        "none",
+        "none | int8: products with weights of layers, and the gradients of their inputs; faster on TPUs",
+        choices=("none", "int8"),
     ),
     "log_every": _count(10, "steps between metrics", _MOST_STEPS),
     "tracker": Setting(

@@ -95,7 +95,7 @@ class FastTokenizer(Tokenizer):
         if ids["eos"] is None:
             raise UserError(f"{file} names no eos_token")
         bos_id, self.eos_id, pad_id = (-1 if found is None else found for found in ids.values())
-        # SmolLM2, OLMo 2 and LLaDA name a bos token that never begins a text.
+        # SmolLM2, among others, names a bos token that never begins a text.
         begins = config.add_bos_token
         if begins is None:
             begins = self._tokenizer.encode("").ids[:1] == [bos_id]

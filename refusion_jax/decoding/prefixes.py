@@ -1,4 +1,4 @@
-"""What is prefilled: requests as arrays, without what others began with, which is kept for prompts to come.
+"""The arrays of an admission, and a store of prefixes: keys and values of prompts, kept for later prompts.
 
 Prompts that begin alike have the same keys and values there. A store of fixed size holds them in blocks, whatever has
 become of the rows that computed them. Newcomers copy the blocks that they begin with, prefill the rest, and leave their

@@ -119,7 +119,7 @@ def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
     """How many tokens one forward can feed in the time in which its weights are read.
 
     That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs a weight); on a
-    CPU a rule from measured facts. 0 where nothing is known, and where nothing is free.
+    CPU a rule from measurements. 0 where nothing is known, and where nothing is free.
 
     Args:
       weight_bytes: read by a forward.

@@ -17,7 +17,7 @@ from refusion_jax.distributed.sharding import constrain
 from refusion_jax.model.experts import Load, Router, mixture
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int8Array, in_dtype
-from refusion_jax.model.int8_products import int8_linear
+from refusion_jax.model.int8_training import int8_linear
 from refusion_jax.model.layers import Rotation, linear, rms_norm, rotate, scattered_along_embed, weight
 from refusion_jax.model.remat import GATE, INPUT, PROJECTION, REMAT_POLICIES, UP, WITHOUT_GATHERED
 from refusion_jax.model.shape import ModelConfig
@@ -86,7 +86,7 @@ class Layers(nnx.Module):
         rotations: Sequence[Rotation],
         attend: Callable,
         remat: str,
-        products: str,
+        quantization: str,
         is_real: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Any, Load | None]:
         """Runs the layers one after the other.
@@ -96,7 +96,7 @@ class Layers(nnx.Module):
           rotations: of the tokens' positions; a second one is that of local layers.
           attend: (q, k, v, number of the layer) -> ([B, T, N, H], what to keep of this layer).
           remat: which of `remat.REMAT_POLICIES` the backward pass follows.
-          products: "int8", or "same", as x.
+          quantization: of products, "int8" or "none".
           is_real: tokens that count for the load of experts; None: it is not wanted.
 
         Returns:
@@ -160,7 +160,7 @@ class Layers(nnx.Module):
         own = nnx.to_pure_dict(nnx.state(self))
         exact = {name: own[name] for name in ("router", "expert_bias") if name in own}
         weights = in_dtype(own, x.dtype) | in_dtype(exact, jnp.float32)
-        if products == "int8":  # rounded once a step: here the maxima of all layers cross a mesh together
+        if quantization == "int8":  # rounded once a step: here the maxima of all layers cross a mesh together
             weights |= {f"{name}_int8": self._rounded(name) for name in own if getattr(self, name).summed}
         x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
         return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)

@@ -41,7 +41,7 @@ class Transformer(nnx.Module):
       dtype: of computation.
       remat: which of `remat.REMAT_POLICIES` the backward pass follows.
       backend: one of `packed_attention.BACKENDS`, for packed rows.
-      products: "int8", those with weights of layers, for training (int8_products.py); "same", in `dtype`.
+      quantization: "int8", of products with weights of layers, for training (int8_training.py), or "none".
     """
 
     head_rows = 0  # rows of the output head that the logits of a token are computed of; 0: all
@@ -53,10 +53,10 @@ class Transformer(nnx.Module):
         dtype: str = "float32",
         remat: str = "none",
         backend: str = "xla",
-        products: str = "same",
+        quantization: str = "none",
     ):
         self.config, self.dtype, self.remat, self.backend = config, jnp.dtype(dtype), remat, backend
-        self.products = products
+        self.quantization = quantization
         self.cache_dtype = self.dtype  # of keys and values between forwards; int8: see `rounded`
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = weight(rngs, (V, D), ("vocab", "embed"), D**-0.5, ("embed",))
@@ -258,7 +258,7 @@ class Transformer(nnx.Module):
             rotations.append(rope_rotation(positions, size, c.local_rope[0]))
         kept, load = [], None
         for layers in [self.dense_layers, self.layers] if c.first_k_dense_replace else [self.layers]:
-            x, own, load = layers(x, rotations, attend, self.remat, self.products, is_real)
+            x, own, load = layers(x, rotations, attend, self.remat, self.quantization, is_real)
             kept.append(own)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept) if len(kept) > 1 else kept[0]
         return x, joined, load

@@ -1,4 +1,4 @@
-"""What `plan --what=split` prints: the ways to cut a model that keep the limits, the one that is chosen, and why."""
+"""What `plan --what=split` prints: the candidates that keep the limits, the one that is chosen, and why."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ from refusion_jax.systems.registry import decoders
 flags.disclaim_key_flags()  # they are the calling command's, and stand in its --help
 
 _GIB = 2**30
-_LAYERS = 1024  # some hundred ways to cut at each are looked at
+_LAYERS = 1024  # each has some hundred candidates
 # Of the flags: what each is for, the value that it has unless it is given, and the least.
 FLAGS = {
     "device_memory": (None, "GiB of the device for weights and cache", 1e-6),

@@ -48,15 +48,15 @@ def train_program(config: ml_collections.ConfigDict, shape: ModelConfig, mesh: M
     Raises:
       SettingError: where products of experts should be in int8.
     """
-    if config.products == "int8" and shape.num_experts:
-        raise SettingError("config", "products", config.products, "a model with experts needs same")
+    if config.quantization == "int8" and shape.num_experts:
+        raise SettingError("config", "quantization", config.quantization, "a model with experts needs none")
     platform = mesh.devices.flat[0].platform
     backend = backend_for(platform, config.row_length // mesh.shape["sequence"], config.model.head_dim, config.dtype)
 
     lora = read_lora(config.lora)
 
     def build(rngs: nnx.Rngs) -> Transformer:
-        model = Transformer(shape, rngs, config.dtype, config.remat, backend, config.products)
+        model = Transformer(shape, rngs, config.dtype, config.remat, backend, config.quantization)
         if lora:
             add_adapters(model.layers, lora, rngs)
         return model

@@ -12,7 +12,7 @@ from refusion_jax.config import default_config
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed.sharding import constrain, make_mesh
 from refusion_jax.model.int8 import Int8Array
-from refusion_jax.model.int8_products import int8_linear
+from refusion_jax.model.int8_training import int8_linear
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.training.program import train_program
 
@@ -70,8 +70,8 @@ def test_a_model_has_the_gradients_that_it_has_without_rounding_but_for_a_tenth(
     tokens = jnp.asarray(np.random.default_rng(0).integers(5, 30, (4, 16)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16), (4, 16))
     gradients = []
-    for products in ("same", "int8"):
-        model = Transformer(tiny_config(), nnx.Rngs(0), products=products)
+    for quantization in ("none", "int8"):
+        model = Transformer(tiny_config(), nnx.Rngs(0), quantization=quantization)
 
         def loss(model):
             costs, _ = model.cross_entropy(
@@ -86,8 +86,8 @@ def test_a_model_has_the_gradients_that_it_has_without_rounding_but_for_a_tenth(
 
 def test_experts_are_refused():
     config = default_config()
-    config.products, config.model.num_experts, config.model.num_experts_per_tok = "int8", 4, 2
+    config.quantization, config.model.num_experts, config.model.num_experts_per_tok = "int8", 4, 2
     config.model.moe_intermediate_size = 64
-    with pytest.raises(SettingError, match="products") as error:
+    with pytest.raises(SettingError, match="quantization") as error:
         train_program(config, model_config(config), make_mesh({"fsdp": 1}, jax.devices()[:1]))
-    assert error.value.as_flag.startswith("--config.products=int8: a model with experts")
+    assert error.value.as_flag.startswith("--config.quantization=int8: a model with experts")
