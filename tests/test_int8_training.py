@@ -66,7 +66,7 @@ def test_weights_and_tokens_split_over_chips_give_the_same_to_the_bit():
     np.testing.assert_allclose(alone[2], split[2], rtol=1e-5, atol=1e-4)
 
 
-def test_a_model_has_the_gradients_that_it_has_without_rounding_but_for_a_tenth():
+def test_a_model_has_the_gradients_that_it_has_without_rounding_but_for_a_twentieth():
     tokens = jnp.asarray(np.random.default_rng(0).integers(5, 30, (4, 16)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16), (4, 16))
     gradients = []
@@ -81,7 +81,7 @@ def test_a_model_has_the_gradients_that_it_has_without_rounding_but_for_a_tenth(
 
         gradients.append(nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(model)))
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
-        assert 0 < jnp.linalg.norm(a - b) < 0.1 * jnp.linalg.norm(a)
+        assert 0 < jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(a)  # 0.038 at most
 
 
 def test_experts_are_refused():
