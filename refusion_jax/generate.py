@@ -11,7 +11,7 @@ Each line of --output has id, text, tokens (reading order, through the end of te
 commit_order (positions of all decoded tokens in the order of commitment, also those after the end of text), forwards,
 rounds and finish_reason (eos, length or stop). Without --output the lines go to stdout, each as soon as those before it
 are done; a single --prompt at a terminal gets its text alone, whose slots fill before your eyes. --watch=PAGE.html
-writes a page besides, which plays the decodings of up to 16 prompts in a browser, forward by forward; answers that are
+also writes a page, which plays the decodings of up to 16 prompts in a browser, forward by forward; answers that are
 kept are then decoded again. --compare=DECODER shows another decoder of the model next to them, --compare=runs/other the
 default decoder of another model.
 

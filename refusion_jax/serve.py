@@ -61,7 +61,7 @@ _PREFIXES = flags.DEFINE_integer(
     "prefix_cache_mib",
     None,
     "Memory of each device for what prompts begin with, whose keys and values serve others that begin alike; 0: none; "
-    "by default as much as the batch has, or a quarter of what is free besides if that is less",
+    "by default as much as the batch has, or a quarter of what is then free if that is less",
     0,
     2**30,
 )

@@ -311,7 +311,7 @@ def sharp_models():
 
 
 def equipped(model: Transformer, method: str) -> Transformer:
-    """The model with what a decoder needs besides."""
+    """The model with the auxiliary models that a decoder needs."""
     return with_auxiliaries(model, **dict.fromkeys(find_decoder(method).settings.auxiliary_models, sharp_model(7)))
 
 

@@ -299,7 +299,7 @@ def test_thinking_is_as_in_training_for_whoever_reads_the_tokenizer_again(source
         load_tokenizer_file(write_tokenizer(tmp_path / "plain", chat_template=None), "<mask>", "true")
 
 
-def test_without_a_template_a_prompt_is_its_text_behind_bos(tmp_path):
+def test_without_a_template_a_prompt_is_bos_and_its_text(tmp_path):
     tokenizer = FastTokenizer(write_tokenizer(tmp_path, chat_template=None, bos_token="<|endoftext|>"), "<mask>")
     bos = tokenizer.bos_id
     assert tokenizer.encode_prompts(["number", None]) == [[bos, *tokenizer.encode(["number"])[0]], [bos]]

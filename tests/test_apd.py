@@ -18,7 +18,7 @@ def test_a_verifier_without_weight_refuses_nothing_and_all_is_written_at_once():
 
 
 def test_with_all_weight_it_accepts_just_what_it_would_write_itself():
-    """What a forward commits after its first draft is the verifier's own choice, given all before it."""
+    """What a forward pass commits after its first draft is the verifier's own choice, given all before it."""
     model = equipped(sharp_models()[1], "apd")
     out = decode(model, PROMPTS, settings("apd", drafter_weight=0.0))
     for prompt, tokens, forwards in zip(PROMPTS, out.tokens, out.forwards, strict=True):
@@ -26,12 +26,12 @@ def test_with_all_weight_it_accepts_just_what_it_would_write_itself():
         logits = forward(model.verifier, text, jnp.arange(32)[None], causal(jnp.ones_like(text)))[0]
         own = logits[:, :30].at[:, jnp.array([PAD, MASK])].set(-jnp.inf).argmax(axis=1)[len(prompt) - 1 :]
         refused = sum(int(a) != b for a, b in zip(own, tokens, strict=False))
-        assert refused <= forwards <= len(tokens)  # only a forward's first draft can be another
+        assert refused <= forwards <= len(tokens)  # only a forward pass's first draft can be another
     half = decode(model, PROMPTS, settings("apd", drafter_weight=0.9))
     assert len(PROMPTS) < sum(half.forwards) < sum(map(len, half.tokens))  # some are accepted, others refused
 
 
-def test_it_needs_a_model_of_the_same_vocabulary_beside_its_own():
+def test_it_needs_a_second_model_of_the_same_vocabulary():
     model = sharp_models()[0]
     with pytest.raises(UserError, match="verifier=: the decoder 'apd' needs a model here"):
         decode(model, PROMPTS, settings("apd"))

@@ -161,7 +161,7 @@ def test_the_cache_holds_the_text_and_one_forward_and_nothing_more():
     requests = prepare(PROMPTS, settings(new=64, blocks=2, speculate="auto"), model.config)
     decoder = decoder_for(requests, model.config)
     assert decoder.width == 64  # a block of 32 and the next one
-    assert decoder.cache_length == 96 + 32  # 8 + 64 tokens, rounded up to 96, and what a forward may commit
+    assert decoder.cache_length == 96 + 32  # 8 + 64 tokens, rounded up to 96, and what a forward pass may commit
     cache = kv.Cache.empty(model, 3, decoder.cache_length)
     stored = sum(x.nbytes for x in jax.tree.leaves(cache.entries))
     assert stored == 3 * decoder.cache_length * kv.bytes_per_token(model.config, "float32")

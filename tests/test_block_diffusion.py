@@ -1,4 +1,4 @@
-"""Block diffusion: its mask, complementary copies computed by hand, and what a forward reveals."""
+"""Block diffusion: its mask, complementary copies computed by hand, and what a forward pass reveals."""
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ def test_every_token_is_masked_in_one_of_both_copies_and_blocks_are_one_document
     labelled = np.zeros(36, bool)
     for copy, x in enumerate((first, second)):
         for n in range(1, 12):
-            is_behind_own = n % 4 > 0 or owner[n - 1] == segments[n - 1] == segments[n]
-            labelled[12 * copy + n - 1] = trained[n] and x[n] == MASK and is_behind_own
+            follows_own = n % 4 > 0 or owner[n - 1] == segments[n - 1] == segments[n]
+            labelled[12 * copy + n - 1] = trained[n] and x[n] == MASK and follows_own
     np.testing.assert_allclose(weight, labelled / labelled.sum(), rtol=1e-6)
     # Of the third block, the first token follows one that it does not own.
     assert labelled.sum() == trained[:8].sum() + trained[9:].sum()

@@ -338,7 +338,7 @@ def test_a_directory_that_vanishes_costs_the_saves_until_it_is_back(tmp_path, ca
 
 
 @pytest.mark.parametrize("broken", ["write_unlisted", "saved_steps", "remove_step"])
-def test_a_store_that_fails_behind_a_whole_save_costs_a_warning(tmp_path, caplog, monkeypatch, broken):
+def test_a_store_that_fails_after_a_whole_save_costs_a_warning(tmp_path, caplog, monkeypatch, broken):
     """Errors of stores are none of the system's, and no reason to end a run: the checkpoint is there."""
 
     def fail(*_):

@@ -89,7 +89,7 @@ def test_what_leaves_a_slice_of_four_chips_goes_over_the_data_centre_network(gro
     assert collective(line, chips_per_slice=8).over == "ici"
 
 
-def test_only_an_asynchronous_collective_runs_beside_arithmetic():
+def test_only_an_asynchronous_collective_overlaps_with_arithmetic():
     line = "%c = f32[16]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add"
     assert not collective(line).overlapped
     assert collective(line.replace("all-reduce(", "all-reduce-start(")).overlapped

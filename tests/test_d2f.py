@@ -1,4 +1,4 @@
-"""D2F: who sees whom, the noise of the blocks, and the pipeline."""
+"""D2F: its attention mask, the noise of the blocks, and the pipeline."""
 
 import jax
 import jax.numpy as jnp

@@ -182,7 +182,7 @@ def test_the_automatic_budget_grows_with_each_plan_that_holds(monkeypatch):
         decode(tiny_model(), PROMPTS[:2], dataclasses.replace(s, speculate=budget)) for budget in ("auto", "12")
     )
     assert auto.tokens == fixed.tokens
-    assert fixed.forwards == [2 * 11 - 2] * 2  # all but the last two of 11 plans take a forward of their own
+    assert fixed.forwards == [2 * 11 - 2] * 2  # all but the last two of 11 plans take a forward pass of their own
     assert auto.forwards == [11 + 3] * 2  # two plans have held before one of 32 tokens is worth its time
 
 

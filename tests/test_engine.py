@@ -272,7 +272,7 @@ def test_a_device_that_goes_on_failing_ends_the_engine_and_tells_everybody(engin
 
 
 def test_drafts_are_counted_as_the_forwards_tell_them():
-    """Those that a forward fed, and those of them that it committed."""
+    """Those that a forward pass fed, and those of them that it committed."""
     model = sharp_model()
     requests = prepare(PROMPTS[:2], settings("prompt_lookup", new=16), model.config)
     decoder = decoder_for(requests, model.config)

@@ -42,7 +42,7 @@ def random_requests(rng: np.random.Generator, count: int, slot_size: int) -> lis
 
 
 @pytest.mark.parametrize("slot_size", [5, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
-def test_every_token_but_a_slots_first_is_the_best_behind_the_one_before_it(slot_size):
+def test_every_token_but_a_slots_first_is_the_best_after_the_one_before_it(slot_size):
     """In one plain causal forward over what was given and then committed, in this order.
 
     So for every random request; among them are answers that end, those that go on before an end that is there already,
@@ -127,7 +127,7 @@ def test_drawn_answers_are_distributed_as_one_token_after_the_other():
 
 @pytest.mark.parametrize("infill", ["exact", "threshold"])
 def test_neither_the_budget_nor_the_batch_changes_an_answer(infill):
-    """Greedy or drawn; each prompt twice in one queue of four rows, so beside others each time."""
+    """Greedy or drawn; each prompt twice in one queue of four rows, so among others each time."""
     own = {"infill_blend": 0.3} if infill == "exact" else {"top_p": 0.9, "top_k": 10}
     jobs = [(budget, i) for budget in ("1000", "0") for i in range(len(PROMPTS))]
     for temperature in (0.0, 1.0):
@@ -143,7 +143,7 @@ def test_neither_the_budget_nor_the_batch_changes_an_answer(infill):
 
 
 def test_infilling_is_exact_unless_the_authors_threshold_is_named():
-    """And then it is theirs, as in the public call of theirs that names no way of infilling."""
+    """And then it is theirs, as in the public call of theirs that names no infilling."""
     model = sharp_models()[1]
     shared = {"max_new_tokens": 16, "slot_size": 4, "slot_threshold": 0.3, "speculate": "0"}
 

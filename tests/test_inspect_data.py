@@ -56,8 +56,8 @@ def test_any_system_s_row_can_be_looked_at(objective, trained_run):
     assert ("document 2 of 2: left out by this system" in out) == (objective == "llada")  # it is padding now
 
 
-def test_shuffled_documents_are_shown_beside_their_own_text(trained_run):
-    """`block_diffusion` shuffles the documents of a row, and feeds each of them without masks as well, in the end."""
+def test_shuffled_documents_are_shown_next_to_their_own_text(trained_run):
+    """`block_diffusion` shuffles the documents of a row, and gives each of them without masks as well, in the end."""
     flags = [flag for flag in TINY_RUN if "steps" not in flag]
     flags += [f"--workdir={trained_run}", "--config.objective=block_diffusion"]
     moved = 0

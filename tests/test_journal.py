@@ -36,7 +36,7 @@ def test_answers_outlive_a_kill_at_any_byte(tmp_path):
         assert journal.records == {**dict(enumerate(ANSWERS[:kept])), 4: ANSWERS[4]}
 
 
-def test_nothing_is_made_before_the_first_answer_and_nothing_stays_behind_the_last(tmp_path):
+def test_nothing_is_made_before_the_first_answer_and_nothing_remains_after_the_last(tmp_path):
     journal = Journal(tmp_path / "new" / "j", CALL, range(5))
     assert not list(tmp_path.iterdir())
     journal.add(3, ANSWERS[3])

@@ -13,7 +13,7 @@ from refusion_jax.systems.masked import MaskedText
 
 
 def fed(requests: list[Request], block_length: int, block: int, merge: int) -> list[str]:
-    """What each row feeds in a block: a letter for each place of the text."""
+    """The fed tokens of each row in a block: a letter for each place of the text."""
     s = settings("llada", new=7, block_length=block_length, merge=merge)
     requests = prepare(requests, s, tiny_config())
     decoder = decoder_for(requests, tiny_config())

@@ -152,7 +152,7 @@ def test_the_last_named_answer_is_read():
         "The final answer is $\\boxed{5}$, which is prime.",
     ],
 )
-def test_an_answer_is_found_behind_its_name_however_it_is_set(text):
+def test_an_answer_is_found_after_its_name_however_it_is_set(text):
     assert scoring.final_answer(text) == "5"
 
 

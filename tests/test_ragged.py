@@ -47,7 +47,7 @@ def test_a_forward_of_packed_rows_is_that_of_padded_ones(mesh):
 
 
 def test_some_compiled_shape_holds_any_rows_and_a_lone_row_is_one_tile():
-    """Whatever the rows need; most of its places are real, where they feed whole slots."""
+    """Whatever the rows need; most of its places are real, where they have whole slots."""
     for slot_size, (rows, blocks, budget) in itertools.product(
         (1, 3, 4, 8, 32), ((1, 1, 0), (1, 2, 99), (8, 2, 60), (33, 1, 0))
     ):
@@ -66,19 +66,20 @@ TOKENS = st.integers(0, 6)
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(st.lists(st.tuples(*[TOKENS] * 4), min_size=8, max_size=8), st.integers(0, 400))
 def test_what_is_needed_fits_and_the_shape_is_the_least_that_holds_what_pays(rows, budget):
-    """A wish pays within the budget, the smallest first, or where its row has shown that it does."""
-    needed, plan, guess, worth = 4 * np.array(rows, np.int32).T
+    """A request pays within the budget, the smallest first, or where its row has shown that it does."""
+    needed, plan, guess, pays = 4 * np.array(rows, np.int32).T
     shapes = shapes_of(8, 48, 24, 400, 4)
-    wishes, each = np.stack([plan + guess, plan, guess], axis=1), np.stack([worth * 0, worth, worth * 0], axis=1)
-    given = (jnp.array(x) for x in (needed, wishes, np.full(8, budget, np.int32), each))
+    requested, affordable = np.stack([plan + guess, plan, guess], 1), np.stack([pays * 0, pays, pays * 0], 1)
+    given = (jnp.array(x) for x in (needed, requested, np.full(8, budget, np.int32), affordable))
     index, room = jax.device_get(choose(*given, shapes, 1))
     shape = shapes[index]
     assert (room >= 0).all()
     assert sum(-(-(needed + room) // shape.tile)) <= shape.tiles
 
-    asked, paying, left = wishes[:, 0].copy(), np.zeros(8, bool), budget - sum(needed)
+    asked, paying, left = requested[:, 0].copy(), np.zeros(8, bool), budget - sum(needed)
     for row in range(8):
-        options = [(w, e) for w, e in zip(wishes[row], each[row], strict=True) if 0 < w and (w <= e or w <= left)]
+        both = zip(requested[row], affordable[row], strict=True)
+        options = [(r, a) for r, a in both if 0 < r and (r <= a or r <= left)]
         if options:
             asked[row], own = options[0]
             paying[row] = asked[row] <= own

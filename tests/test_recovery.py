@@ -16,7 +16,7 @@ from refusion_jax.training.metrics import read_metrics
 from refusion_jax.training.recovery import Health, SkippedBatches
 
 
-def test_rows_left_out_move_all_behind_them_up_and_none_comes_twice(tmp_path):
+def test_rows_left_out_move_all_after_them_up_and_none_comes_twice(tmp_path):
     skipped = SkippedBatches(epath.Path(tmp_path))
     assert [skipped.batch_of(step) for step in range(4)] == [0, 1, 2, 3]
     for first, last in ((10, 14), (10, 12), (5, 8)):

@@ -64,7 +64,7 @@ def test_a_release_is_decoded_token_by_token_as_by_its_authors_code(name, tmp_pa
     """Through the last whole block: theirs decode a block to its end, and ours through max_new_tokens.
 
     Left out are answers with tokens that we never choose or stop at, and prompts of just one block of Fast-dLLM v2,
-    which their code does not feed.
+    which their code does not take as input.
     """
     path = released(tmp_path / "theirs", name)
     model, method, compared = load_model(path), UNDERSTOOD[name][0], 0

@@ -61,7 +61,7 @@ def test_an_answer_can_end_with_any_token_that_is_said_to_end_it(method):
         decode(model, PROMPTS, settings(method, eos_id=MASK))
 
 
-def test_what_stands_behind_a_gap_changes_what_is_written_into_it():
+def test_text_after_a_gap_changes_what_is_written_into_it():
     model = sharp_model(1)
     a, b = (decode(model, [Request([BOS, 5], (8, after))], settings("sequential")) for after in ([9, 9], [21, 22]))
     assert a.tokens[0][:8] != b.tokens[0][:8]

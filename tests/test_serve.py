@@ -189,7 +189,7 @@ def test_an_answer_ends_with_its_tokens_or_before_its_stop_string(client, librar
         assert choices[-1].finish_reason == "stop"
 
 
-def test_text_behind_the_answer_is_seen_as_in_a_template(client, library):
+def test_text_after_the_answer_is_seen_as_in_a_template(client, library):
     model, tokenizer = library
     (prompt,), (suffix,) = tokenizer.encode_prompts([TEXTS[0]]), tokenizer.encode([" then 4"])
     own = DecodeSettings("refusion", **SETTINGS, max_new_tokens=16)

@@ -79,7 +79,7 @@ def test_drawn_texts_are_distributed_as_next_token_predictions(method, changes, 
 @pytest.mark.parametrize(
     ("method", "changes", "forwards"),
     [
-        ("idlm", {"stride": 4}, 1 + 4),  # one token, then four a forward
+        ("idlm", {"stride": 4}, 1 + 4),  # one token, then four per forward
         ("dense", {"fed_tokens": 1}, 16),
         ("dense", {"fed_tokens": 8}, 4),
         ("dense", {"fed_tokens": 24}, 2),

@@ -24,7 +24,7 @@ def test_a_proxy_changes_no_answer(method):
 
 
 def test_every_forward_is_computed_by_both():
-    """By what XLA counts of a forward on top of a cache, and of one without."""
+    """By what XLA counts of a forward pass on top of a cache, and of one without."""
     both = pair()
 
     def flops(model):

@@ -165,7 +165,7 @@ def test_paths_are_told_apart(tmp_path, monkeypatch):
     assert str(storage.absolute(storage.epath.Path("run"))) == str(tmp_path / "run")
 
 
-def test_a_file_is_written_whole_with_its_mode_through_links_and_nothing_is_left_beside_it(tmp_path):
+def test_a_file_is_written_whole_with_its_mode_through_links_and_nothing_else_is_left(tmp_path):
     path, link = tmp_path / "a" / "file", tmp_path / "link"
     storage.write_file(path, "one")
     mask = os.umask(0)

@@ -47,7 +47,7 @@ T = 24
 
 TEMPLATES = [Request([BOS, 5], ([7, 8], 5, [9], 6)), Request([], ([BOS], 6, [14, 9]))]
 SHIFTED = {"shifted": True}  # the model says so
-# What a decoder is tried with besides the settings of conftest: its own ways to go on and to end.
+# What a decoder is tried with besides the settings of conftest: its own settings of how it goes on and ends.
 VARIANTS = {
     # tests/test_decoding.py and tests/test_speculation.py try more of these.
     "refusion": [{"size": 1, "new": 8}],
@@ -182,7 +182,7 @@ def test_a_document_is_predicted_packed_as_it_is_alone(name):
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_a_row_is_corrupted_by_its_own_key_whatever_stands_beside_it(name):
+def test_a_row_is_corrupted_by_its_own_key_whatever_the_other_rows_are(name):
     some = jax.tree.map(lambda x: jnp.stack([x[1], x[0]]), rows())  # the other one in the place of the first
     objective, corrupt = objective_of(name)
     keys = jax.random.split(jax.random.key(3), 3)

@@ -298,7 +298,7 @@ def test_a_fix_is_found_by_halving_and_what_no_chip_can_hold_is_never_compiled(l
     monkeypatch.setattr("refusion_jax.planning.search.plan_train", plan)
     config = config_of("quickstart", batch_size=4 * 2**20, remat="none")
     assert fix_for(config, "v5e:2x2", 1, 4) == said
-    assert len(tried) <= 9  # of 21 numbers of rows a forward, and three more changes
+    assert len(tried) <= 9  # of 21 numbers of rows per forward, and three more changes
     tried.clear()
     assert fix_for(config_of("refusion_8b", "8b"), "v5e:2x2", 1, 4) == ""
     assert tried == []

@@ -1,4 +1,4 @@
-"""Decoders, compiled for TPUs that are not here: what they keep in memory, and what a forward moves."""
+"""Decoders, compiled for TPUs that are not here: what they keep in memory, and what a forward pass moves."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from refusion_jax.planning.decode_estimate import forward_costs
 from refusion_jax.planning.programs import lower_decode
 from refusion_jax.planning.report import decoding_loop
 
-ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a forward writes a block after the text; all rows plan the next, too
+ROWS, CACHE, PLACES = 8, 1024 + 32, 8 * 2 * 32  # a block is written after the text; all rows plan the next, too
 
 
 def test_a_decoder_that_does_not_fit_is_told_the_batch_that_does(tmp_path):
@@ -93,7 +93,7 @@ LAYERS, KEYS, HEAD = 2, 2080, 128
 
 
 def lower_forward(rows: int, tokens: int) -> jax.stages.Lowered:
-    """A forward on top of a cache of KEYS entries a row, on one chip: one key head, as a chip has of 8B on eight.
+    """A forward pass on top of a cache of KEYS entries a row, on one chip: one key head, as a chip has of 8B on eight.
 
     By XLA alone, as with a cache in int8; it runs in a process of its own, where nothing else is compiled.
     """

@@ -155,7 +155,7 @@ def _waits(seen: list[Seen]) -> dict[str, float]:
 
 
 def _decoding(checkpoint: str, texts: list[str], own: flags.FlagValues) -> Callable[[], float]:
-    """A function that decodes texts as the server does, and returns tokens a second."""
+    """A function that decodes texts as the server does, and returns tokens per second."""
     model, tokenizer = load_model(checkpoint), load_tokenizer(epath.Path(checkpoint))
     shared = {"max_new_tokens": own.new_tokens, "batch_size": own.rows}
     shared["cache_length"] = model.config.max_position_embeddings

@@ -6,7 +6,7 @@
 Each --setup is a decoder, a trained model or `random`, and settings of its own; each --precision has weights and cache
 of the device, then those of the server. The server runs in a process of its own; a proxy on the loopback delays every
 byte by half of the round trip, and lets as many pass as the bandwidth has, in each direction. Prompts are decoded one
-at a time. It prints for each setup, precision, codec, round trip and bandwidth: tokens a second and what `plan
+at a time. It prints for each setup, precision, codec, round trip and bandwidth: tokens per second and what `plan
 --what=split` expects of the measured machines; round trips and bytes for each token; bytes of both sides; answers that
 are right (problems of the quickstart), and that are those of the whole, unrounded model; bits per byte of the right
 answers.
@@ -299,7 +299,7 @@ class Shaper:
 
     to: int
     rtt: float = 0.0  # seconds, half of it in each direction
-    bandwidth: float = 1e12  # bytes a second, in each direction
+    bandwidth: float = 1e12  # bytes per second, in each direction
 
     def __post_init__(self):
         self._listening = socket.create_server(("127.0.0.1", 0))

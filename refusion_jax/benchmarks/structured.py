@@ -95,7 +95,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def decode(model: Transformer, requests: list[Request], how: str) -> list[Answer]:
-    """The answers, in the order of the requests, decoded in one of the ways of _HOW."""
+    """The answers, in the order of the requests, decoded as one of _HOW says."""
     decoder: Decoder = decoder_for(requests, model.config)
     if how == "one by one":
         free = decoder_for([dataclasses.replace(one, grammar=None) for one in requests], model.config)

@@ -56,7 +56,7 @@ RESUMABLE = (
     *("accumulation", "remat", "log_every", "tracker", "profile_steps", "mesh", "checkpoint", "steps", "epochs"),
     *("guard", "debug_nans", "compilation_cache", "eval"),
 )
-# May differ besides, where --allow_change names them: they change what the rest of the run learns.
+# May differ as well, where --allow_change names them: they change what the rest of the run learns.
 CHANGEABLE = (
     *("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_lr_ratio", "weight_decay", "clip_norm"),
     "data",

@@ -32,7 +32,7 @@ _TRAINING = {
     "epochs": Setting(
         0.0, "times that all rows are trained on, which sets steps; 0: as steps says", at_least=0, at_most=1e6
     ),
-    "batch_size": _count(32, "rows a step, over all chips"),
+    "batch_size": _count(32, "rows per step, over all chips"),
     "row_length": _count(1024, "tokens per row; documents are packed into rows"),
     "init_from": Setting(
         "",
@@ -60,7 +60,7 @@ _TRAINING = {
         0.95, "decay of AdamW's second moment, also in its part of muon; not of adafactor's", at_least=0, below=1
     ),
     "clip_norm": Setting(1.0, "gradients are scaled down to this global norm", above=0, at_most=1e6),
-    "accumulation": _count(1, "micro-batches a step: less memory, same result"),
+    "accumulation": _count(1, "micro-batches per step: less memory, same result"),
     "remat": Setting("products", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
     "dtype": Setting(
         "float32",
@@ -74,7 +74,7 @@ _TRAINING = {
     ),
     "log_every": _count(10, "steps between metrics", _MOST_STEPS),
     "tracker": Setting(
-        "tensorboard", "what shows them besides, with commas between: tensorboard | wandb | trackio; empty: nothing"
+        "tensorboard", "what else shows them, with commas between: tensorboard | wandb | trackio; empty: nothing"
     ),
     "profile_steps": Setting((), "first and last step to profile, such as (10,12); TensorBoard shows it"),
 }

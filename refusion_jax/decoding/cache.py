@@ -1,7 +1,7 @@
 """The static-shape key/value cache of a batch of rows.
 
-A forward writes the keys and values of its tokens right after the committed ones. To commit some of them is to advance
-a counter; to drop the others takes nothing, as the next forward overwrites them.
+A forward pass writes the keys and values of its tokens right after the committed ones. To commit some of them is to
+advance a counter; to drop the others takes nothing, as the next forward overwrites them.
 
 Axes: B rows, L layers, C cache entries, T new tokens, K key/value heads, H head size, V vocabulary; G prefixes, N masks
 after each of them, W tokens and masks.
@@ -40,7 +40,7 @@ def split(entries: KeyValues) -> KeyValues:
 
 
 def stored(new: KeyValues) -> KeyValues:
-    """The keys and values of a forward, [L, B, T, K, H], as a cache holds them, [L, B, K, T, H]."""
+    """The keys and values of a forward pass, [L, B, T, K, H], as a cache holds them, [L, B, K, T, H]."""
     return jax.tree.map(lambda x: x.swapaxes(2, 3), new)
 
 
@@ -82,7 +82,7 @@ def prefill(model: Transformer, given: Given, chunk_length: int, block_size: int
 
 
 def prefill_but_last(model: Transformer, given: Given, chunk_length: int) -> tuple[Cache, Int32[Array, "B"]]:
-    """(cache of all given tokens but the last, the last): the first forward of the decoding loop feeds the last."""
+    """(cache of all given tokens but the last, the last): the first forward of the decoding loop takes the last."""
     zeros = jnp.zeros_like(given.length)
     last = jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)[:, 0]
     return commit(prefill(model, given, chunk_length), zeros - 1), last
@@ -135,7 +135,7 @@ def visible_to_masks(tokens: int, seen: Int32[Array, "B G"], N: int, slot_size: 
 
 
 def write(cache: Cache, new: KeyValues) -> Cache:
-    """Writes the keys and values of a forward, [L, B, T, K, H], after the committed ones, in place."""
+    """Writes the keys and values of a forward pass, [L, B, T, K, H], after the committed ones, in place."""
     # This scatter states that rows are independent and indices in bounds. A vmapped dynamic_update_slice clamps its
     # indices instead, and XLA then copies the whole cache (seen on CPU).
     windows = jax.lax.ScatterDimensionNumbers(

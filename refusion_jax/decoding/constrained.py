@@ -20,7 +20,7 @@ last token `x` at 9 and three drafts:
     M         1  1  1  .    1  1  1  .
     M         1  1  1  .    1  1  1  1
 
-Axes: B rows, N tokens that a forward commits at most, M = N - 1 drafts, S slots of masks, K slot size, R places of an
+Axes: B rows, N tokens per forward at most, M = N - 1 drafts, S slots of masks, K slot size, R places of an
 answer, U words of 32 bits, V vocabulary.
 """
 

@@ -57,7 +57,7 @@ class Continuation(RowState):
         return after, count
 
     def renewed(self, after: "Continuation", **new: PyTree) -> "Continuation":
-        """The state `after` a forward, with new values of some fields in the rows that were active before it."""
+        """The state `after` a forward pass, with new values of some fields in the rows that were active before it."""
         return after.replace(**select(self.active, new, {name: getattr(self, name) for name in new}))
 
 
@@ -82,7 +82,7 @@ class FilledText(Continuation):
         ids: TokenIds,
         **own: Any,
     ) -> "FilledText":
-        """The state after a forward of active rows that fills new tokens, up to the first EOS among them."""
+        """The state after a forward pass of active rows that fills new tokens, up to the first EOS among them."""
         is_new &= self.active[:, None]
         length = jnp.min(jnp.where(is_new & (tokens == ids.eos_id), places + 1, self.length[:, None]), axis=1)
         is_new &= places < length[:, None]
@@ -112,7 +112,7 @@ class Continuer(Decoder):
 
     @classmethod
     def width_for(cls, requests: Sequence[Request]) -> int:
-        """Tokens of a row that one forward has to feed to serve these requests."""
+        """Tokens of a row in one forward pass that serve these requests."""
         raise NotImplementedError
 
     def scored(self, model: Transformer, rows: int) -> int:

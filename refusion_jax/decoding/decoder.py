@@ -63,7 +63,7 @@ class RowState:
         Args:
           layout: given tokens, places to decode and settings.
           keys: one per row.
-          at_once: tokens of a row that a forward commits at most; the record needs room for that many extra entries.
+          at_once: tokens of a row that one forward commits at most; the record needs room for that many extra entries.
           **own: further fields of the subclass.
         """
         zeros, room = jnp.zeros_like(layout.given.length), layout.places.position.shape[1] + at_once
@@ -92,14 +92,14 @@ class Decoder(abc.ABC):
     # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same but for the first token of each slot,
     # which a mask at its place predicts. Empty: the models do not write left to right, and grammars are refused.
     next_token: ClassVar[str] = ""
-    # Tokens that a forward feeds -> those that it yields, as `bench headline --budget=small` counted; see `feeding`.
+    # Tokens fed per forward -> tokens committed per forward, as `bench headline --budget=small` counted; see `feeding`.
     typical: ClassVar[dict[float, float]] = {1.0: 1.0}
 
     ids: TokenIds
-    width: int  # tokens of a row that one forward feeds, at most
+    width: int  # tokens of a row in one forward pass, at most
     new_tokens: int  # of a row, at most
     cache_length: int = 0  # entries of a row's cache; 0 without one
-    chunk: int = 0  # given tokens that one forward of the prefill feeds, for decoders with `copies_prefix`
+    chunk: int = 0  # given tokens of one forward pass of the prefill, for decoders with `copies_prefix`
 
     @classmethod
     def sized(cls, requests: Sequence[Request], model: ModelConfig, **own: Any) -> Self:
@@ -127,7 +127,7 @@ class Decoder(abc.ABC):
 
     @classmethod
     def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
-        """The settings with which a forward feeds so many tokens, one of `typical`; none where there is no choice."""
+        """The settings for so many fed tokens per forward, one of `typical`; none where there is no choice."""
         return {}
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
@@ -159,5 +159,5 @@ class Decoder(abc.ABC):
 
     @property
     def prefill_width(self) -> int:
-        """Given tokens of a row that one forward of the prefill feeds, at most."""
+        """Given tokens of a row in one forward pass of the prefill, at most."""
         return self.chunk if self.copies_prefix else self.cache_length

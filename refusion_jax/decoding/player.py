@@ -109,7 +109,7 @@ class Decodings:
 
 
 def outcome(at: int, draft: int, known: Mapping[int, int], after: Forward) -> int:
-    """What becomes of a draft that a forward feeds.
+    """What becomes of a draft that was fed.
 
     Args:
       at: its place.

@@ -37,7 +37,7 @@ class Prefixes:
     def blocks_of(self, request: Request) -> list[bytes]:
         """The names of the whole blocks that a request begins with; each stands for all given up to its end.
 
-        The last given token is in none of them, since a decoder may feed it again.
+        The last given token is in none of them, since it may be fed again to decode.
         """
         given, name, names = np.array(request.given, np.int32), b"", []
         for end in range(self.size, given.shape[1] * (self.count > 0), self.size):

@@ -4,7 +4,7 @@ A reference follows its paper in plain Python, for one request at a time and wit
 all tokens again, with an attention mask that repeats what each token attended to when it was committed. Tests compare
 the jitted decoders with these references token by token.
 
-Axes: n tokens of a forward, V vocabulary.
+Axes: n tokens of a forward pass, V vocabulary.
 """
 
 import functools
@@ -22,7 +22,7 @@ from refusion_jax.decoding.requests import Request
 from refusion_jax.decoding.settings import TokenIds
 from refusion_jax.model.transformer import Transformer
 
-_LENGTH = 32  # the least length that a forward is padded to; doubled as often as needed: few compilations
+_LENGTH = 32  # the least length that a forward pass is padded to; doubled as often as needed: few compilations
 
 
 class ReferenceDecoder:
@@ -72,7 +72,7 @@ class ReferenceDecoder:
         return [self.text.get(place, self.ids.mask_id) for place in places]
 
     def denoise(self, phase: str, places: list[int] | None = None) -> Float32[np.ndarray, "length V"]:
-        """Feeds places of the text, all by default, each of which attends to all of them: probabilities by place."""
+        """Probabilities at places of the text, all by default, each of which attends to all of them."""
         fed = [*range(self.request.length)] if places is None else places
         p = np.full((self.request.length, self.vocab_size), np.nan, np.float32)
         p[fed] = self.forward(phase, self.tokens(fed), fed, np.ones((len(fed), len(fed)), bool))

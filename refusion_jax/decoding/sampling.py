@@ -46,7 +46,7 @@ class Record:
 def count_drafts(
     told: Sequence[Told], active: Bool[Array, "B"], before: Record, after: Record, capacity: int
 ) -> Int32[Array, "B 2"]:
-    """(drafts that a forward has verified, those of them that it has committed) of each row.
+    """(drafts that a forward pass has verified, those of them that it has committed) of each row.
 
     Args:
       told: what the forward tells of plans and drafts.

@@ -31,7 +31,7 @@ class Told(NamedTuple):
 class Trajectory:
     """Some forwards, in order; on the host that of one row has no axis B.
 
-    All numbers are in one array, so that a forward writes once and the host fetches once.
+    All numbers are in one array, so that a forward pass writes once and the host fetches once.
     """
 
     # N numbers: of the forward, from 1 (0: nothing was decoded); of the tokens committed before it; the tokens and
@@ -65,7 +65,7 @@ def collect() -> Iterator[list[Told]]:
 
 
 def tell_drafts(tokens: Int32[Array, "B *T"], places: Int32[Array, "B *T"], is_fed: Bool[Array, "B *T"]) -> None:
-    """Tells which drafts this forward feeds, to verify them."""
+    """Tells which drafts this forward pass verifies."""
     _tell(tokens, places, is_fed, None)
 
 

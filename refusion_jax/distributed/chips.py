@@ -116,13 +116,13 @@ _CPU_CACHE, _CPU_TOKENS = 32 * 2**20, 16
 
 
 def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
-    """How many tokens one forward can feed in the time in which its weights are read.
+    """How many tokens one forward pass can compute in the time in which its weights are read.
 
     That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs a weight); on a
     CPU a rule from measurements. 0 where nothing is known, and where nothing is free.
 
     Args:
-      weight_bytes: read by a forward.
+      weight_bytes: read by a forward pass.
       device_kind: `jax.Device.device_kind`.
       itemsize: bytes of a weight; more than 2 count as 2, since wider products take longer too.
     """

@@ -19,7 +19,7 @@ from refusion_jax.distributed.storage import absolute
 
 
 def keep_compiled(directory: epath.Path, whose: str) -> None:
-    """Has programs read from a cache that outlives this machine, or written to it; the user's own cache goes first.
+    """Has programs read from a cache that is kept in a directory, or written to it; the user's own cache goes first.
 
     JAX's key covers the program, the compiler, its flags and the kind of machine (on a CPU its instruction set).
 

@@ -3,7 +3,7 @@
 The system defines the forward by which a text is scored (`systems.interface.ScoredTokens`). These are packed into rows
 here, run, and summed for each text. The likelihood of a text does not depend on the other texts.
 
-Axes: B rows of a forward, T tokens of a row, V vocabulary.
+Axes: B rows of a forward pass, T tokens of a row, V vocabulary.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ from refusion_jax.model.ragged import Ragged
 
 # Attention over a cache is compiled for all of its entries, a half and a quarter of them: most rows are far from full.
 _KEY_COUNTS, _LEAST_KEYS = 3, 32
-# Up to so many rows of a chip XLA keeps the scores on the chip: a forward of 8B on eight v5e moves 1.04 times its
+# Up to so many rows of a chip XLA keeps the scores on the chip: a forward pass of 8B on eight v5e moves 1.04 times its
 # weights and cache (by the kernel 1.06), with 32 rows 4.07 times (1.16).
 _ROWS_OF_XLA = 8
 _MOST_NEW = 512  # tokens of a row for the kernel: their mask, and their scores, must fit into vector memory
@@ -28,7 +28,7 @@ _MOST_NEW = 512  # tokens of a row for the kernel: their mask, and their scores,
 class KeyValues:
     """Keys and values of some tokens in all layers (inside the layer scan: in one, without the first axis).
 
-    A forward gives those of its tokens, [L, B, T, K, H]. A cache holds them as attention multiplies them,
+    A forward pass gives those of its tokens, [L, B, T, K, H]. A cache holds them as attention multiplies them,
     [L, B, K, S, H]: decoding 48 rows with four heads is 7 to 11 % faster on a CPU than from the other order.
     """
 

@@ -24,7 +24,7 @@ INPUTS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 2, "gate_proj": 1, "u
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which weights have adapters, and which are trained besides. Patterns are regular expressions of whole names."""
+    """Which weights have adapters, and which others are trained. Patterns are regular expressions of whole names."""
 
     rank: int
     alpha: float

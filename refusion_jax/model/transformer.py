@@ -76,7 +76,7 @@ class Transformer(nnx.Module):
         Args:
           tokens: of the rows.
           positions: each token's place in its text (RoPE), whatever its physical index.
-          visibility: who sees whom.
+          visibility: which tokens attend to which.
         """
         return self.logits(self.hidden(tokens, positions, visibility))
 
@@ -172,7 +172,7 @@ class Transformer(nnx.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a forward reads: all but an embedding that is no output head as well."""
+        """Bytes of the weights that a forward pass reads: all but an embedding that is no output head as well."""
 
         def size(x):
             return x.size * x.dtype.itemsize

@@ -1,8 +1,8 @@
 """Estimates tokens per second of a decoder on TPUs, by arithmetic on what every decoding run counts.
 
-How many forwards an answer takes depends on what the model has learnt, and not on its size; how long a forward takes
-depends on its size and on the chip. So the first is counted with a small model, and the second computed for a large
-one. Nothing is compiled.
+How many forwards an answer takes depends on what the model has learnt, and not on its size; how long a forward pass
+takes depends on its size and on the chip. So the first is counted with a small model, and the second computed for a
+large one. Nothing is compiled.
 
 Each forward reads its weights and the used cache entries of all rows once. The products with the weights, and
 attention, each take the time of their FLOPs or of their bytes at the chip's documented peaks, whichever is longer;
@@ -35,8 +35,8 @@ class DecodeCounts:
 
     tokens: float  # of an answer
     forwards: float  # of an answer, and one for the prefill of a decoder with a cache
-    places: float  # that a forward computes for a row: the decoder's compiled width
-    context: float  # cache entries that a forward reads for a row; 0 without a cache
+    places: float  # that a forward pass computes for a row: the decoder's compiled width
+    context: float  # cache entries that a forward pass reads for a row; 0 without a cache
 
     @classmethod
     def one_token_per_forward(cls, tokens: float, context: float) -> Self:

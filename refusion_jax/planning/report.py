@@ -260,7 +260,7 @@ def _rows(r: dict) -> Iterator[tuple[str, str | bool | float]]:
         yield "all of it at the peaks: the roofline", _seconds(r["roofline_seconds"])
         yield "estimated step", _range(r)
         yield "estimated MFU (attention counted where a key is seen)", has_mfu and f"{r['mfu']:.1%}"
-        yield "estimated tokens a day, all chips", has_mfu and f"{r['tokens_per_day'] / 1e9:,.2f} G"
+        yield "estimated tokens per day, all chips", has_mfu and f"{r['tokens_per_day'] / 1e9:,.2f} G"
     if "libtpu" in r:
         cpu = f", {r['compile_cpu_seconds']:.0f} CPU s" if r["compile_cpu_seconds"] else ""
         how = " up to the buffer assignment" if r["memory_only"] else ""

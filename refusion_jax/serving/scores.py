@@ -16,7 +16,7 @@ from refusion_jax.serving.writer import Delta
 
 
 class Scorer:
-    """Scores answers of a model, those of one response at a time: it takes memory besides the batch."""
+    """Scores answers of a model, those of one response at a time: it takes memory in addition to the batch's."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, settings: Settings):
         self._model, self._tokenizer = model, tokenizer

@@ -40,7 +40,7 @@ def kept_blocks(model: Transformer, decoder: Decoder, rows: int, most: int | Non
       model: served, as it is rounded.
       decoder: of the batch.
       rows: of the batch.
-      most: bytes on each device; None: as many as the batch has, in at most a quarter of what is free besides.
+      most: bytes on each device; None: as many as the batch has, in at most a quarter of what is then free.
     """
     tokens = min(rows * decoder.cache_length, room_besides(model, mesh_of(model), rows, decoder) // 4)
     if most is not None:

@@ -5,7 +5,7 @@ weights and of the cache, the coding of hidden states and the length of the cach
 thousand candidates, so all are looked at. Precision is given up only where a limit takes it: of the candidates within
 both limits those count that give up the least, in this order: hidden states, cache, weights; and of them the fastest.
 
-A forward that feeds T tokens takes
+A forward pass over T tokens takes
 
     N (f_d + T e_d) + (L - N) (f_s + T e_s) + T h + rtt + (bytes up + bytes down) / bandwidth
 
@@ -52,7 +52,7 @@ class Machine:
         return cls(0.0, 2 * used / flops)
 
     def seconds(self, layers: int, tokens: float) -> float:
-        """Of a forward through some layers."""
+        """Of a forward pass through some layers."""
         return layers * (self.fixed + tokens * self.each)
 
 
@@ -61,7 +61,7 @@ class Network:
     """The link between device and server."""
 
     rtt: float  # seconds
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Candidate:
     weights: str  # one of PRECISIONS, on the device; so is the next
     cache: str
     codec: str  # one of CODECS
-    fed: float  # tokens of a forward, one of `Decoder.typical`
+    fed: float  # tokens of a forward pass, one of `Decoder.typical`
     cache_length: int  # tokens that fit next to the weights
     memory: float  # bytes, with the tokens that are wanted
-    parts: dict[str, float]  # seconds of a forward, by what takes them
+    parts: dict[str, float]  # seconds of a forward pass, by what takes them
     answer: float  # seconds
 
     @property
@@ -99,7 +99,7 @@ def candidates(
     config: ModelConfig, device: Machine, server: Machine, head: float, network: Network, wanted: Wanted,
     decoder: type[Decoder],
 ) -> list[Candidate]:  # fmt: skip
-    """All ways to cut a model; arguments are as in the formula, `head` the seconds h."""
+    """All places to cut a model, at all precisions; arguments are as in the formula, `head` the seconds h."""
     found = []
     for layers in range(1, config.num_hidden_layers):
         for weights, cache, codec, fed in itertools.product(PRECISIONS, PRECISIONS, CODECS, decoder.typical):
@@ -130,13 +130,13 @@ def choose(found: Sequence[Candidate]) -> Candidate | None:
 
 
 def binding(found: Sequence[Candidate], chosen: Candidate, wanted: Wanted) -> str:
-    """Which limit keeps a better candidate out, and what takes most of a forward."""
+    """Which limit keeps a better candidate out, and what takes most of a forward pass."""
     better = [each for each in found if rank(each) < rank(chosen)]
     memory = sum(each.memory > wanted.memory for each in better)
     latency = sum(each.answer > wanted.latency for each in better)
     limits = [name for name, count in (("device memory", memory), ("latency", latency)) if count]
     slowest = max(chosen.parts, key=chosen.parts.get)
-    return f"{' and '.join(limits) or 'no limit'}; most of a forward is {slowest}"
+    return f"{' and '.join(limits) or 'no limit'}; most of a forward pass is {slowest}"
 
 
 def device_bytes(config: ModelConfig, layers: int, weights: str, cache: str, itemsize: int) -> tuple[float, float]:
@@ -154,7 +154,7 @@ def seconds(
     config: ModelConfig, layers: int, codec: str, device: Machine, server: Machine, head: float, network: Network,
     wanted: Wanted, typical: tuple[float, float],
 ) -> tuple[dict[str, float], float]:  # fmt: skip
-    """(seconds of a forward, by what takes them; seconds of an answer); a forward yields and feeds `typical` tokens."""
+    """(seconds per forward, by part; seconds of an answer); `typical`: tokens committed and fed per forward."""
     tokens, fed = typical
     each = CODECS[codec].bytes_per_token(config.hidden_size, wanted.itemsize)
     rest = config.num_hidden_layers - layers

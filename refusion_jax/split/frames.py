@@ -41,7 +41,7 @@ class Welcome:
     """The first message of a server."""
 
     last: int  # number of the last message that it has dealt with; 0: the session is new
-    fixed: float  # seconds of a forward through one layer of it, whatever its tokens
+    fixed: float  # seconds of a forward pass through one layer of it, whatever its tokens
     each: float  # and for each token
 
 
@@ -89,7 +89,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What the output head reads, of the tokens of a forward."""
+    """What the output head reads, of the tokens of a forward pass."""
 
     number: int
     tokens: bytes

@@ -20,7 +20,7 @@ from refusion_jax.split.model import Packing
 
 
 class Link(Channel):
-    """A `model.Crossing`. Nothing is raised inside a forward: see `check`."""
+    """A `model.Crossing`. Nothing is raised inside a forward pass: see `check`."""
 
     def __init__(self, address: tuple[str, int], key: Path, stamp: bytes, layers: int, codec: str, patience: float):
         """Connects.
@@ -44,7 +44,7 @@ class Link(Channel):
         """A new session, of the same codec unless one is named; the counts go on."""
         self._hello = dataclasses.replace(self._hello, codec=codec or self._hello.codec)
         self._codec = CODECS[self._hello.codec]
-        self._waiting: tuple | None = None  # a forward of which it is not known whether its result is wanted
+        self._waiting: tuple | None = None  # a forward pass of which it is not known whether its result is wanted
         self._given: np.ndarray | None = None  # of the rows that are being filled: their given tokens
         self.failure: Exception | None = None
         super().begin()
@@ -88,7 +88,7 @@ class Link(Channel):
         return None
 
     def _keep(self, *forward: Any) -> None:
-        """Keeps a forward until it is known whether its result is wanted."""
+        """Keeps a forward pass until it is known whether its result is wanted."""
         self._flush()
         self._waiting = forward
 

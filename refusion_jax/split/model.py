@@ -1,8 +1,8 @@
 """A model whose layers are cut in two: the part of a device, with a link to the other part, and the part of a server.
 
-Each part keeps the keys and values of its own layers. A forward writes those of its tokens after the committed ones,
-and to commit is to advance a counter (decoding/cache.py): so the server writes all it is given after the entries that
-the next forward says are committed, and needs to be told nothing else.
+Each part keeps the keys and values of its own layers. A forward pass writes those of its tokens after the committed
+ones, and to commit is to advance a counter (decoding/cache.py): so the server writes all it is given after the entries
+that the next forward says are committed, and needs to be told nothing else.
 
 Axes: B rows, T tokens of this forward, C cache entries, L layers of a part, D hidden size, K key/value heads, H head
 size.
@@ -28,7 +28,7 @@ from refusion_jax.model.transformer import Transformer, Wrapper
 
 
 class Packing(NamedTuple):
-    """How the tokens of a forward are packed; see model/ragged.py."""
+    """How the tokens of a forward pass are packed; see model/ragged.py."""
 
     rows: int
     width: int
@@ -43,7 +43,7 @@ class Packing(NamedTuple):
         return cls(ragged.rows, ragged.width, ragged.shards, ragged.tile, places // ragged.tile)
 
     def ragged(self, fed: Int32[Array, "B"]) -> Ragged:
-        """The packing of rows that feed so many tokens."""
+        """The packing of rows with so many tokens."""
         return Ragged.of(fed, self.width, self.tile, self.tiles, self.shards)
 
 
@@ -51,7 +51,7 @@ class Crossing(Protocol):
     """Where the hidden states of a device go, and come back from; called by the host while the device waits."""
 
     def send(self, packing: Packing, *arrays: np.ndarray) -> np.ndarray:
-        """Takes x, positions, length, visible, index and fed of a forward: an int32 that `receive` depends on."""
+        """Takes x, positions, length, visible, index and fed of a forward pass: an int32 that `receive` depends on."""
 
     def receive(self, shape: jax.ShapeDtypeStruct, packing: Packing, sent: np.ndarray) -> np.ndarray:
         """What the output head reads of the last forward, packed as x was; only asked where somebody reads it."""

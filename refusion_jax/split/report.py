@@ -100,13 +100,13 @@ def _record(each: Candidate) -> dict[str, Any]:
 
 
 def show(records: list[dict[str, Any]], is_json: bool) -> None:
-    """Prints what `plan_split` returns: as JSON all of it, as a table the best ways to cut at every layer."""
+    """Prints what `plan_split` returns: as JSON all of it, as a table the best candidates of every layer."""
     if is_json:
         for record in records:
             print(json.dumps(record), flush=True)
         return
     *fitting, chosen = records
-    table = Table(title=f"{len(fitting)} ways to cut keep the limits; at every layer the one that gives up least")
+    table = Table(title=f"{len(fitting)} candidates keep the limits; at every layer the one that gives up least")
     for name in ("layers", "weights", "cache", "codec", "fed", "GiB", "cache length", "ms/forward", "s/answer"):
         table.add_column(name, justify="right")
     for each in _least_given_up(fitting):

@@ -19,7 +19,7 @@ from refusion_jax.split.batching import Batches, Job
 from refusion_jax.split.codec import Codec
 from refusion_jax.split.model import Packing, Upper
 
-_MOST_TOKENS = 1 << 20  # places of a forward
+_MOST_TOKENS = 1 << 20  # places of a forward pass
 _MOST_ROWS = 1 << 12
 
 
@@ -84,7 +84,7 @@ class Session:
     def _forward(self, message: frames.Forward) -> None:
         """Writes the keys and values of the fed tokens; what the output head reads of them is the result."""
         if not self.rows:
-            raise frames.FrameError("a forward without a batch")
+            raise frames.FrameError("a forward pass without a batch")
         is_filling = self.new is not None
         cache = self.new if is_filling else self.batch
         packing, arrays, is_fed = self._read(message, _rows_of(cache))
@@ -97,13 +97,13 @@ class Session:
             self.result = frames.Result(message.number, self.codec.encode(x[is_fed]))
 
     def _read(self, message: frames.Forward, B: int) -> tuple[Packing, tuple[np.ndarray, ...], np.ndarray]:
-        """(packing, arrays as `Upper` takes them, which places are fed, [B, T]) of a forward of B rows."""
+        """(packing, arrays as `Upper` takes them, which places are fed, [B, T]) of a forward pass of B rows."""
         T, D, dtype = message.width, self.upper.hidden_size, self.upper.dtype
         packing = Packing(B, T, message.shards, message.tile, message.tiles)
         if not (0 < T and 0 < packing.shards and 0 < packing.tile and 0 < packing.tiles) or B % packing.shards:
             raise frames.FrameError("an impossible packing")
         if max(B * T, packing.shards * packing.tile * packing.tiles) > _MOST_TOKENS:
-            raise frames.FrameError("a forward of too many tokens")
+            raise frames.FrameError("a forward pass of too many tokens")
         fed, length = (_numbers(x, B, most) for x, most in ((message.fed, T), (message.length, self.capacity)))
         tiles = -(-fed // packing.tile)
         if np.any(tiles.reshape(packing.shards, -1).sum(axis=1) > packing.tiles):

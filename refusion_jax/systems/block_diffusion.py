@@ -21,12 +21,12 @@ tokens of both copies. Example: a b c d in blocks of two, with b and c masked in
               d      . . . . . . . . 1 1 1 1
     labels    b c . . . . d . . . . .          (and a at the token before it, if there is one)
 
-Decoding, block by block: a forward over the block reveals all tokens with p > `threshold`, and at least the most
+Decoding, block by block: a forward pass over the block reveals all tokens with p > `threshold`, and at least the most
 probable one, in the first sub-block that has masks. When no mask is left, one more forward over the finished block
 commits its keys and values, and its last token predicts the first token of the next block.
 
 Decoding gives the tokens of the code that the authors released (tests/test_releases.py), except after prompts of just
-one block, which it does not feed. Training is based on a description of the paper and of their code, neither of which
+one block, which it leaves out. Training is based on a description of the paper and of their code, neither of which
 we have read: masks and complementary copies, shift and mean. The authors give each copy a clean text of its own; here
 both share one, which is the same loss with 3 T tokens instead of 4 T. They pad every example with masks to whole
 blocks. Here rows are packed: a noisy block belongs to the document of its first token; after the end of that document

@@ -58,7 +58,7 @@ from refusion_jax.systems import masked
 from refusion_jax.systems.interface import ConfigSection, Objective, System
 
 _BLOCK = 16  # as in the paper
-_IN_FLIGHT = 4  # blocks that one forward feeds, at most
+_IN_FLIGHT = 4  # blocks of one forward pass, at most
 _OPEN_AT, _FORCE_AT = 0.1, 0.95  # committed shares of the block before, as in the paper
 
 

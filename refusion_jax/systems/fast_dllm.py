@@ -1,7 +1,7 @@
 """Fast-dLLM (Wu et al., arXiv 2505.22618): an approximate cache and parallel commits for masked diffusion models.
 
 Decoding, block by block: the first forward of a block runs over the whole text, and its keys and values are kept. The
-following ones feed only a part of the text, which attends to the kept keys and values of the rest. These become stale
+following ones take only a part of the text, which attends to the kept keys and values of the rest. These become stale
 as the text changes, so that this is an approximation (exact for a model of one layer). `prefix` keeps what is before
 the block, `dual` also what is after it. In the first of two blocks of 2 after 2 given tokens (row: token fed; column:
 text; k: kept, 1: new):
@@ -18,7 +18,7 @@ checkpoints store that), the first forward of a block also commits the first tok
 it is not fed again.
 
 From the paper and the authors' code: caches, threshold, blocks of 32, that first token. Left out: their other rule, by
-`factor`, under which surer tokens are committed in larger numbers. Our choices: a forward of a batch
+`factor`, under which surer tokens are committed in larger numbers. Our choices: a forward pass of a batch
 runs either over whole texts, for rows that begin a block, or over blocks, for the other rows; `dual` reorders the kept
 entries so that the block's own, which no later forward reads, are left out; a row ends once all places up to an EOS are
 committed; mask and padding are never chosen.
@@ -123,11 +123,11 @@ class BlockCache(masked.MaskedDecoder):
         return after
 
     def _that_begin(self, s: State) -> Bool[Array, "B"]:
-        """The rows that take part in a forward over whole texts."""
+        """The rows that take part in a forward pass over whole texts."""
         return s.active & (s.block_step == 0)
 
     def _whole(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:
-        """A forward over whole texts, whose keys and values are kept: (state, tokens of the block, their chances)."""
+        """One forward over whole texts, whose keys and values are kept: (state, tokens of the block, their chances)."""
         (w, _), (start, fed), C, took_part = self.window(s), self._fed(s), self.width, self._that_begin(s)
         at = jnp.maximum(w.position - self.shifted, 0)
 
@@ -158,7 +158,7 @@ class BlockCache(masked.MaskedDecoder):
         return after, proposal.token, proposal.probability
 
     def _block(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:
-        """As `_whole`, of a forward over the block on top of the kept keys and values."""
+        """As `_whole`, of a forward pass over the block on top of the kept keys and values."""
         (w, _), (start, fed) = self.window(s), self._fed(s)
         F = self.block_length if self.reuse == "dual" else self.new_tokens  # with `dual` the block, else all from it on
         offset = jnp.arange(F)[None]

@@ -17,7 +17,7 @@ blocks of two (row: query):
               d      . . . . 1 1 1 1
     labels    b c d . b c d .
 
-Decoding with stride N: each forward feeds [pending token, N - 1 drafts, N - 1 masks]. This is speculative sampling with
+Decoding with stride N: each forward takes [pending token, N - 1 drafts, N - 1 masks]. This is speculative sampling with
 p at the pending token and the drafts, and q of the masks that made the drafts: from the left, a draft is accepted with
 probability min(1, p / q); the first rejected one is drawn again from max(0, p - q), and the next forward starts with
 this token and masks, without drafts. If all drafts are accepted, the last one gives one more token, and the masks
@@ -99,7 +99,7 @@ class StrideSettings(shared.Settings):
     """How to decode a model that verifies its own drafts."""
 
     stride: int = setting(
-        0, "Tokens that a forward yields at most; all but one are verified drafts; 0: one more than the masks of "
+        0, "Tokens per forward, at most; all but one are verified drafts; 0: one more than the masks of "
         f"a block in training, or {_BLOCK + 1} if unknown", scope="compiled", at_least=0, at_most=65,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 Code that trains, plans, inspects or decodes uses this interface and never tests for the name of a system. See
 systems/README.md for how to add one.
 
-Axes: B rows, T row length; N tokens of a forward that scores a text, P of its prompt, R of its continuation.
+Axes: B rows, T row length; N tokens of a forward pass that scores a text, P of its prompt, R of its continuation.
 """
 
 import abc

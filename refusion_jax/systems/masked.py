@@ -85,7 +85,7 @@ class Proposal(NamedTuple):
 
 
 class SelectionRule(Protocol):
-    """Which masks a forward commits: a frozen dataclass, compiled in."""
+    """Which masks a forward pass commits: a frozen dataclass, compiled in."""
 
     def __call__(self, s: MaskedText, w: Window, proposal: Proposal, mask_id: int) -> Bool[Array, "B K"]:
         """Which places of the window to commit; those that are not masked are ignored. Runs inside `jit`."""
@@ -225,7 +225,7 @@ def commit(
     ids: TokenIds,
     took_part: Bool[Array, "B"] | None = None,
 ) -> MaskedText:
-    """The state after a forward that commits some masks of a window; a row whose answer is complete becomes inactive.
+    """The state once some masks of a window are committed; a row whose answer is complete becomes inactive.
 
     Args:
       s: the state before.

@@ -14,7 +14,7 @@ greedy, the text is that of `ar`, token by token; with a temperature it has the 
 From the idea's code (github.com/apoorvumang/prompt-lookup-decoding) and vLLM's documentation of `ngram`: longer matches
 first, down to one token. Our choices: of equally long matches the latest, and drafts that repeat themselves.
 
-Axes: B rows, C cache entries, N tokens that a forward commits at most, M = N - 1 drafts.
+Axes: B rows, C cache entries, N tokens per forward at most, M = N - 1 drafts.
 """
 
 import dataclasses

@@ -82,7 +82,7 @@ class RejectRepetition(Objective):
         return {"preference": 1.0, "mdm": self.anchor}
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """Masks response tokens, with one probability per document; feeds the text twice, with two labels."""
+        """Masks response tokens, with one probability per document; the text is fed twice, with two labels."""
         index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
         is_masked, p = draw_masks(rows, keys)
         count = per_document_sum(is_masked, rows.segment_ids)

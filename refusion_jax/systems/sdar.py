@@ -1,6 +1,6 @@
 """SDAR (arXiv 2510.06303): block diffusion whose masks predict their own tokens, not those after them. Decoder only.
 
-Block by block, on a cache of the blocks before: a forward over the block reveals all tokens with p > `threshold`, and
+Block by block, on a cache of the blocks before: one forward over the block reveals all tokens with p > `threshold`, and
 at least the most probable one; one more forward over the finished block commits its keys and values. It is the decoder
 of block_diffusion.py but for the shift and the defaults.
 

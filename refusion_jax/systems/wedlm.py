@@ -18,7 +18,7 @@ blocks of two, with a and d masked:
               d      . . . . 1 1 1 1
     labels    . a . d b c d .
 
-Decoding, in a window of W places after the committed text. Each forward feeds [filled places; masks], each in text
+Decoding, in a window of W places after the committed text. Each forward pass takes [filled places; masks], each in text
 order. Filled places right after the committed ones have attended to the same tokens as in a causal forward, so their
 keys and values are committed without a further forward, and as many masks are added at the end of the window. A forward
 fills all masks with entropy + `distance_penalty` * (places after the first mask) < `entropy_threshold`, or else the
@@ -113,7 +113,7 @@ class WindowSettings(shared.Settings):
     @classmethod
     def operating_points(cls, new_tokens: int, trained: Mapping[str, Any]) -> list[dict[str, Any]]:
         whole = [{"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4, 0.8, 1.6)]
-        narrow = {"window": 8}  # feeds half the places
+        narrow = {"window": 8}  # half the places per forward
         return whole + [narrow | {"entropy_threshold": threshold} for threshold in (0.1, 0.2, 0.4)]
 
 

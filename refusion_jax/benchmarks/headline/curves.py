@@ -113,7 +113,7 @@ def under_parallelism(curve: Curve, best: float) -> float:
     """Accuracy under parallelism (AUP, arXiv 2601.07568): the area under accuracy in % over tokens per forward.
 
     An accuracy y counts exp(-3 (1 - y / best)) times, but for the rectangle up to the slowest point; points more than
-    5 % below that one do not count. Each prefill is a forward, since some decoders draft in it. Validation problems.
+    5 % below that one do not count. Each prefill counts as one, since some decoders draft in it. Validation problems.
     """
     reached = sorted((p.figure("tokens_per_forward_with_prefill").mean, 100 * p.accuracy.mean) for p in curve.points)
     width, first = reached[0]

@@ -22,7 +22,7 @@ from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.api import decoder_for, stream
 
 REPEATS = 9  # a small model decodes the timed problems in 0.2 s, and single repeats differ by a fifth
-PROXY_REPEATS, PROXY_PROBLEMS = 5, 24  # where a forward takes longer
+PROXY_REPEATS, PROXY_PROBLEMS = 5, 24  # where a forward pass takes longer
 PLAYED = 6  # problems of the page that plays decodings
 
 

@@ -230,7 +230,7 @@ def _estimates(results: Results) -> list[str]:
         return []
     about = (
         "**Estimate, not calibrated; nothing here ran on a TPU.** By arithmetic (refusion_jax/planning/"
-        "decode_estimate.py), from the forwards of these answers and the compiled width of a forward, for a model of "
+        "decode_estimate.py), from the forwards of these answers and the compiled width of one, for a model of "
         f"{results.tpu_estimates[0]['model'].upper()} parameters in bfloat16 whose heads all chips share. At each "
         f"batch size the fastest setting within {MARGIN} of the best accuracy counts. In brackets: times what one "
         "token per forward takes for the same answers."

@@ -56,7 +56,7 @@ class Scored(TypedDict):
     tokens_per_forward_without_eos: float
     tokens_per_forward_with_prefill: float  # which counts as one more forward of each answer
     prompt_tokens: float  # mean
-    width: int  # places of a row that a forward computes
+    width: int  # places of a row that a forward pass computes
     has_cache: bool
     commit: str
     tokens_per_second: NotRequired[dict[str, float]]  # by batch size; where time was measured, as are the following

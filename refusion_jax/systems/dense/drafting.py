@@ -2,8 +2,8 @@
 
 The text is written left to right, each token predicted by the one before it. (The first token of a gap that what was
 given does not lead up to is predicted by a mask, which sees all that was committed.) Slots of masks guess ahead. Each
-forward feeds the last token, N - 1 drafts of the tokens after it, and N masks for each of G prefixes of the drafts, as
-if the text ended there:
+forward pass takes the last token, N - 1 drafts of the tokens after it, and N masks for each of G prefixes of the
+drafts, as if the text ended there:
 
     places   3 4 5 6 | 5 6 7 8 | 7 8 9 10       N = 4, G = 2: masks after the first draft, and after all three
     tokens   x d d d | M M M M | M M M M
@@ -16,11 +16,11 @@ if the text ended there:
     M        1 1 . .   1 1 1 .   . . . .
     M        1 1 . .   1 1 1 1   . . . .        The G prefixes are those at which rejection is most probable, by the
     M        1 1 1 1   . . . .   1 . . .        probabilities of the drafts. With two slots at once, the second half
-    M        1 1 1 1   . . . .   1 1 . .        of the masks does not see the first. The prefill's last forward feeds
+    M        1 1 1 1   . . . .   1 1 . .        of the masks does not see the first. The prefill's last forward takes
     M        1 1 1 1   . . . .   1 1 1 .        the first masks, and so commits the first token.
     M        1 1 1 1   . . . .   1 1 1 1
 
-Axes: B rows, N tokens that a forward commits at most, M = N - 1 drafts, G prefixes, W = N (1 + G) fed tokens, P given
+Axes: B rows, N tokens per forward at most, M = N - 1 drafts, G prefixes, W = N (1 + G) fed tokens, P given
 tokens of the prefill's last forward, V vocabulary.
 """
 
@@ -50,7 +50,7 @@ from refusion_jax.model.transformer import Transformer
 # (slots drafted at once, 0 for a single mask; prefixes followed by masks) -> share of the drafts that are accepted, as
 # measured with slots of 8 (benchmarks/results/dense.md).
 _ACCEPTED = {(0, 1): 0.0, (1, 1): 0.53, (1, 2): 0.54, (2, 2): 0.33}
-_OVERHEAD = 16  # tokens of arithmetic that the rest of a forward takes, at the least
+_OVERHEAD = 16  # tokens of arithmetic that the rest of a forward pass takes, at the least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DraftSettings(shared.Settings):
 
     slot_size: int = setting(8, "Tokens per slot", scope="compiled", at_least=1, at_most=4096)
     fed_tokens: int = setting(
-        0, "Tokens that a forward feeds for each row, at most: those of 2, 3 or 6 slots, which are drafts and the "
+        0, "Tokens of each row in a forward pass, at most: those of 2, 3 or 6 slots, which are drafts and the "
         "masks after one or two prefixes of them; with fewer it writes one token at a time; 0: what pays on this "
         "device. The text is always the same",
         scope="compiled", at_least=0, at_most=2**16,
@@ -127,7 +127,7 @@ class Drafting(Continuer):
         return {max(fitting): 1.0} if self.fed_tokens else fitting
 
     def shape(self, model: Transformer, rows: int) -> tuple[int, int]:
-        """(N, G) of a forward with this many rows: most tokens in a time that grows with all that is fed."""
+        """(N, G) of a forward pass with this many rows: most tokens in a time that grows with all that is fed."""
         free = free_tokens(model.weight_bytes, device_kind_here(), model.operand_dtype.itemsize)
         rows = rows // shard_count_here("batch")
 

@@ -1,8 +1,8 @@
-"""Speculation: what a forward feeds ahead of time, and the compiled shapes of forwards that hold it.
+"""Speculation: tokens fed ahead of time, and the compiled shapes of forward passes that hold them.
 
 Speculative tokens (the next plan, and with the authors' infilling the next drafts) never change the text; they only
-save forwards. They are free while a forward is bound by reading its weights, and where the shape that runs anyway has
-places left; otherwise they cost as much as any token. So there is a budget in tokens per forward: needed tokens are
+save forwards. They are free while a forward pass is bound by reading its weights, and where the shape that runs anyway
+has places left; otherwise they cost as much as any token. So there is a budget in tokens per forward: needed tokens are
 always fed, and speculative ones within the budget, or where the row has shown that they pay, or where the shape has
 room. Room goes to the smallest requests first, so that most are granted in full, since a partly granted one is of
 little use.
@@ -24,7 +24,7 @@ from refusion_jax.model.transformer import Transformer
 _LEAST_PORTION = 16  # places whose logits are computed at once, at least; fewer cost as much on CPU
 MOST_ODDS = 4  # rows whose drafts are surer to hold are granted no more: shapes would be compiled for little
 _SHAPES = 6  # compiled shapes, at most; each has two thirds of the places of the next, which limits padding
-_TILE = 8  # places of a tile where rows feed few tokens: narrower tiles make attention slow, wider ones are seldom full
+_TILE = 8  # places of a tile where rows have few tokens: narrower tiles make attention slow, wider ones are seldom full
 _TILES_A_ROW = 4  # on average, at most, as each tile reads the keys of its row again
 
 
@@ -47,8 +47,8 @@ class Sizes:
     """Compiled sizes that depend on the batch and the device."""
 
     shards: int  # of rows
-    shapes: tuple[ForwardShape, ...]  # of a forward
-    free: int  # tokens that a forward of a shard can feed in the time that reading the weights takes
+    shapes: tuple[ForwardShape, ...]  # of a forward pass
+    free: int  # tokens that a shard can compute in the time that reading the weights takes
     portion: int  # places whose logits are computed at once
 
     @classmethod
@@ -73,10 +73,10 @@ class Sizes:
         """(index of the shape to run, number of speculative tokens of each row).
 
         Args:
-          needed: tokens that each row must feed.
-          plan, drafts: speculative tokens of the next plan, and of the next drafts, that each row could feed.
+          needed: tokens of each row that must be fed.
+          plan, drafts: speculative tokens of each row that could be: of the next plan, and of the next drafts.
           room: of each row for speculative tokens.
-          budget: tokens up to which a forward of a shard may speculate; -1: as many as pay.
+          budget: tokens up to which a forward pass of a shard may speculate; -1: as many as pay.
           plan_hits, plan_misses: how often a speculative plan could be used, and how often not.
           active: rows that are not finished.
         """
@@ -88,16 +88,16 @@ class Sizes:
 
 
 def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -> tuple[ForwardShape, ...]:
-    """The compiled shapes of a forward, smallest first; for a single row each is one tile.
+    """The compiled shapes of a forward pass, smallest first; for a single row each is one tile.
 
     Rows are seldom wide at the same time, so most forwards need only part of the places that all rows could fill.
 
     Args:
       rows: of a shard.
-      width: tokens that a row can feed, at most.
-      needed: tokens that a row must feed, at most.
+      width: tokens of a row, at most.
+      needed: those of them without speculation, at most.
       budget: up to how many tokens all rows together may speculate.
-      slot_size: most rows feed whole slots.
+      slot_size: most rows have whole slots.
     """
     most = max(rows * needed, min(rows * width, budget))
     sizes = [-(-most * 2**i // 3**i) for i in range(_SHAPES)]
@@ -108,7 +108,7 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
     for size in sizes:
         tile = max(size // (rows * _TILES_A_ROW * least), 1) * least
         shapes.append(ForwardShape(width, tile, -(-size // tile)))
-    # The largest shape must hold all needed tokens, or, with a budget for everything, all tokens that rows can feed. A
+    # The largest shape must hold all needed tokens, or, with a budget for everything, all tokens of all rows. A
     # tile holds tokens of one row only, so this takes more places than tokens.
     tile, each = shapes[0].tile, width if budget >= rows * width else needed
     shapes[0] = ForwardShape(width, tile, max(shapes[0].tiles, rows * -(-each // tile)))
@@ -120,12 +120,12 @@ def worthwhile(
 ) -> Int32[Array, "B"]:
     """Up to how many speculative tokens a row gains more than it loses, by how often its drafts were all accepted.
 
-    A forward of n tokens takes about as long as `free` + n tokens' arithmetic. If the drafts before them are accepted,
-    speculative tokens need not be fed later, and one forward of the row is saved, of which the weights are read for all
-    live rows together; otherwise they are lost. With odds of o they are expected to pay up to o free / rows tokens.
-
+    A forward pass of n tokens takes about as long as `free` + n tokens' arithmetic. If the drafts before them are
+    accepted, speculative tokens need not be fed later, and one forward of the row is saved, of which the weights are
+    read for all live rows together; otherwise they are lost. With odds of o they are expected to pay up to o free /
+    rows tokens.
     Args:
-      free: tokens that a forward can feed in the time of reading the weights.
+      free: tokens that a forward pass can compute in the time of reading the weights.
       hits: how often all drafts before a speculative plan were accepted.
       misses: how often they were not.
       active: rows that are not finished.
@@ -147,10 +147,10 @@ def choose(
     """Chooses the shape to run, and the number of speculative tokens of each row.
 
     Args:
-      needed: tokens that each row must feed.
-      requested: speculative tokens that each row could feed; it asks for the first option that pays, or else for the
+      needed: tokens of each row that must be fed.
+      requested: speculative tokens of each row; it asks for the first option that pays, or else for the
         first one, in case the shape has room.
-      budget: tokens up to which a forward of a shard may speculate, by the settings of each row.
+      budget: tokens up to which a forward pass of a shard may speculate, by the settings of each row.
       affordable: tokens up to which each option pays whatever the budget.
       shapes: from `shapes_of`.
       shards: S.

@@ -42,7 +42,7 @@ class ExactInfill(SlotDecoder):
     draws_drafts: ClassVar[bool] = True
 
     def needs(self, work: ExactWork, here: Block) -> Needs:
-        """A row that verifies feeds its drafts; all but the last token of a slot are followed by one to compare."""
+        """A row that verifies has its drafts fed; all but the last token of a slot are followed by one to compare."""
         is_verify = work.phase == VERIFY
         chosen = work.chosen & is_verify[:, None]
         offset, none = jnp.arange(self.slot_size)[None, None], jnp.zeros_like(here.size)

@@ -1,4 +1,4 @@
-"""The feed: what one forward of the ReFusion decoders feeds on top of each row's cache, and what is read from it.
+"""The feed: the tokens of one forward pass on top of each row's cache, and what is read from their logits.
 
 A feed has parts, each of which may be empty: drafts of a block's slots, mask tokens that plan slots, and with the
 authors' infilling mask tokens in place of drafts. On the grid [parts, M slots, K tokens] most places are empty; the

@@ -1,13 +1,13 @@
 """Plan and infill (ReFusion, arXiv 2512.13586, section 3.3): what both kinds of infilling have in common.
 
-Every row of a batch is in a phase, which decides what the row feeds and how it uses the logits, so that no row waits
-for another. In the phase PLAN it feeds mask tokens of the slots that remain of its serial block, and chooses the
-confident ones. The phases that follow make text of the chosen slots' drafts: those of exact infilling (decoder.py) or
-of the paper's thresholds (authors.py). If speculation (budget.py) has room, these phases feed the next plan, too.
-Its tokens attend to exactly what they would attend to in a forward of their own, so the text is the same: if all drafts
-are committed, the plan is already there, and a forward is saved.
+Every row of a batch is in a phase, which decides which of its tokens are fed and how their logits are used: no row
+waits for another. In the phase PLAN these are mask tokens of the slots that remain of its serial block, and it chooses
+the confident ones. The phases that follow make text of the chosen slots' drafts: those of exact infilling (decoder.py)
+or of the paper's thresholds (authors.py). If speculation (budget.py) has room, the next plan is fed with them. Its
+tokens attend to exactly what they would attend to in a forward pass of their own, so the text is the same: if all
+drafts are committed, the plan is already there, and one forward is saved.
 
-Axes: B rows, M slots of a block, K slot size, W width of a forward.
+Axes: B rows, M slots of a block, K slot size, W width of a forward pass.
 """
 
 import dataclasses
@@ -92,11 +92,11 @@ class SlotDecoder(Decoder):
     slot_size: int  # K
     slots: int  # at most, in a row
     block_slots: int  # M, at most, in a serial block
-    budget: int  # tokens up to which a forward of a shard may speculate, if requests set it
+    budget: int  # tokens up to which a forward pass of a shard may speculate, if requests set it
 
     @classmethod
     def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
-        """A plan feeds a serial block, of whole slots."""
+        """A plan takes a serial block, of whole slots."""
         slots, most = new_tokens // slot_size, max(1, round(new_tokens / fed))
         return {"serial_blocks": next(blocks for blocks in range(most, 0, -1) if slots % blocks == 0)}
 
@@ -107,7 +107,7 @@ class SlotDecoder(Decoder):
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
-        """The smallest sizes that serve all of these requests; the cache has room for what a forward writes."""
+        """The smallest sizes that serve all of these requests; the cache has room for what a forward pass writes."""
         K, block_slots = requests[0].settings.slot_size, max(map(slots_a_block, requests))
         return cls.sized(
             requests,
@@ -121,7 +121,7 @@ class SlotDecoder(Decoder):
 
     @classmethod
     def slots_of_a_forward(cls, request: Request) -> int:
-        """Slots that the widest forward of a request feeds: those of a block, and speculating those of the next."""
+        """Slots of the widest forward pass of a request: those of a block, and speculating those of the next."""
         per_block = slots_a_block(request)
         if not request.settings.budget:
             return per_block

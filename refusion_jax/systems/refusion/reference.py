@@ -188,7 +188,7 @@ def one_by_one(model: Transformer, request: Request) -> dict:
         for place in slot:
             if place == slot[0]:
                 p = text.probabilities("first", [(text.plain.ids.mask_id, place)])
-            else:  # feeds the last committed token again in place of its committed copy
+            else:  # the last committed token is fed again in place of its committed copy
                 last = text.tokens.pop(), text.places.pop()
                 text.seen.pop()
                 p = {place: text.probabilities("next", [last])[last[1]]}

@@ -1,8 +1,8 @@
 """One token per forward from a slot-diffusion model, in text order.
 
 The first token of a slot is predicted by a mask token at its place, the others by the token before them. This is the
-baseline for speed, and a check of the cache. A forward feeds the last token, whose keys and values are not committed
-yet, and a mask token, which is used at the start of a slot.
+baseline for speed, and a check of the cache. Each forward pass takes the last token, whose keys and values are not
+committed yet, and a mask token, which is used at the start of a slot.
 
 Axes: B rows, N places to decode.
 """

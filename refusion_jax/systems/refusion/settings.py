@@ -64,7 +64,7 @@ class SlotSettings(_Slots):
         "and the next token; 0: always the next token, 1: always the draft", at_least=0, at_most=1,
     )  # fmt: skip
     speculate: str = setting(
-        AUTO, "Tokens up to which a forward speculates, in each shard of the rows: the same text in fewer forwards. "
+        AUTO, "Tokens up to which one forward speculates, in each shard of the rows: the same text in fewer forwards. "
         "'auto': as many as save time on this device; 0: no speculation",
         choices=(AUTO,), or_number=True,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
   model.generate(input_ids=ids, max_new_tokens=64, custom_generate=DIR, trust_remote_code=True)
 
-Writes the text that the model writes greedily, one token at a time, in fewer forwards: each feeds the last token, the
+Writes the text that the model writes greedily, one token at a time, in fewer forwards: each takes the last token, the
 drafts of those after it, and a slot of masks that guess what follows the drafts that are likely to be right.
 
 Axes: B rows, T tokens of a prompt, W fed tokens, V vocabulary.
@@ -21,7 +21,7 @@ def generate(model, input_ids=None, inputs=None, slot_size=8, **asked):
     Args:
       model: a causal language model of transformers, trained by `dense`.
       input_ids, inputs: [B, T] prompts, by either name.
-      slot_size: masks of a forward, as many as a slot of the training had.
+      slot_size: masks of a forward pass, as many as a slot of the training had.
       asked: max_new_tokens and others, see `decode_rows`.
     """
     prompts = inputs if input_ids is None else input_ids
