@@ -17,7 +17,7 @@ from refusion_jax.decoding.requests import prepare
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import forwards_of
 from refusion_jax.serving.engine import MOST_WAITING, Engine
-from refusion_jax.serving.jobs import BusyError, Job
+from refusion_jax.serving.jobs import BusyError, FailedError, Job
 from refusion_jax.serving.writer import Writer
 from refusion_jax.systems.api import decoder_for
 
@@ -258,6 +258,28 @@ def test_a_forward_that_fails_takes_only_the_answers_in_it(engine, monkeypatch, 
     assert capsys.readouterr().out.endswith("; answers that are lost: 1\n")
     expected = decode(model, prompts, settings("ar", new=8, eos_id=29)).tokens
     assert [answer.tokens for _, answer in told.finished[1:]] == expected[1:]
+
+
+def test_an_admission_that_fails_takes_only_the_requests_in_it(engine, monkeypatch):
+    """With the arrays that it was given, as a device does that has no memory left."""
+    engine, model, own = engine
+    told, admit, results = Told(), queue._admit, []
+
+    def breaks(*args):
+        results.append(admit(*args))
+        return results[-1] if len(results) > 1 else 1 / 0
+
+    long = next(p for p in ([BOS, 5 + i] for i in range(20)) if len(decode(model, [p], own).tokens[0]) == 96)
+    engine.submit([told.job("long", request_of(engine, long, 96), told.hold, is_watched=True)])
+    wait_until(lambda: engine.load["decoding"])
+    monkeypatch.setattr(queue, "_admit", breaks)
+    engine.submit([told.job(i, request_of(engine, [BOS, 9 + i], 8)) for i in range(2)])
+    names = told.wait(3)
+    assert (names[0], sorted(names[1:], key=str)) == ("failed", [1, "long"])
+    answers = dict(told.finished)
+    assert isinstance(answers["failed"], FailedError)
+    assert answers["long"].tokens == decode(model, [long], own).tokens[0]
+    assert answers[1].tokens == decode(model, [[BOS, 10]], settings("ar", new=8, eos_id=29)).tokens[0]
 
 
 def test_a_device_that_goes_on_failing_ends_the_engine_and_tells_everybody(engine, monkeypatch):

@@ -85,7 +85,7 @@ class Engine:
         self._drafts = np.zeros(2, np.int64)  # that were verified, and those of them that were committed
         self._waiting: collections.deque[collections.deque[Job]] = collections.deque()  # those of each caller
         self._rows: dict[int, Job] = {}
-        self._taken: list[Job] = []  # that are about to be admitted
+        self._taken: list[Job] = []  # that are being admitted, until the device says that they are
         self._read: list[tuple[Job, Any, bool]] = []  # what is to be reported: see `_report`
         self._changed = threading.Condition()
         self._is_started = self._is_closed = False
@@ -227,7 +227,10 @@ class Engine:
             self._failed()
 
     def _begin_anew(self, error: Exception) -> None:
-        """Fails what is in the batch and replaces it by an empty one; what waits goes on.
+        """Replaces the batch by an empty one, as an array that was donated is gone.
+
+        The requests that were being admitted fail, or else all in the batch; the others are decoded again, to the same
+        answers. So each failure fails at least one, and none is repeated for ever.
 
         Raises:
           Exception: where that one cannot decode either.
@@ -236,12 +239,15 @@ class Engine:
             raise error
         for job, outcome, is_finished in self._read:
             self._report(job, outcome, is_finished)
-        lost = [job for job in (*self._rows.values(), *self._taken) if not job.is_over]
+        alive = [job for job in self._in_batch if not job.is_over]
+        lost = [job for job in alive if job in self._taken or not self._taken]
         why = f"decoding has failed: {type(error).__name__}: {first_line(error)}"
         say(f"{why}; answers that are lost: {len(lost)}")
         for job in lost:
             job.is_over = True
             job.fail(FailedError(why))
+        with self._changed:
+            self._waiting.extendleft(collections.deque([job]) for job in alive if job not in lost)
         self._rows, self._taken, self._read = {}, [], []
         traceback.clear_frames(error.__traceback__)  # with the old batch, before memory is taken for the new one
         del self._batch
@@ -255,11 +261,15 @@ class Engine:
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
-            jobs = [*self._rows.values(), *self._taken, *(job for some in self._waiting for job in some)]
+            jobs = [*self._in_batch, *(job for some in self._waiting for job in some)]
             self._rows.clear()
             self._waiting.clear()
         for job in jobs:
             job.fail(error)
+
+    @property
+    def _in_batch(self) -> list[Job]:
+        return [*dict.fromkeys((*self._rows.values(), *self._taken))]
 
     def _decode(self) -> None:
         """The loop: while the device decodes, the host reports what was read before."""
@@ -268,7 +278,6 @@ class Engine:
             self._taken = some
             admitted = batch.admit([job.request for job in some])
             rows |= zip(admitted, some, strict=True)
-            self._taken = []
             for row in admitted:
                 rows[row].cached = int(batch.known[row])
             if rows:
@@ -280,7 +289,7 @@ class Engine:
                 self._report(job, outcome, is_finished)
             self._read = []
             if rows:
-                progress = batch.look()
+                progress, self._taken = batch.look(), []
                 self._drafts += progress.drafts.sum(axis=0)
                 for row, error in batch.failed.items():
                     if row in rows and not rows[row].is_over:
