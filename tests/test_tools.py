@@ -132,6 +132,38 @@ def test_a_prompt_is_what_the_template_makes_of_tools_calls_and_results(client, 
     assert ask(client, tool_choice="none", max_tokens=1).usage.prompt_tokens == len(plain)
 
 
+def test_the_newer_api_calls_and_hears_results_as_chats_do(client, address):
+    """Whole, and as OpenAI's client puts a stream together."""
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    how = {"tool_choice": {"type": "function", "name": "shirt"}, "tools": flat, "temperature": 0.0}
+    how |= {"model": "tiny", "max_output_tokens": 256}
+    (expected,) = ask(client, tool_choice=BY_NAME, temperature=0.0).choices[0].message.tool_calls
+    whole = client.responses.create(input=ASK, **how)
+    with client.responses.stream(input=ASK, **how) as events:
+        told = [event for event in events if "function_call_arguments" in event.type]
+        streamed = events.get_final_response()
+    for response in (whole, streamed):
+        (call,) = response.output
+        assert (call.type, call.name, call.arguments) == ("function_call", "shirt", expected.function.arguments)
+        assert (response.status, response.usage.output_tokens) == ("completed", whole.usage.output_tokens)
+    assert "".join(event.delta for event in told[:-1]) == told[-1].arguments == expected.function.arguments
+    heard = {"type": "function_call_output", "call_id": call.call_id, "output": "ok"}
+    again = client.responses.create(input=[*ASK, call, heard], **how | {"tool_choice": "none", "max_output_tokens": 4})
+    turns = [*ASK, {"role": "assistant", "tool_calls": [expected]}, {"role": "tool", "content": "ok"}]
+    assert again.usage.input_tokens == ask(client, turns, tool_choice="none", max_tokens=1).usage.prompt_tokens
+    assert again.output[0].content[0].text == again.output_text
+    (chat,) = ask(client, turns, tool_choice="none", max_tokens=4, temperature=0.0).choices
+    assert again.output_text == chat.message.content
+    for given, message in (
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: "),
+        ({"tool_choice": "required"}, "tool_choice: required needs tools"),
+        ({"input": [{"type": "reasoning"}]}, "input.0: must be a message, a "),
+        ({"input": [heard | {"output": 3}]}, "input.0.function_call_output.output: "),
+    ):
+        answer = httpx.post(f"{address}/v1/responses", json={"input": "a"} | given)
+        assert (answer.status_code, answer.json()["error"]["message"][: len(message)]) == (400, message)
+
+
 def test_a_client_sees_how_much_of_its_prompt_was_known(client, address):
     """The turns of a conversation begin alike, and all of them with the tools."""
     turns = [{"role": "user", "content": "What is the number? " * 30}]

@@ -94,9 +94,8 @@ def make_app(service: Service, access: Access, version: str) -> FastAPI:
     @app.post("/v1/responses", **_documented(TextRequest))
     async def responses(body: Annotated[TextRequest, _parsed(TextRequest)], request: Request):
         _check_model(body.model, service)
-        chat = body.chat
-        chat.seed = service.seed_of(chat)
-        reply = await anyio.to_thread.run_sync(TextReply, service, body, chat)
+        body.chat.seed = service.seed_of(body.chat)
+        reply = await anyio.to_thread.run_sync(TextReply, service, body)
         return await reply.stream(lambda delta, scores: _said(delta)) if body.stream else await reply.respond(request)
 
     # What lm-eval's local-completions asks to tokenize as the model does.

@@ -9,7 +9,7 @@ from refusion_jax.serving.strict import Strict
 
 _MOST_CHOICES = 1024  # answers in a response
 _MOST_PARTS = 1024  # messages of a conversation, and texts to choose from
-_MOST_TOOLS = 128
+MOST_TOOLS = 128
 _MOST_STOPS, _LONGEST_STOP = 16, 256  # looked for in every row again and again
 _ANY_OBJECT = {"type": "object"}
 
@@ -178,7 +178,7 @@ class Chat(_Body):
     logprobs: bool = Field(False, description="Slots are scored in text order")
     top_logprobs: int = Field(0, ge=0, le=1, description="1: the most probable token at each place, too")
     chat_template_kwargs: TemplateArguments = Field(default_factory=TemplateArguments)
-    tools: list[Tool] = Field(default_factory=list, max_length=_MOST_TOOLS, description="What the model may call")
+    tools: list[Tool] = Field(default_factory=list, max_length=MOST_TOOLS, description="What the model may call")
     tool_choice: Literal["none", "auto", "required"] | NamedTool = Field(
         "auto", description="none: tells the model of no tools; required, or one by its name: the answer is calls"
     )

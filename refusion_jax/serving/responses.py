@@ -1,5 +1,6 @@
-"""OpenAI's /v1/responses, for text: the request as a chat, and the answer in its own form."""
+"""OpenAI's /v1/responses, for text and calls: the request as a chat, and the answer in its own form."""
 
+import functools
 import itertools
 import json
 import uuid
@@ -7,18 +8,21 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from refusion_jax.cli.errors import UserError
+from refusion_jax.serving.conversation import CalledFunction, Function, Named
 from refusion_jax.serving.jobs import BusyError
-from refusion_jax.serving.protocol import Chat, JsonSchema
+from refusion_jax.serving.protocol import MOST_TOOLS, Chat, JsonSchema
 from refusion_jax.serving.reply import Reply
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.strict import Strict
 
 _MOST_PARTS = 1024
-_STATUS = {"stop": "completed", "length": "incomplete", None: "in_progress"}  # by the reason for which an answer ends
-_AS_CHAT = {"max_output_tokens": "max_tokens"} | {name: name for name in ("model", "temperature", "top_p", "stream")}
+# By the reason for which an answer ends.
+_STATUS = {"stop": "completed", "tool_calls": "completed", "length": "incomplete", None: "in_progress"}
+_AS_CHAT = {"max_output_tokens": "max_tokens"}
+_AS_CHAT |= {name: name for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls")}
 
 
 class Part(Strict):
@@ -29,14 +33,62 @@ class Part(Strict):
     annotations: list[Any] = Field(default_factory=list, max_length=_MOST_PARTS)
 
 
+Content = str | Annotated[list[Part], Field(max_length=_MOST_PARTS)]
+
+
 class Item(Strict):
     """A turn of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(max_length=_MOST_PARTS)]
+    content: Content
     id: str = ""
     status: str = ""
+
+
+class Call(CalledFunction):
+    """A call that the model has made before."""
+
+    type: Literal["function_call"]
+    call_id: str
+    id: str = ""
+    status: str = ""
+
+
+class Result(Strict):
+    """What a call has given."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str = ""
+    status: str = ""
+
+
+def _type(item: Any) -> Any:
+    return (item.get("type") if isinstance(item, dict) else None) or "message"
+
+
+AnyItem = Annotated[
+    Annotated[Item, Tag("message")]
+    | Annotated[Call, Tag("function_call")]
+    | Annotated[Result, Tag("function_call_output")],
+    Discriminator(_type, "no_item", "must be a message, a function_call or a function_call_output"),
+]
+
+
+class OfFunction(Strict):
+    """The only kind of tool."""
+
+    type: Literal["function"]
+
+
+class FlatTool(Function, OfFunction):
+    """A function that the model may call."""
+
+
+class FlatNamedTool(Named, OfFunction):
+    """The function that has to be called."""
 
 
 class Format(JsonSchema):
@@ -54,7 +106,7 @@ class Text(Strict):
 class TextRequest(Strict):
     """The body of POST /v1/responses; nothing is stored, so that `input` has all turns."""
 
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=_MOST_PARTS)]
+    input: list[AnyItem] = Field(min_length=1, max_length=_MOST_PARTS, description="Turns, or the text of the user's")
     instructions: str | None = Field(None, description="Of the system, before the input")
     model: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**24)
@@ -62,6 +114,14 @@ class TextRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool = False
     text: Text = Text()
+    tools: list[FlatTool] = Field(default_factory=list, max_length=MOST_TOOLS, description="What the model may call")
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool = "auto"
+    parallel_tool_calls: bool = True
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _a_text_is_a_turn(cls, given: Any) -> Any:
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> Self:
@@ -71,32 +131,40 @@ class TextRequest(Strict):
             raise ValueError(error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")) from error
         return self
 
-    @property
+    @functools.cached_property
     def chat(self) -> Chat:
         """The same as a chat."""
-        items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         turns = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        for item in items:
-            parts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
-            turns.append({"role": item.role, "content": "".join(parts)})
+        for item in self.input:
+            if isinstance(item, Item):
+                turns.append({"role": item.role, "content": _text(item.content)})
+            elif isinstance(item, Result):
+                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            else:  # part of what the assistant has said last
+                if not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant", "content": ""})
+                function = {"name": item.name, "arguments": json.dumps(item.arguments)}
+                turns[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         wanted = {"type": self.text.format.type}
         if self.text.format.schema_ is not None:
             wanted["json_schema"] = {"schema": self.text.format.schema_}
+        tools, choice = [_nested(tool) for tool in self.tools], self.tool_choice
         own = {chat: getattr(self, name) for name, chat in _AS_CHAT.items()}
+        own |= {"tools": tools, "tool_choice": choice if isinstance(choice, str) else _nested(choice)}
         return Chat.model_validate({"messages": turns, "response_format": wanted, **own})
 
 
 class TextReply(Reply):
     """The answer to one request."""
 
-    def __init__(self, service: Service, body: TextRequest, chat: Chat):
-        super().__init__(service, chat, "resp", "response", service.chat(chat))
-        self._item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+    def __init__(self, service: Service, body: TextRequest):
+        super().__init__(service, body.chat, "resp", "response", service.chat(body.chat))
         self._head["created_at"] = self._head.pop("created")
-        self._head |= {"instructions": body.instructions, "temperature": body.temperature, "top_p": body.top_p}
-        self._head |= {"metadata": {}, "error": None, "tools": [], "tool_choice": "none", "parallel_tool_calls": False}
+        self._head |= {"metadata": {}, "error": None}
+        given = {"instructions", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls"}
+        self._head |= body.model_dump(include=given)
 
-    def _response(self, text: str, reason: str | None) -> dict[str, Any]:
+    def _response(self, output: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
         """The response so far; the reason for which the answer has ended, if it has."""
         usage = self._usage()
         counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
@@ -105,45 +173,83 @@ class TextReply(Reply):
         return self._head | {
             "status": _STATUS[reason],
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
-            "output": [self._message(text, reason)] if reason else [],
+            "output": output,
             "usage": counts if reason else None,
         }
 
-    def _message(self, text: str, reason: str | None) -> dict[str, Any]:
-        return self._item | {"status": _STATUS[reason], "content": [_part(text)] if reason else []}
-
     async def respond(self, request: Request) -> dict[str, Any]:
         """The whole response."""
-        (choice,) = (await self.whole(request, lambda number, delta, scores: {"text": delta.text}))["choices"]
-        return self._response(choice["text"], choice["finish_reason"])
+        (choice,) = (await self.whole(request, lambda number, delta, scores: {"delta": delta}))["choices"]
+        delta, reason = choice["delta"], choice["finish_reason"]
+        output = [_message(delta.text, reason)] if delta.text or not delta.calls else []
+        return self._response([*output, *map(_call, delta.calls)], reason)
 
     async def _events(self, *_: Any) -> AsyncIterator[str]:
-        """As OpenAI's clients expect them; one event for each piece of text."""
-        place = {"item_id": self._item["id"], "output_index": 0, "content_index": 0}
-        numbers, text, reason = itertools.count(), "", None
+        """As OpenAI's clients expect them; one event for each piece of text, and one for the arguments of each call."""
+        numbers, output, text, reason = itertools.count(), [], "", None
 
         def event(kind: str, **fields: Any) -> str:
             said = {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
             return f"event: response.{kind}\ndata: {json.dumps(said, ensure_ascii=False)}\n\n"
 
+        def added(item: dict[str, Any]) -> str:
+            output.append(item)
+            return event("output_item.added", output_index=len(output) - 1, item=item)
+
+        def last() -> dict[str, Any]:
+            return {"item_id": output[-1]["id"], "output_index": len(output) - 1}
+
         try:
-            yield event("created", response=self._response("", None))
-            yield event("output_item.added", output_index=0, item=self._message("", None))
-            yield event("content_part.added", **place, part=_part(""))
+            yield event("created", response=self._response([], None))
+            spoken = None  # fields that name the message, once there is one
             async for _, delta, _ in self._arriving():
                 text, reason = text + delta.text, delta.finish_reason
+                if spoken is None and (delta.text or (reason and not (output or delta.calls))):
+                    yield added(_message("", None))
+                    spoken = last() | {"content_index": 0}
+                    yield event("content_part.added", **spoken, part=_part(""))
                 if delta.text:
-                    yield event("output_text.delta", **place, delta=delta.text, logprobs=[])
-            yield event("output_text.done", **place, text=text, logprobs=[])
-            yield event("content_part.done", **place, part=_part(text))
-            yield event("output_item.done", output_index=0, item=self._message(text, reason))
-            kind = "completed" if reason == "stop" else "incomplete"
-            yield event(kind, response=self._response(text, reason))
+                    yield event("output_text.delta", **spoken, delta=delta.text, logprobs=[])
+                for call in map(_call, delta.calls):
+                    told = {name: call[name] for name in ("name", "arguments")}
+                    yield added(call | {"arguments": "", "status": "in_progress"})
+                    yield event("function_call_arguments.delta", **last(), delta=call["arguments"])
+                    yield event("function_call_arguments.done", **last(), **told)
+                    output[-1] = call
+                    yield event("output_item.done", output_index=len(output) - 1, item=call)
+            if spoken:
+                yield event("output_text.done", **spoken, text=text, logprobs=[])
+                yield event("content_part.done", **spoken, part=_part(text))
+                at = spoken["output_index"]
+                output[at] = _message(text, reason) | {"id": spoken["item_id"]}
+                yield event("output_item.done", output_index=at, item=output[at])
+            yield event(_STATUS[reason], response=self._response(output, reason))
         except (UserError, BusyError, RuntimeError) as error:  # the status has been sent already
             failed = {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
-            yield event("failed", response=self._response(text, None) | failed)
+            yield event("failed", response=self._response(output, None) | failed)
         finally:
             self._forget()
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _nested(flat: FlatTool | FlatNamedTool) -> dict[str, Any]:
+    """As chats have it."""
+    return {"type": "function", "function": flat.model_dump(exclude={"type"}, exclude_unset=True)}
+
+
+def _message(text: str, reason: str | None) -> dict[str, Any]:
+    """An item of the output; the reason for which the answer has ended, if it has."""
+    item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": _STATUS[reason]}
+    return item | {"content": [_part(text)] if reason else []}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """An item of the output, of a call as chats have it."""
+    item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed", "call_id": call["id"]}
+    return item | call["function"]
 
 
 def _part(text: str) -> dict[str, Any]:
