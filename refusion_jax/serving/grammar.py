@@ -15,8 +15,14 @@ from refusion_jax.serving.tools import calls_grammar
 _LARGEST = 1 << 18  # characters of a grammar
 # JSON as Python's json.dumps writes it. Free white space would let an answer go on for ever, and nothing be forced.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-# Less than the library's own: milliseconds for what a place allows, some ten MB for a grammar.
-_LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 20_000, "verbose_errors": False}
+# Less than the library's own: 0.1 s for the first place, milliseconds for others, some ten MB for a grammar.
+_LIMITS = {
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
 
 
 class Grammars:
