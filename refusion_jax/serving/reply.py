@@ -23,8 +23,6 @@ from refusion_jax.serving.scores import ScoredStream
 from refusion_jax.serving.service import Service
 from refusion_jax.serving.writer import Delta
 
-_BETWEEN_LOOKS = 0.2  # seconds between two checks of whether a client is still there
-
 
 class Reply:
     """The answer to one HTTP request: some choices, decoded side by side."""
@@ -103,14 +101,15 @@ class Reply:
                 ends[number] = self._end(delta, answer, [c for p in said[number] for c in p.commits])
 
         self._submit(is_watched=False)
-        collecting = asyncio.ensure_future(collect())
+        collecting, leaving = asyncio.ensure_future(collect()), asyncio.ensure_future(_leaves(request))
         try:
-            while not (await asyncio.wait({collecting}, timeout=_BETWEEN_LOOKS))[0]:
-                if await request.is_disconnected():
-                    raise HTTPException(499, "the client is gone")
+            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                raise HTTPException(499, "the client is gone")
             await collecting
         finally:
             collecting.cancel()
+            leaving.cancel()
             self._forget()
         answers = [
             dataclasses.replace(own[-1], text="".join(d.text for d in own), calls=[c for d in own for c in d.calls])
@@ -202,6 +201,12 @@ class Reply:
             put((number, error, None))
 
         return Job(one.request, report, fail, is_watched or _ends_early(one), by_forward)
+
+
+async def _leaves(request: Request) -> None:
+    """Waits until the client has closed the connection; its request has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _ends_early(one: Choice) -> bool:
