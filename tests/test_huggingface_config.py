@@ -13,7 +13,7 @@ from refusion_jax.data.tokenizer import SentencePieceTokenizer
 from refusion_jax.model import huggingface_config
 
 SCALED = {"rope_type": "linear", "factor": 4.0}
-CONTRADICTIONS = [  # what config.json says of a family, and what is said of that
+CONTRADICTIONS = [  # what config.json says of a family (...: nothing), and what is said of that
     ("llama", {"is_causal": False}, "is_causal=false is not supported"),
     ("llama", {"sliding_window": 4}, "sliding_window=4 is not supported"),
     ("llama", {"query_pre_attn_scalar": 3}, "query_pre_attn_scalar=3 is not supported"),
@@ -30,6 +30,7 @@ CONTRADICTIONS = [  # what config.json says of a family, and what is said of tha
     ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor.* is not supported"),
     ("qwen3", {"rope_scaling": LLAMA3 | {"low_freq_factor": 8.0, "original_max_position_embeddings": 32}}, "less than"),
     ("qwen3_moe", {"num_experts": 4, "num_local_experts": 2}, "num_local_experts=2 and num_experts=4 contradict"),
+    ("mistral", {"sliding_window": ...}, "sliding_window=4096 is not supported"),
     ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "we read num_hidden_layers=2 times full_attention, or"),
     ("gemma3_text", {"sliding_window": None}, "sliding_window is missing"),
     ("gemma3_text", {"rope_local_base_freq": None}, "local_rope.0: Input should be a valid number"),
@@ -53,9 +54,18 @@ def test_what_would_be_another_computation_is_refused(family, changes, said, tmp
     described = huggingface_config.describe(tiny_config(family=family, **experts), "float32")
     (tmp_path / "config.json").write_text(json.dumps(described))
     huggingface_config.read_model_config(epath.Path(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(described | changes))
+    described = {key: value for key, value in (described | changes).items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match=said):
         huggingface_config.read_model_config(epath.Path(tmp_path))
+
+
+@pytest.mark.parametrize(("family", "epsilon"), [("llama", 1e-6), ("olmo2", 1e-5)])
+def test_what_config_json_leaves_out_is_the_familys_default(family, epsilon, tmp_path):
+    described = huggingface_config.describe(tiny_config(family=family), "float32")
+    del described["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert huggingface_config.read_model_config(epath.Path(tmp_path)).rms_norm_eps == epsilon
 
 
 def test_of_several_tokens_that_end_a_text_an_answer_ends_with_the_tokenizers(tmp_path):

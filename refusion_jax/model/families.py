@@ -134,12 +134,13 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
         },
     ),
-    "mistral": Family("MistralForCausalLM", fixed={"sliding_window": None}),
+    "mistral": Family("MistralForCausalLM", fixed={"sliding_window": None}, defaults={"sliding_window": 4096}),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         qk_norm="all",
         norms=("post_attention_norm", "post_mlp_norm"),
         fixed={"attention_bias": False, "sliding_window": None},
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, fixed={"use_sliding_window": False}),  # and 2.5
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", fixed={"attention_bias": False, "use_sliding_window": False}),

@@ -170,14 +170,16 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
     found.sort(key=lambda item: any(given.get(key) != value for key, value in item[1].fixed.items()))
     system, release = found[0] if found else (None, Release(model_type, model_type))
     family = FAMILIES.get(release.family)
-    fixed = dict(family.activation | family.fixed if family else {"model_type": ""}) | release.fixed
+    fixed = dict(family.activation | family.fixed if family else {"model_type": None}) | release.fixed
+    defaults = family.defaults if family else {}
     fixed |= {"quantization_config": None, "is_causal": True}
-    fixed |= {key: None for key in _OF_LOCAL if family and key not in family.defaults}
+    fixed |= {key: None for key in _OF_LOCAL if key not in defaults}
     released_types = sorted({one.model_type for some in releases.values() for one in some})
     for key, value in fixed.items():
-        if family is None or given.get(key, value) != value:
+        said = given.get(key, defaults.get(key, value))
+        if family is None or said != value:
             raise UserError(
-                f"{file}: {key}={json.dumps(given.get(key))[:60]} is not supported; of Hugging Face models "
+                f"{file}: {key}={json.dumps(said)[:60]} is not supported; of Hugging Face models "
                 f"we read those of model_type {', '.join([*FAMILIES, *released_types])} with that "
                 f"family's defaults"
             )
@@ -187,11 +189,11 @@ def read_with_names(path: epath.Path, releases: Releases) -> tuple[Config, Mappi
                 f"{file}: {theirs}={given[theirs]!r:.60} and {ours}={given[ours]!r:.60} contradict each other"
             )
     known = {*Config.model_fields, *_OURS, *fixed, *release.keys, *release.ignored, *_IGNORED}
-    known -= set(OPTIONAL) - family.defaults.keys()
+    known -= set(OPTIONAL) - defaults.keys()
     if system and (unknown := sorted(given.keys() - known)):
         raise UserError(f"{file}: {unknown[0]}={json.dumps(given[unknown[0]])[:60]} is not understood")
     renamed = {ours: given[key] for key, ours in {**family.keys, **release.keys}.items() if key in given}
-    given = family.defaults | release.defaults | given | renamed
+    given = defaults | release.defaults | given | renamed
     if system:
         ours = {key: given[key] for key in _OURS if key in given}
         given |= {"model_type": release.family, _SECTION: ours | {"objective": system}}
