@@ -30,6 +30,7 @@ from refusion_jax.cli.progress import waiting
 from refusion_jax.config import check, explained, names
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed.chips import find_chip
+from refusion_jax.distributed.topology import topology_of
 from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.planning.compiler import libtpu_version, prepare_environment, tpu_devices
 from refusion_jax.planning.report import plan_decode, plan_dump, plan_train, to_json, to_table
@@ -39,7 +40,9 @@ from refusion_jax.systems.api import DecodeSettings, all_settings, check_setting
 from refusion_jax.systems.registry import decoders_for
 
 _CONFIG = command.define_config("Config file, such as configs/refusion_8b.py")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice, such as v5p:2x4x4, v5e:8x8, v6e:4x8 or v4:2x4x4")
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "TPU slice, such as v5p:2x4x4 or v5e:8x8, or its accelerator type, such as v5p-64 or v5litepod-64"
+)
 _SLICES = flags.DEFINE_integer(
     "slices",
     1,
@@ -79,7 +82,9 @@ def main() -> None:
             "--help explains"
         )
     check_use(kind)
-    config, topology, slices = _CONFIG.value, _TOPOLOGY.value, _SLICES.value
+    config, topology, slices = _CONFIG.value, topology_of(_TOPOLOGY.value), _SLICES.value
+    if topology != _TOPOLOGY.value:
+        print(f"{_TOPOLOGY.value} is {topology}", file=sys.stderr)
     libtpu_version()
     if mismatch := version_mismatch():
         print(mismatch, file=sys.stderr)
