@@ -42,6 +42,7 @@ from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, Preemptio
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
 from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
+from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.training import events
 from refusion_jax.training.loop import Hooks, Now, RollBack
 from refusion_jax.training.program import train_program
@@ -94,6 +95,8 @@ def train(
     check_mesh(config, mesh)
     if mesh.devices.flat[0].platform == "tpu" and (mismatch := version_mismatch()):
         say(mismatch)
+    if faster := faster_settings(config, [*mesh.devices.flat]):
+        say(f"`plan` estimates steps that take less time with {faster}")
 
     # 2. The data.
     source = epath.Path(config.init_from) if config.init_from and (config.lora.rank or not steps) else None

@@ -1,15 +1,22 @@
-"""`plan` as a command, where nothing is compiled: programs of other frameworks, and what it says of an estimate."""
+"""`plan` as a command, where nothing is compiled: names of slices, programs of other frameworks, and estimates."""
 
 import importlib.util
 import json
+import re
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run
+from helpers import load_config
 from test_costs import LOOP
 
+from refusion_jax import UserError
 from refusion_jax.config import default_config
+from refusion_jax.distributed.chips import find_chip
+from refusion_jax.distributed.topology import NAMES, topology_of
 from refusion_jax.distributed.xla_options import LIBTPU, version_mismatch
+from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.planning.report import to_table
 from refusion_jax.planning.search import search
 
@@ -43,11 +50,48 @@ def test_the_program_of_another_framework_is_read_from_its_dump(dump):
     assert record["step_seconds_range"][0] < record["step_seconds"] < record["step_seconds_range"][1]
     table = [cell for column in to_table(record).columns for cell in column.cells]
     assert "{:.3g} to {:.3g} s".format(*record["step_seconds_range"]) in table
-    out, _ = run("plan", f"--hlo={dump}", "--topology=tpu7x:2x2x1")
+    out, err = run("plan", f"--hlo={dump}", "--topology=tpu7x-8")
+    assert "tpu7x-8 is tpu7x:2x2x1" in err
     assert " s or more " in out
     assert "program on tpu7x:2x2x1: 4 chips" in out
     assert "one device, half a chip" in out
     assert out.splitlines()[-1].startswith("The estimate rests on documented peaks alone, not calibrated on tpu7x")
+
+
+# As Google's documentation and its xpk (default_topologies) have them.
+ACCELERATORS = """
+v4-8 v4:2x2x1           v4-64 v4:2x4x4          v4-384 v4:4x4x12        v4-4096 v4:8x16x16
+v5litepod-1 v5e:1x1     v5litepod-8 v5e:2x4     v5litepod-64 v5e:8x8    v5e-256 v5e:16x16
+v6e-4 v6e:2x2           v6e-32 v6e:4x8          v6e-128 v6e:8x16        v5p:4x8x4 v5p:4x8x4
+v5p-16 v5p:2x2x2        v5p-32 v5p:2x2x4        v5p-128 v5p:4x4x4       v5p-256 v5p:4x4x8
+v5p-640 v5p:4x4x20      v5p-3072 v5p:8x12x16    v5p-12288 v5p:16x16x24  tpu7x-10368 tpu7x:12x12x36
+""".split()
+
+
+@pytest.mark.parametrize(("name", "topology"), [*zip(ACCELERATORS[::2], ACCELERATORS[1::2], strict=True)])
+def test_an_accelerator_type_of_google_cloud_is_its_default_topology(name, topology):
+    assert topology_of(name) == topology
+    assert find_chip(topology).device_kind.startswith("TPU")
+
+
+@pytest.mark.parametrize("name", ["v5p-62", "v5litepod-12", "v6e-512", "v4-0", "v5p-100000", "h100-8"])
+def test_what_is_no_accelerator_type_is_told_those_that_there_are(name):
+    with pytest.raises(UserError, match=re.escape(f"--topology={name}: unknown; known are GENERATION:SHAPE")) as error:
+        find_chip(topology_of(name))
+    assert NAMES in str(error.value)
+
+
+def test_a_run_that_could_be_faster_is_told_how():
+    def told(variant, kind="TPU v6 lite", chips=64, **keys):
+        c = load_config("refusion_8b")(variant)
+        c.update(keys)
+        return faster_settings(c, [SimpleNamespace(device_kind=kind)] * chips)
+
+    assert told("8b") == "--config.remat=products --config.mesh.data=2"
+    assert told("8b", remat="products") == "--config.mesh.data=2"
+    assert told("8b", kind="TPU v5", chips=32) == "--config.remat=products"
+    not_searched = [told("8b", chips=65), told("8b", kind="cpu"), told("8b", batch_size=256), told("4b")]
+    assert [told("8b,v6e-64"), told("8b", row_length=8192), *not_searched] == [""] * 6
 
 
 LOST = "HloModule x\nENTRY %main () -> f32[] {\n ROOT %c = f32[] while(p), condition=%q, body=%r\n}\n"

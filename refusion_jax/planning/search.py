@@ -8,7 +8,6 @@ import bisect
 import copy
 import dataclasses
 import math
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,6 +19,7 @@ from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.sharding import make_mesh, shard_count
 from refusion_jax.model.remat import REMAT_POLICIES
 from refusion_jax.planning.compiler import tpu_devices
+from refusion_jax.planning.fastest import as_flags, changes
 from refusion_jax.planning.programs import state_bytes
 from refusion_jax.planning.report import plan_decode, plan_train
 
@@ -66,7 +66,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
     until = time.monotonic() + FIX_SECONDS
 
     def fits(flags: dict) -> bool:
-        if not _changes(config, flags):
+        if not changes(config, flags):
             return False  # it is what a fix is looked for
         changed = with_flags(config, flags)
         try:
@@ -88,12 +88,7 @@ def fix_for(config: ml_collections.ConfigDict, topology: str, slices: int, chips
             least = {"remat": _SMALL, "accumulation": counts[-1]}
             split = {"mesh.data": 1, "mesh.fsdp": -1, "mesh.replica": slices}
             found = next((flags for flags in (least | split, least | {"remat": _SMALLEST}) if fits(flags)), {})
-    return as_flags(_changes(config, found))
-
-
-def _changes(config: ml_collections.ConfigDict, flags: dict) -> dict:
-    """The flags that say something else than the config."""
-    return {key: value for key, value in flags.items() if operator.attrgetter(key)(config) != value}
+    return as_flags(changes(config, found))
 
 
 def fix_for_decode(config: ml_collections.ConfigDict, topology: str, slices: int, settings: Settings) -> str:
@@ -125,11 +120,6 @@ def with_flags(config: ml_collections.ConfigDict, flags: dict) -> ml_collections
     changed = copy.deepcopy(config)
     changed.update_from_flattened_dict(flags)
     return changed
-
-
-def as_flags(flags: dict) -> str:
-    """As on a command line."""
-    return " ".join(f"--config.{key}={value}" for key, value in flags.items())
 
 
 def _accumulations(config: ml_collections.ConfigDict, chips: int) -> list[int]:
