@@ -80,12 +80,16 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
         assert record["blocking_all_reduces"] == 0, record
     sums = sum(c["bytes"] for c in record["collectives"] if c["kind"] == "all-reduce" and not c["overlapped"])
     share = sums / find_chip(topology).ici_bandwidth / record["roofline_seconds"]
-    assert share <= (0.01 if scatters else 0.08) or name == "quickstart", record  # a step of which takes 40 us
+    assert share <= (0.02 if scatters else 0.08) or name == "quickstart", record  # a step of which takes 40 us
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("slice", "faster"), [("v5p:2x4x4", 1.13), ("v5p:4x4x4", 1.14), ("v6e:8x8", 1.19), ("v5e:16x16", 1.14)]
+    ("slice", "faster"),
+    [
+        *[("v5p:2x2x4", 1.15), ("v5p:2x4x4", 1.13), ("v5p:4x4x4", 1.14), ("v5e:16x16", 1.14)],
+        *[("v6e:4x8", 1.06), ("v6e:8x8", 1.19), ("v6e:16x16", 1.3), ("v4:2x4x4", 1.07)],
+    ],
 )
 def test_a_variant_for_a_slice_is_faster_than_the_size_as_shipped(slice, faster):
     prepare_environment()
@@ -221,12 +225,13 @@ def test_a_tensor_and_a_sequence_axis_compile_with_the_kernel():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "tile"), [("v4:2x2x1", 512), ("v5e:2x2", 512), ("v5p:2x2x1", 512), ("v6e:2x2", 1024)]
+    ("topology", "tile"),
+    [("v4:2x2x1", 512), ("v5e:2x2", 512), ("v5p:2x2x1", 512), ("v6e:2x2", 1024), ("tpu7x:2x2x1", 512)],
 )
 def test_the_attention_kernel_and_its_gradient_fit_the_vector_memory(topology, tile):
     """Compiled to machine code: the verdict on HBM comes before vector memory is given out."""
     prepare_environment()
-    mesh = sharding.make_mesh(dict.fromkeys(sharding.MESH_AXES, 1) | {"fsdp": 4}, tpu_devices(topology, 1))
+    mesh = sharding.make_mesh({"fsdp": -1}, tpu_devices(topology, 1))
 
     def array(dtype, *shape):
         axes = ("batch", "length", "heads", "head_dim")[: len(shape)]

@@ -17,6 +17,7 @@ from refusion_jax.config.model import model_config
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.chips import find_chip, free_tokens
 from refusion_jax.model import key_values
+from refusion_jax.model.cache_kernel import cache_attention
 from refusion_jax.model.key_values import key_counts
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
@@ -133,3 +134,23 @@ def test_a_forward_of_many_rows_moves_the_weights_and_the_cache_once():
     costs = count(dataclasses.replace(module, entry=decoding_loop(module)), chips_per_slice=8)
     priced = forward_costs(model_config(config), 128, 1, 2048, chips=8)
     assert costs.bytes <= 1.1 * (priced.weight_bytes + priced.cache_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_kernel_for_the_cache_fits_the_vector_memory(topology):
+    """Compiled to machine code, with the tokens that `refusion` and `ar` feed for a row."""
+    prepare_environment()
+    mesh = sharding.make_mesh({"fsdp": -1}, tpu_devices(topology, 1))
+    B, N, K, S, H, L = 64, 8, 2, 2048, 128, 2
+
+    def array(shape, *axes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.sharding(mesh, *axes))
+
+    cache = array((L, B, K, S, H), "layers", "batch")
+    layer, length = array((), dtype=jnp.int32), array((B,), "batch", dtype=jnp.int32)
+    for T in (64, 1):
+        q, k = (array((B, T, heads, H), "batch") for heads in (N, K))
+        arguments = q, k, k, array((B, T, T), "batch", dtype=bool), cache, cache, layer, length, length
+        with jax.set_mesh(mesh):
+            assert "tpu_custom_call" in jax.jit(cache_attention).lower(*arguments).compile().as_text()

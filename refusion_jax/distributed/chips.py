@@ -83,7 +83,10 @@ def find_chip(topology: str) -> Chip:
     generation = topology.split(":")[0]
     if generation not in CHIPS or ":" not in topology:
         examples = ", ".join(chip.example for chip in CHIPS.values())
-        raise UserError(f"--topology={topology}: unknown; known are GENERATION:SHAPE such as {examples}")
+        raise UserError(
+            f"--topology={topology[:60]}: unknown; known are GENERATION:SHAPE such as {examples}, and the accelerator "
+            f"types {NAMES}"
+        )
     return CHIPS[generation]
 
 
