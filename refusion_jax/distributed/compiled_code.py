@@ -66,7 +66,7 @@ def keep_for_user(asked: str | None) -> None:
 
 def find_danger(directory: epath.Path) -> str | None:
     """Why somebody else could put code there, or None."""
-    if is_remote(directory):
+    if is_remote(directory):  # a bucket's writers include those of its project and organization, which it does not tell
         return f"who can write to {directory} is not known"
     real = Path(os.path.realpath(directory))
     for path in [path for path in (real, *real.parents) if path.exists()]:
