@@ -128,8 +128,8 @@ def plan_split() -> None:
     check(config)
     method = command.given(_DECODE).get("method") or decoders_for(config.objective)[0]
     itemsize = 2 if config.dtype == "bfloat16" else 4
-    records = split_report.plan_split(model_config(config), itemsize, method, flags.FLAGS)
-    split_report.show(records, _JSON.value)
+    found = split_report.plan_split(model_config(config), itemsize, method, flags.FLAGS)
+    split_report.show(*found, _JSON.value)
 
 
 def check_use(kind: str) -> None:

@@ -87,7 +87,9 @@ def model():
 @pytest.fixture(scope="module")
 def served(model, key):
     """(the service, a proxy before it)."""
-    service = Service(3, stamp_of(model), lambda first: part_of(model, first, 3), 1 << 30, lambda: (0.0, 0.0))
+    service = Service(
+        3, stamp_of(model), lambda first: part_of(model, first, 3), 1 << 30, lambda: choice.Machine(0.0, 0.0)
+    )
     listening = socket.create_server(("127.0.0.1", 0))
     tls = frames.secured(key, is_server=True)
     threading.Thread(target=service.listen, args=(listening, tls), daemon=True).start()
@@ -363,13 +365,13 @@ def test_the_choice_keeps_both_limits_and_gives_up_least():
         given_up = []
         for each in sorted(memory):
             wanted = choice.Wanted(each, latency, 16, 32)
-            found = choice.candidates(config, device, server, 1e-4, network, wanted, decoder)
-            fitting = choice.feasible(found, wanted)
-            chosen = choice.choose(fitting)
-            assert (chosen is None) == (not fitting)
-            if chosen is None:
+            found = choice.Setup(config, device, server, network, wanted, 1e-4).candidates(decoder)
+            if not any(x.memory <= each and x.answer <= latency for x in found):
+                with pytest.raises(UserError, match="nothing keeps both limits"):
+                    choice.choose(found, wanted)
                 none += 1
                 continue
+            fitting, chosen, _ = choice.choose(found, wanted)
             fitted += 1
             assert chosen.memory <= each
             assert chosen.answer <= latency
@@ -380,7 +382,8 @@ def test_the_choice_keeps_both_limits_and_gives_up_least():
         assert given_up == sorted(given_up, reverse=True)  # with more memory no more is given up
     assert min(none, fitted) > 5
     for network, fed in ((choice.Network(0.0, 1e4), 8), (choice.Network(0.2, 1e9), 16)):  # each token takes its bytes
-        assert choice.choose(choice.candidates(config, device, server, 1e-4, network, wanted, decoder)).fed == fed
+        found = choice.Setup(config, device, server, network, wanted, 1e-4).candidates(decoder)
+        assert min(found, key=choice.rank).fed == fed
 
 
 def test_plan_says_where_to_cut():

@@ -12,6 +12,7 @@ are right (problems of the quickstart), and that are those of the whole, unround
 answers.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -59,7 +60,7 @@ from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
 from refusion_jax.split.model import SplitModel
 from refusion_jax.split.parts import Reader, fingerprint, load_part
-from refusion_jax.split.service import Service
+from refusion_jax.split.server import service_of
 from refusion_jax.systems.api import decode
 from refusion_jax.systems.interface import ScoredText
 from refusion_jax.systems.registry import find_system
@@ -138,7 +139,7 @@ def measure(
         prompts = random_prompts(own.prompts, 16, model.config)
     whole = decode(model, prompts, settings).tokens
     requests = prepare(prompts, settings, model.config)
-    device = choice.Machine(*choice.measure(config, own.dtype, *precision[:2]))
+    device = choice.measure(config, own.dtype, *precision[:2])
     with _serving(checkpoint, own.size, own.key, own.dtype, *precision[2:]) as port:
         shaper = Shaper(port)
         address, stamp = ("127.0.0.1", shaper.port), fingerprint(read, config, own.dtype)
@@ -160,11 +161,11 @@ def measure(
         def planned(codec: str, network: choice.Network, spent: dict[str, Any]) -> float:
             """Seconds of all answers, with the counts of a run."""
             trips = spent["round_trips"]
-            typical = spent["tokens"] / trips, spent["fed"] / trips
             prompt, tokens = statistics.mean(len(r.prompt) for r in requests), spent["tokens"] / len(requests)
             wanted = choice.Wanted(0, 0, prompt, tokens, model.dtype.itemsize)
-            args = (model.config, own.layers, codec, device, server, 0.0, network, wanted, typical)
-            return choice.seconds(*args)[1] * len(requests)
+            setup = choice.Setup(model.config, device, server, network, wanted)
+            _, answer = setup.seconds(own.layers, codec, spent["tokens"] / trips, spent["fed"] / trips)
+            return answer * len(requests)
 
         run("exact")  # compiles
         for codec in own.codecs:
@@ -261,35 +262,24 @@ def open_for_bench(checkpoint: str | None, size: str) -> tuple[Reader, ModelConf
     return reader_of(model), model.config
 
 
-class _serving:  # noqa: N801  a context
-    """The port of a server in a process of its own, while the context lasts."""
-
-    def __init__(self, checkpoint: str | None, size: str, key: str, *precision: str):
-        context = multiprocessing.get_context("spawn")
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(checkpoint, size, key, precision, there), daemon=True)
-
-    def __enter__(self) -> int:
-        self._process.start()
-        return self._here.recv()
-
-    def __exit__(self, *_: Any) -> None:
-        self._process.terminate()
-        self._process.join()
+@contextlib.contextmanager
+def _serving(*arguments: Any) -> Iterator[int]:
+    """The port of a server in a process of its own, while the context lasts; arguments are those of `_serve`."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there, *arguments), daemon=True)
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        process.terminate()
+        process.join()
 
 
-def _serve(checkpoint: str | None, size: str, key: str, precision: tuple[str, ...], there: Any) -> None:
-    read, config = open_for_bench(checkpoint, size)
-    L = config.num_hidden_layers
-    service = Service(
-        layers=L,
-        stamp=fingerprint(read, config, precision[0]),
-        load=lambda first: load_part(read, config, first, L, *precision),
-        memory=1 << 33,
-        measure=lambda: choice.measure(config, *precision),
-    )
+def _serve(port: Any, checkpoint: str | None, size: str, key: str, *precision: str) -> None:
+    service = service_of(*open_for_bench(checkpoint, size), 1 << 33, *precision)
     listening = socket.create_server(("127.0.0.1", 0))
-    there.send(listening.getsockname()[1])
+    port.send(listening.getsockname()[1])
     service.listen(listening, frames.secured(Path(key), is_server=True))
 
 

@@ -92,7 +92,7 @@ class Decoder(abc.ABC):
     # What predicts the next token of a text: LAST_TOKEN, or SLOT_MASK, the same but for the first token of each slot,
     # which a mask at its place predicts. Empty: the models do not write left to right, and grammars are refused.
     next_token: ClassVar[str] = ""
-    # Tokens fed per forward -> tokens committed per forward, as `bench headline --budget=small` counted; see `feeding`.
+    # Tokens fed per forward -> tokens committed per forward, as `bench headline --budget=small` counted.
     typical: ClassVar[dict[float, float]] = {1.0: 1.0}
 
     ids: TokenIds
@@ -126,7 +126,7 @@ class Decoder(abc.ABC):
         """
 
     @classmethod
-    def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
+    def settings_for(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
         """The settings for so many fed tokens per forward, one of `typical`; none where there is no choice."""
         return {}
 

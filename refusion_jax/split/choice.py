@@ -18,12 +18,14 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.model.flops import weights_in_layers
 from refusion_jax.model.key_values import attend_over
@@ -32,10 +34,11 @@ from refusion_jax.model.shape import ModelConfig
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.parts import abstract_part
 
-BITS = {"int8": 8.25, "int4": 4.5}  # of a weight with its part of a scale; of keys and values see `cache_bits`
+BITS = {"int8": 8.25, "int4": 4.5}  # of a weight with its part of a scale
 PRECISIONS = ("same", *BITS)
 _FRAME = 100  # bytes of a frame besides its tokens: numbers of the forward, TLS, TCP
 _PLACE = 4  # bytes of a token's position
+_MEASURED, _REPEATS = (1, 16), 5  # tokens of the forwards that `measure` runs, and how often
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,28 +98,84 @@ class Candidate:
         return [*CODECS].index(self.codec), PRECISIONS.index(self.cache), PRECISIONS.index(self.weights)
 
 
-def candidates(
-    config: ModelConfig, device: Machine, server: Machine, head: float, network: Network, wanted: Wanted,
-    decoder: type[Decoder],
-) -> list[Candidate]:  # fmt: skip
-    """All places to cut a model, at all precisions; arguments are as in the formula, `head` the seconds h."""
-    found = []
-    for layers in range(1, config.num_hidden_layers):
-        for weights, cache, codec, fed in itertools.product(PRECISIONS, PRECISIONS, CODECS, decoder.typical):
-            weight_bytes, token_bytes = device_bytes(config, layers, weights, cache, wanted.itemsize)
-            length = wanted.prompt + wanted.new_tokens
-            typical = decoder.typical[fed], fed
-            parts, answer = seconds(config, layers, codec, device, server, head, network, wanted, typical)
-            room = int(max(wanted.memory - weight_bytes, 0) // token_bytes)
-            found.append(
-                Candidate(layers, weights, cache, codec, fed, room, weight_bytes + length * token_bytes, parts, answer)
-            )
-    return found
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A model, the machines that share it, the link between them, and what is wanted: the terms of the formula."""
+
+    config: ModelConfig
+    device: Machine
+    server: Machine
+    network: Network
+    wanted: Wanted
+    head: float = 0.0  # h
+
+    def candidates(self, decoder: type[Decoder]) -> list[Candidate]:
+        """All places to cut the model, at all precisions."""
+        wanted, found = self.wanted, []
+        for layers in range(1, self.config.num_hidden_layers):
+            for weights, cache, codec, fed in itertools.product(PRECISIONS, PRECISIONS, CODECS, decoder.typical):
+                weight_bytes, token_bytes = self._device_bytes(layers, weights, cache)
+                parts, answer = self.seconds(layers, codec, decoder.typical[fed], fed)
+                room = int(max(wanted.memory - weight_bytes, 0) // token_bytes)
+                memory = weight_bytes + (wanted.prompt + wanted.new_tokens) * token_bytes
+                found.append(Candidate(layers, weights, cache, codec, fed, room, memory, parts, answer))
+        return found
+
+    def seconds(self, layers: int, codec: str, tokens: float, fed: float) -> tuple[dict[str, float], float]:
+        """(seconds per forward, by part; seconds of an answer), with so many tokens committed and fed per forward."""
+        each = CODECS[codec].bytes_per_token(self.config.hidden_size, self.wanted.itemsize)
+        rest, network = self.config.num_hidden_layers - layers, self.network
+        parts = {
+            "the device": self.device.seconds(layers, fed) + fed * self.head,
+            "the server": self.server.seconds(rest, fed),
+            "the round trip": network.rtt,
+            "the bandwidth": (2 * (_FRAME + fed * each) + fed * _PLACE) / network.bandwidth,
+        }
+        for_token = (each + _PLACE) / network.bandwidth + self.device.each * layers + self.server.each * rest
+        return parts, sum(parts.values()) * self.wanted.new_tokens / tokens + self.wanted.prompt * for_token
+
+    def _device_bytes(self, layers: int, weights: str, cache: str) -> tuple[float, float]:
+        """Bytes on the device: (embedding, output head and the first layers; a token in their cache)."""
+        c, itemsize = self.config, self.wanted.itemsize
+        each = BITS[weights] / 8 if weights in BITS else itemsize
+        outside = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        held = weights_in_layers(c, c.num_experts) * layers / c.num_hidden_layers
+        numbers = 2 * layers * c.num_key_value_heads * c.head_dim
+        bits = {"int8": 8, "int4": 4}
+        scales = 2 * layers * c.num_key_value_heads * 4 if cache in bits else 0
+        return each * (outside + held), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
 
 
-def feasible(found: Sequence[Candidate], wanted: Wanted) -> list[Candidate]:
-    """Those within both limits."""
-    return [each for each in found if each.memory <= wanted.memory and each.answer <= wanted.latency]
+class Choice(NamedTuple):
+    """What `choose` found."""
+
+    fitting: list[Candidate]  # within both limits
+    best: Candidate
+    binds: str  # which limits keep better ones out, and what takes most of a forward pass
+
+
+def choose(found: Sequence[Candidate], wanted: Wanted) -> Choice:
+    """The best candidate within both limits.
+
+    Raises:
+      UserError: where there is none, with the least memory and the shortest answer of any.
+    """
+    fitting = [each for each in found if each.memory <= wanted.memory and each.answer <= wanted.latency]
+    if not fitting:
+        memory, answer = min(each.memory for each in found), min(each.answer for each in found)
+        raise UserError(
+            f"nothing keeps both limits: the least memory is {memory / 2**30:.3g} of --device_memory="
+            f"{wanted.memory / 2**30:g} GiB, the shortest answer {answer:.3g} of --latency={wanted.latency:g} s"
+        )
+    best = min(fitting, key=rank)
+    better = [each for each in found if rank(each) < rank(best)]
+    has_limit = {
+        "device memory": any(each.memory > wanted.memory for each in better),
+        "latency": any(each.answer > wanted.latency for each in better),
+    }
+    limits = " and ".join(name for name, binds in has_limit.items() if binds)
+    slowest = max(best.parts, key=best.parts.get)
+    return Choice(fitting, best, f"{limits or 'no limit'}; most of a forward pass is {slowest}")
 
 
 def rank(each: Candidate) -> tuple:
@@ -124,55 +183,8 @@ def rank(each: Candidate) -> tuple:
     return sum(each.given_up), each.given_up, each.answer
 
 
-def choose(found: Sequence[Candidate]) -> Candidate | None:
-    """The best of feasible candidates."""
-    return min(found, key=rank, default=None)
-
-
-def binding(found: Sequence[Candidate], chosen: Candidate, wanted: Wanted) -> str:
-    """Which limit keeps a better candidate out, and what takes most of a forward pass."""
-    better = [each for each in found if rank(each) < rank(chosen)]
-    memory = sum(each.memory > wanted.memory for each in better)
-    latency = sum(each.answer > wanted.latency for each in better)
-    limits = [name for name, count in (("device memory", memory), ("latency", latency)) if count]
-    slowest = max(chosen.parts, key=chosen.parts.get)
-    return f"{' and '.join(limits) or 'no limit'}; most of a forward pass is {slowest}"
-
-
-def device_bytes(config: ModelConfig, layers: int, weights: str, cache: str, itemsize: int) -> tuple[float, float]:
-    """Bytes on the device: (embedding, output head and the first layers; a token in their cache)."""
-    each = BITS[weights] / 8 if weights in BITS else itemsize
-    outside = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    held = weights_in_layers(config, config.num_experts) * layers / config.num_hidden_layers
-    numbers = 2 * layers * config.num_key_value_heads * config.head_dim
-    bits = {"int8": 8, "int4": 4}
-    scales = 2 * layers * config.num_key_value_heads * 4 if cache in bits else 0
-    return each * (outside + held), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
-
-
-def seconds(
-    config: ModelConfig, layers: int, codec: str, device: Machine, server: Machine, head: float, network: Network,
-    wanted: Wanted, typical: tuple[float, float],
-) -> tuple[dict[str, float], float]:  # fmt: skip
-    """(seconds per forward, by part; seconds of an answer); `typical`: tokens committed and fed per forward."""
-    tokens, fed = typical
-    each = CODECS[codec].bytes_per_token(config.hidden_size, wanted.itemsize)
-    rest = config.num_hidden_layers - layers
-    parts = {
-        "the device": device.seconds(layers, fed) + fed * head,
-        "the server": server.seconds(rest, fed),
-        "the round trip": network.rtt,
-        "the bandwidth": (2 * (_FRAME + fed * each) + fed * _PLACE) / network.bandwidth,
-    }
-    prompt = wanted.prompt * ((each + _PLACE) / network.bandwidth + device.each * layers + server.each * rest)
-    return parts, sum(parts.values()) * wanted.new_tokens / tokens + prompt
-
-
-def measure(
-    config: ModelConfig, dtype: str, weights: str = "same", cache: str = "same", few: int = 1, many: int = 16,
-    repeats: int = 5,
-) -> tuple[float, float]:  # fmt: skip
-    """(fixed, each) of a `Machine`, by the last layers of a model with random weights; the least of repeats counts."""
+def measure(config: ModelConfig, dtype: str, weights: str = "same", cache: str = "same") -> Machine:
+    """How fast this machine is, by the last layers of a model with random weights; the least of repeats counts."""
     L = config.num_hidden_layers
     graphdef, state = nnx.split(abstract_part(config, max(L - 2, 1), L, dtype))
     draw = np.random.default_rng(0)
@@ -189,17 +201,18 @@ def measure(
         return nnx.merge(graphdef, params).through_layers(x, positions, lambda *a: over(*a[:3], a[3] - first))[0]
 
     took = []
-    for tokens in (few, many):
+    for tokens in _MEASURED:
         x = jnp.ones((1, tokens, config.hidden_size), part.dtype)
         run(params, x).block_until_ready()
         times = []
-        for _ in range(repeats):
+        for _ in range(_REPEATS):
             began = time.perf_counter()
             run(params, x).block_until_ready()
             times.append(time.perf_counter() - began)
         took.append(min(times) / part.config.num_hidden_layers)
+    few, many = _MEASURED
     each = max(took[1] - took[0], 0.0) / (many - few)
-    return max(took[0] - few * each, 0.0), each
+    return Machine(max(took[0] - few * each, 0.0), each)
 
 
 def measure_network(probe) -> Network:

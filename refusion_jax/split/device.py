@@ -104,7 +104,7 @@ def main(own: flags.FlagValues) -> None:
     read = open_weights(checkpoint)
     stamp = fingerprint(read, config, own.dtype)
     if own.auto:
-        settings = dataclasses.replace(settings, **choose_way(own, config, stamp, requests, decoder))
+        settings = dataclasses.replace(settings, **choose_flags(own, config, stamp, requests, decoder))
         requests = prepare(given, settings, config)
         decoder = decoder_on_link(requests, config)
     part = load_part(read, config, 0, own.layers, own.dtype, own.weights, own.cache)
@@ -133,7 +133,7 @@ def main(own: flags.FlagValues) -> None:
     link.close()
 
 
-def choose_way(
+def choose_flags(
     own: flags.FlagValues, config: ModelConfig, stamp: bytes, requests: Sequence[Request], decoder: Decoder
 ) -> dict[str, Any]:
     """Sets the flags that --auto stands for, by measurements, and says so in a line.
@@ -145,33 +145,27 @@ def choose_way(
       UserError: where nothing keeps the limits.
     """
     itemsize = jnp.dtype(own.dtype).itemsize
-    device = choice.Machine(*choice.measure(config, own.dtype))
     link = Link(frames.address_of(own.server), Path(own.key), stamp, 0, "exact", own.patience)
     server, network = choice.Machine(link.server.fixed, link.server.each), choice.measure_network(link.probe)
     link.close()
     prompt = max(len(request.given[0]) for request in requests)
     wanted = choice.Wanted(own.device_memory * 2**30, own.latency, prompt, decoder.new_tokens, itemsize)
-    found = choice.candidates(config, device, server, 0.0, network, wanted, type(decoder))
-    chosen = choice.choose(choice.feasible(found, wanted))
-    if chosen is None:
-        raise UserError(
-            f"--auto: nothing keeps both limits: the least memory is {min(x.memory for x in found) / 2**30:.3g} GiB, "
-            f"the shortest answer {min(x.answer for x in found):.3g} s"
-        )
+    setup = choice.Setup(config, choice.measure(config, own.dtype), server, network, wanted)
+    _, chosen, binds = choice.choose(setup.candidates(type(decoder)), wanted)
     for name in _CHOSEN:
         own[name].value = getattr(chosen, name)
     slot_size = getattr(requests[0].settings, "slot_size", 8)
-    feeding = decoder.feeding(chosen.fed, decoder.new_tokens, slot_size) if len(decoder.typical) > 1 else {}
-    feeding = {name: value for name, value in feeding.items() if own[f"decode.{name}"].value is None}
+    settings = decoder.settings_for(chosen.fed, decoder.new_tokens, slot_size) if len(decoder.typical) > 1 else {}
+    settings = {name: value for name, value in settings.items() if own[f"decode.{name}"].value is None}
     said = [f"--{name}={own[name].value}" for name in _CHOSEN]
-    said += [f"--decode.{name}={value}" for name, value in feeding.items()]
+    said += [f"--decode.{name}={value}" for name, value in settings.items()]
     print(
         f"round trip {1e3 * network.rtt:.3g} ms, {network.bandwidth * 8e-6:.3g} Mbit/s; a layer takes "
-        f"{1e3 * device.seconds(1, 1):.3g} ms here and {1e3 * server.seconds(1, 1):.3g} ms there: "
-        f"{' '.join(said)}; what binds: {choice.binding(found, chosen, wanted)}",
+        f"{1e3 * setup.device.seconds(1, 1):.3g} ms here and {1e3 * server.seconds(1, 1):.3g} ms there: "
+        f"{' '.join(said)}; what binds: {binds}",
         file=sys.stderr,
     )
-    return feeding
+    return settings
 
 
 def settings_of(own: flags.FlagValues, checkpoint: epath.Path) -> Settings:

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -13,18 +12,7 @@ from rich.table import Table
 from refusion_jax.cli.errors import UserError
 from refusion_jax.decoding.decoder import Decoder
 from refusion_jax.model.shape import ModelConfig
-from refusion_jax.split.choice import (
-    Candidate,
-    Machine,
-    Network,
-    Wanted,
-    binding,
-    candidates,
-    choose,
-    feasible,
-    rank,
-    seconds,
-)
+from refusion_jax.split.choice import Candidate, Machine, Network, Setup, Wanted, choose, rank
 from refusion_jax.systems.registry import decoders
 
 flags.disclaim_key_flags()  # they are the calling command's, and stand in its --help
@@ -50,8 +38,10 @@ def define_flags(own: flags.FlagValues) -> None:
         flags.DEFINE_float(name, default, f"With --what=split: {help}", lower_bound=least, flag_values=own)
 
 
-def plan_split(config: ModelConfig, itemsize: int, method: str, own: flags.FlagValues) -> list[dict[str, Any]]:
-    """One record for every candidate within the limits, and a last one of the choice; `method` is a decoder's.
+def plan_split(
+    config: ModelConfig, itemsize: int, method: str, own: flags.FlagValues
+) -> tuple[list[Candidate], dict[str, Any]]:
+    """(the candidates within the limits, a record of the best of them); `method` is a decoder's.
 
     Raises:
       UserError: where a flag is missing, the decoder does not run over two machines, or nothing keeps the limits.
@@ -63,29 +53,17 @@ def plan_split(config: ModelConfig, itemsize: int, method: str, own: flags.FlagV
     on_link = {name: each for name, each in decoders().items() if runs_over_two_machines(each)}
     if method not in on_link:
         raise UserError(f"--decode.method={method}: does not run over two machines; {', '.join(on_link)} do")
-    wanted = Wanted(
-        own.device_memory * _GIB, own.latency, int(own.prompt_tokens), int(own.max_new_tokens), itemsize
-    )  # fmt: skip
+    wanted = Wanted(own.device_memory * _GIB, own.latency, int(own.prompt_tokens), int(own.max_new_tokens), itemsize)
     device, server = (Machine.of_flops(config, flops * 1e9) for flops in (own.device_flops, own.server))
     head = 2 * config.vocab_size * config.hidden_size / (own.device_flops * 1e9)
-    network = Network(own.rtt / 1e3, own.bandwidth * 1e6 / 8)
-    found = candidates(config, device, server, head, network, wanted, on_link[method])
-    fitting = feasible(found, wanted)
-    chosen = choose(fitting)
-    if chosen is None:
-        memory, answer = min(each.memory for each in found), min(each.answer for each in found)
-        raise UserError(
-            f"nothing keeps both limits: the least memory is {memory / _GIB:.3g} of --device_memory="
-            f"{own.device_memory:g} GiB, the shortest answer {answer:.3g} of --latency={own.latency:g} s"
-        )
+    setup = Setup(config, device, server, Network(own.rtt / 1e3, own.bandwidth * 1e6 / 8), wanted, head)
+    fitting, chosen, binds = choose(setup.candidates(on_link[method]), wanted)
     speeds = {}
     for name, each in on_link.items():
-        arguments = (config, chosen.layers, chosen.codec, device, server, head, network, wanted)
-        answer = min(seconds(*arguments, (tokens, fed))[1] for fed, tokens in each.typical.items())
-        speeds[name] = wanted.new_tokens / answer
-    record = _record(chosen) | {"binds": binding(found, chosen, wanted), "tokens_per_second": speeds}
-    record["decode"] = on_link[method].feeding(chosen.fed, wanted.new_tokens)
-    return [*({"feasible": True} | _record(each) for each in fitting), {"chosen": True} | record]
+        answers = (setup.seconds(chosen.layers, chosen.codec, tokens, fed)[1] for fed, tokens in each.typical.items())
+        speeds[name] = wanted.new_tokens / min(answers)
+    record = _record(chosen) | {"binds": binds, "tokens_per_second": speeds}
+    return fitting, record | {"decode": on_link[method].settings_for(chosen.fed, wanted.new_tokens)}
 
 
 def runs_over_two_machines(decoder: type[Decoder]) -> bool:
@@ -99,23 +77,21 @@ def _record(each: Candidate) -> dict[str, Any]:
     return own | {"memory": round(each.memory)} | parts
 
 
-def show(records: list[dict[str, Any]], is_json: bool) -> None:
-    """Prints what `plan_split` returns: as JSON all of it, as a table the best candidates of every layer."""
+def show(fitting: list[Candidate], chosen: dict[str, Any], is_json: bool) -> None:
+    """Prints what `plan_split` returns: as JSON all of it, as a table the best candidate of each number of layers."""
     if is_json:
-        for record in records:
-            print(json.dumps(record), flush=True)
+        for each in fitting:
+            print(json.dumps({"feasible": True} | _record(each)), flush=True)
+        print(json.dumps({"chosen": True} | chosen), flush=True)
         return
-    *fitting, chosen = records
     table = Table(title=f"{len(fitting)} candidates keep the limits; at every layer the one that gives up least")
     for name in ("layers", "weights", "cache", "codec", "fed", "GiB", "cache length", "ms/forward", "s/answer"):
         table.add_column(name, justify="right")
-    for each in _least_given_up(fitting):
-        shown = each["memory"] / _GIB
-        forward = sum(x for name, x in each.items() if name.endswith("_ms"))
+    for layers, some in itertools.groupby(fitting, lambda each: each.layers):
+        best = min(some, key=rank)
         table.add_row(
-            *(str(each[name]) for name in ("layers", "weights", "cache", "codec")),
-            f"{each['fed']:g}",
-            *(f"{shown:.3g}", f"{each['cache_length']:,}", f"{forward:.3g}", f"{each['answer']:.3g}"),
+            *(str(layers), best.weights, best.cache, best.codec, f"{best.fed:g}", f"{best.memory / _GIB:.3g}"),
+            *(f"{best.cache_length:,}", f"{1e3 * sum(best.parts.values()):.3g}", f"{best.answer:.3g}"),
         )
     Console(soft_wrap=not Console().is_terminal).print(table)
     flags = "".join(f" --decode.{name}={value}" for name, value in chosen["decode"].items())
@@ -125,10 +101,3 @@ def show(records: list[dict[str, Any]], is_json: bool) -> None:
     )
     for name, speed in sorted(chosen["tokens_per_second"].items(), key=lambda pair: -pair[1]):
         print(f"  {name:16} {speed:8.2f} tokens/s")
-
-
-def _least_given_up(fitting: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The best of each number of layers."""
-    fields = [field.name for field in dataclasses.fields(Candidate) if field.name != "parts"]
-    for _, some in itertools.groupby(fitting, lambda each: each["layers"]):
-        yield min(some, key=lambda each: rank(Candidate(**{name: each[name] for name in fields}, parts={})))

@@ -11,6 +11,7 @@ from refusion_jax.cli.errors import UserError, first_line
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.split import frames
 from refusion_jax.split.batching import Batches
+from refusion_jax.split.choice import Machine
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.model import Upper
 from refusion_jax.split.session import Session
@@ -29,7 +30,7 @@ class Service:
         stamp: bytes,
         load: Callable[[int], Transformer],
         memory: int,
-        measure: Callable[[], tuple[float, float]],
+        measure: Callable[[], Machine],
     ):
         """Loads nothing before a device comes.
 
@@ -114,7 +115,8 @@ class Service:
             raise UserError(f"--codec={hello.codec[:20]}: unknown")
 
     def _be_measured(self, connection: socket.socket) -> None:
-        frames.send(connection, frames.Welcome(0, *self._measure()))
+        machine = self._measure()
+        frames.send(connection, frames.Welcome(0, machine.fixed, machine.each))
         while True:
             probe, _ = frames.receive(connection)
             if not isinstance(probe, frames.Probe) or probe.answer > frames.LARGEST // 2:

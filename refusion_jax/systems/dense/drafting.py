@@ -108,7 +108,7 @@ class Drafting(Continuer):
         return dataclasses.replace(own, width=width, cache_length=text_capacity(requests) + width)
 
     @classmethod
-    def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
+    def settings_for(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
         return {"fed_tokens": int(fed)}
 
     @property

@@ -95,7 +95,7 @@ class SlotDecoder(Decoder):
     budget: int  # tokens up to which a forward pass of a shard may speculate, if requests set it
 
     @classmethod
-    def feeding(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
+    def settings_for(cls, fed: float, new_tokens: int, slot_size: int = 8) -> dict[str, Any]:
         """A plan takes a serial block, of whole slots."""
         slots, most = new_tokens // slot_size, max(1, round(new_tokens / fed))
         return {"serial_blocks": next(blocks for blocks in range(most, 0, -1) if slots % blocks == 0)}
