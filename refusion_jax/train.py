@@ -16,7 +16,6 @@ The update of a step with a non-finite loss or gradient, or a loss spike (--conf
 a row (--config.guard.skips) take the run back to its last checkpoint, and past their rows.
 """
 
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ import jax
 import ml_collections
 from absl import flags
 from etils import epath
+from jax.sharding import Mesh
 
 from refusion_jax.checkpoints.directory import is_complete, saved_steps
 from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_params, read_model_config
@@ -35,18 +35,16 @@ from refusion_jax.config import CHANGEABLE, check, check_mesh, explained, names
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
-from refusion_jax.data.loader import epochs
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.compiled_code import keep_compiled
-from refusion_jax.distributed.preemption import EXIT_CODE, Preemption, PreemptionRequested
+from refusion_jax.distributed.preemption import EXIT_CODE, Preemption
 from refusion_jax.distributed.processes import all_agree, check_same, check_shared, together
 from refusion_jax.distributed.xla_options import version_mismatch
 from refusion_jax.evaluation.heldout import make_held_out
 from refusion_jax.planning.fastest import faster_settings
 from refusion_jax.training import events
-from refusion_jax.training.loop import Hooks, Now, RollBack
-from refusion_jax.training.program import train_program
-from refusion_jax.training.recovery import Health
+from refusion_jax.training.loop import Now, RollBack
+from refusion_jax.training.program import Program, train_program
 from refusion_jax.training.session import Run, Session
 from refusion_jax.training.trackers import check_trackers
 
@@ -113,16 +111,7 @@ def train(
     shape = model_config(config, tokenizer, read_model_config(place).max_position_embeddings if place else 0)
     program = train_program(config, shape, mesh)
     if compile_only:
-        keep_compiled(workdir / "compilation_cache", config.compilation_cache)
-        if not (place := jax.config.jax_compilation_cache_dir):
-            raise UserError(
-                "--compile_only: no compiled programs are kept here; --config.compilation_cache=shared does"
-            )
-        began = time.monotonic()
-        with jax.set_mesh(mesh):
-            memory = program.compiled_step(program.target).memory_analysis()
-        needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results take the state's place
-        say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB a device")
+        compile_into_cache(config, workdir, program, mesh)
         return True
     held_out = make_held_out(config, tokenizer, program.graphdef, program.objective, mesh)
     tasks = None
@@ -146,6 +135,22 @@ def train(
     return outcome == "complete"
 
 
+def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, program: Program, mesh: Mesh) -> None:
+    """Compiles the step into the cache of compiled programs, for the next start.
+
+    Raises:
+      UserError: where there is no such cache.
+    """
+    keep_compiled(workdir / "compilation_cache", config.compilation_cache)
+    if not (place := jax.config.jax_compilation_cache_dir):
+        raise UserError("--compile_only: no compiled programs are kept here; --config.compilation_cache=shared does")
+    began = time.monotonic()
+    with jax.set_mesh(mesh):
+        memory = program.compiled_step(program.target).memory_analysis()
+    needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results take the state's place
+    say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB a device")
+
+
 def session(run: Run, start_over: bool) -> str:
     """Trains from the newest whole checkpoint until the run is complete, preempted, or rolled back: says which.
 
@@ -162,51 +167,7 @@ def session(run: Run, start_over: bool) -> str:
         say(f"changed: {change}")
     say(f"{what} on {sharding.describe(run.mesh)}; step {opened.first_step} of {config.steps}")
     with opened as s:
-        # 1. What is done after steps. Metrics are fetched after the next step is dispatched: no device ever waits.
-        health = Health(config.guard.skips)
-
-        def evaluate(now: Now) -> None:
-            with s.pause("evaluate", step=now.step), s.watchdog.paused():
-                now.evaluated |= jax.block_until_ready(run.held_out(now.state.weights))
-
-        def score_tasks(now: Now) -> None:
-            def alive() -> None:
-                s.watchdog.alive(now.step, is_slow=True)
-                run.preemption.check()
-
-            s.watchdog.alive(now.step, is_slow=True)
-            with s.pause("evaluate", step=now.step), contextlib.suppress(PreemptionRequested):
-                scores, samples = run.tasks(now.state.weights, alive)
-                now.evaluated |= scores
-                s.metrics.show(now.step, samples)
-
-        def log(now: Now) -> None:
-            if now.step % config.log_every == 0 or now.is_end or now.evaluated:
-                s.metrics.later(now.step, now.metrics | epochs(run.rows, s.next_row(now.step)) | now.evaluated)
-
-        def save(now: Now) -> None:
-            s.clock.flush()
-            health.before_save(now)
-            if health.is_in_doubt and not now.is_last:
-                return
-            run.check_lock()
-            if now.is_last:  # or its record would be lost with the process, and contain the save
-                s.metrics.flush()
-            with s.events.timed("save", step=now.step), s.watchdog.paused():
-                s.checkpoints.save(now.step, now.state, s.position(now.step), now.is_last)
-            s.directory.sync()
-
-        hooks = Hooks()
-        if run.held_out:
-            hooks.every(config.eval.every, evaluate)
-        if run.tasks:
-            hooks.every(config.eval.tasks_every, score_tasks)
-        hooks.every(1, log)
-        hooks.every(1, health.after_step)
-        hooks.every(config.checkpoint.every, save, when_preempted=True)
-
-        # 2. Train.
-        state, batches = s.state, s.batches()
+        state, batches, hooks = s.state, s.batches(), s.hooks()
         for step in range(s.first_step + 1, config.steps + 1):
             s.profile.before(step)
             with s.clock.fetching():
@@ -224,7 +185,6 @@ def session(run: Run, start_over: bool) -> str:
             if now.is_last or run.failure:
                 break
 
-        # 3. How it ended.
         outcome = "rolled back" if run.failure else "complete" if now.is_end else "preempted"
         if not run.failure:
             s.metrics.flush()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import ml_collections
 from etils import epath
 from jax.sharding import Mesh
@@ -19,10 +20,10 @@ from refusion_jax.checkpoints.manager import Checkpoints
 from refusion_jax.cli.errors import UserError
 from refusion_jax.config.run_config import claim
 from refusion_jax.data.interface import RowSource, Tokenizer
-from refusion_jax.data.loader import global_batches
+from refusion_jax.data.loader import epochs, global_batches
 from refusion_jax.distributed import sharding
 from refusion_jax.distributed.compiled_code import keep_compiled
-from refusion_jax.distributed.preemption import Preemption
+from refusion_jax.distributed.preemption import Preemption, PreemptionRequested
 from refusion_jax.distributed.processes import check_same
 from refusion_jax.distributed.profiling import Profile
 from refusion_jax.distributed.storage import LogDirectory
@@ -30,10 +31,10 @@ from refusion_jax.distributed.watchdog import Watchdog
 from refusion_jax.distributed.xla_options import versions
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.training import events, recovery
-from refusion_jax.training.loop import RollBack
+from refusion_jax.training.loop import Hooks, Now, RollBack
 from refusion_jax.training.metrics import MetricsWriter
 from refusion_jax.training.program import Program
-from refusion_jax.training.recovery import SkippedBatches
+from refusion_jax.training.recovery import Health, SkippedBatches
 from refusion_jax.training.train_step import wide_to_int
 
 
@@ -74,7 +75,7 @@ class Session:
         """
         self._run, config = run, run.config
         self._began = time.monotonic()
-        self._stack = contextlib.ExitStack()
+        self._stack, self._health = contextlib.ExitStack(), Health(config.guard.skips)
         self.checkpoints = Checkpoints(run.workdir, config.checkpoint.keep, config.checkpoint.failures)
         self.skipped = SkippedBatches(run.workdir)
         check_same(f"{recovery.FILE} in --workdir", str(self.skipped.windows))
@@ -141,10 +142,6 @@ class Session:
     def __exit__(self, *failure) -> None:
         self._stack.__exit__(*failure)
 
-    def position(self, step: int) -> dict[str, Any]:
-        """The position in the data after a step, as a checkpoint holds it."""
-        return self._data | {"next_row": self.next_row(step)}
-
     def next_row(self, step: int) -> int:
         """How many rows of the data a step and those before it have used, skipped ones included."""
         return self.skipped.batch_of(step) * self._run.config.batch_size
@@ -161,6 +158,51 @@ class Session:
             last_step=config.steps,
             batch_of=self.skipped.batch_of,
         )
+
+    def hooks(self) -> Hooks:
+        """What is done after steps. Metrics are fetched after the next step is dispatched: no device ever waits."""
+        config, hooks = self._run.config, Hooks()
+        if self._run.held_out:
+            hooks.every(config.eval.every, self._evaluate)
+        if self._run.tasks:
+            hooks.every(config.eval.tasks_every, self._score_tasks)
+        hooks.every(1, self._log)
+        hooks.every(1, self._health.after_step)
+        hooks.every(config.checkpoint.every, self._save, when_preempted=True)
+        return hooks
+
+    def _evaluate(self, now: Now) -> None:
+        with self.pause("evaluate", step=now.step), self.watchdog.paused():
+            now.evaluated |= jax.block_until_ready(self._run.held_out(now.state.weights))
+
+    def _score_tasks(self, now: Now) -> None:
+        def alive() -> None:
+            self.watchdog.alive(now.step, is_slow=True)
+            self._run.preemption.check()
+
+        self.watchdog.alive(now.step, is_slow=True)
+        with self.pause("evaluate", step=now.step), contextlib.suppress(PreemptionRequested):
+            scores, samples = self._run.tasks(now.state.weights, alive)
+            now.evaluated |= scores
+            self.metrics.show(now.step, samples)
+
+    def _log(self, now: Now) -> None:
+        if now.step % self._run.config.log_every == 0 or now.is_end or now.evaluated:
+            position = epochs(self._run.rows, self.next_row(now.step))
+            self.metrics.later(now.step, now.metrics | position | now.evaluated)
+
+    def _save(self, now: Now) -> None:
+        self.clock.flush()
+        self._health.before_save(now)
+        if self._health.is_in_doubt and not now.is_last:
+            return
+        self._run.check_lock()
+        if now.is_last:  # or its record would be lost with the process, and contain the save
+            self.metrics.flush()
+        with self.events.timed("save", step=now.step), self.watchdog.paused():
+            data = self._data | {"next_row": self.next_row(now.step)}
+            self.checkpoints.save(now.step, now.state, data, now.is_last)
+        self.directory.sync()
 
     @contextlib.contextmanager
     def pause(self, event: str, **values: Any) -> Iterator[None]:
