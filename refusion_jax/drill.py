@@ -33,7 +33,7 @@ from refusion_jax.cli.errors import UserError
 from refusion_jax.config import check, explained, names
 from refusion_jax.distributed.json_files import read_json
 from refusion_jax.training.events import FILE, account, read_events, read_log
-from refusion_jax.training.faults import FAULTS, Subject, UnexpectedError
+from refusion_jax.training.faults import FAULTS, RunUnderTest, UnexpectedError
 from refusion_jax.training.metrics import read_metrics
 
 _CONFIG = command.define_config("Config file; its flags go to `train`")
@@ -77,7 +77,7 @@ def differences(straight: Path, faulty: Path, steps: int) -> list[str]:
     return found
 
 
-def finish(run: Subject) -> None:
+def finish(run: RunUnderTest) -> None:
     """Starts a run until it is complete.
 
     Raises:
@@ -96,7 +96,7 @@ def finish(run: Subject) -> None:
     run.check(False, "the run is never complete")
 
 
-def strike(run: Subject, kind: str, chance: random.Random, steps: int, every: int) -> dict[str, Any]:
+def strike(run: RunUnderTest, kind: str, chance: random.Random, steps: int, every: int) -> dict[str, Any]:
     """One fault, from its moment until the run stands where it stood: what to say of it."""
     if not run.is_running():
         run.start()
@@ -120,7 +120,7 @@ def strike(run: Subject, kind: str, chance: random.Random, steps: int, every: in
     return {**record, "resumed_from": (sessions(run) or [0])[-1], "seconds": round(time.monotonic() - began, 2)}
 
 
-def sessions(run: Subject) -> list[int]:
+def sessions(run: RunUnderTest) -> list[int]:
     """The steps from which its sessions went on, of those that have come to their first step and logged nothing old."""
     found, begun = [], 0
     for event in read_events(read_log(run.workdir / FILE)):
@@ -150,8 +150,8 @@ def main() -> None:
 def drill_in(workdir: Path, kinds: list[str], is_new: bool) -> None:
     """Trains without faults where that is not done, then drills; a new directory whose flags are at fault goes."""
     given = _of_train(sys.argv[1:]) + ["--config.log_every=1", "--config.checkpoint.failures=1000"]
-    straight = Subject(given, workdir / "straight", _HOSTS.value)
-    faulty = Subject(given, workdir / "faulty", _HOSTS.value)
+    straight = RunUnderTest(given, workdir / "straight", _HOSTS.value)
+    faulty = RunUnderTest(given, workdir / "faulty", _HOSTS.value)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs end with it
     try:
         try:
@@ -177,7 +177,7 @@ def _of_train(argv: list[str]) -> list[str]:
     return found
 
 
-def drill(straight: Subject, faulty: Subject, kinds: list[str]) -> None:
+def drill(straight: RunUnderTest, faulty: RunUnderTest, kinds: list[str]) -> None:
     """Runs the faulty one, prints what struck and what came of it, and exits with 1 where anything was lost."""
     config = _CONFIG.value
     chance = random.Random(_SEED.value)

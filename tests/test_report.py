@@ -124,7 +124,7 @@ def test_a_line_has_the_points_that_were_logged(trained_run, others):
     (group,) = (chart for title, chart in found.items() if "slot_size" in title)
     assert [(line.label, line.points[0][1]) for line in group.lines] == [("4", 0.25), ("8", 0.125), ("16", 0.0625)]
 
-    many = run_report.Run("", "c0", {}, [{"tokens": 1} | {f"eval_{i}": 1.0 for i in range(70)}], [], [])
+    many = run_report.ShownRun("", "c0", {}, [{"tokens": 1} | {f"eval_{i}": 1.0 for i in range(70)}], [], [])
     ((_, about, charts),) = run_report.sections([many])
     assert (len(charts), about.split(". ")[-1]) == (60, "The first 60 of 70 charts.")
 

@@ -33,7 +33,7 @@ from refusion_jax.split.device import decode_split, decoder_on_link
 from refusion_jax.split.link import Link
 from refusion_jax.split.model import Packing, SplitModel, Upper
 from refusion_jax.split.parts import fingerprint, load_part, part_of
-from refusion_jax.split.service import Service
+from refusion_jax.split.service import LayerService
 from refusion_jax.systems.registry import find_decoder
 
 EXACT = CODECS["exact"]
@@ -87,7 +87,7 @@ def model():
 @pytest.fixture(scope="module")
 def served(model, key):
     """(the service, a proxy before it)."""
-    service = Service(
+    service = LayerService(
         3, stamp_of(model), lambda first: part_of(model, first, 3), 1 << 30, lambda: choice.Machine(0.0, 0.0)
     )
     listening = socket.create_server(("127.0.0.1", 0))

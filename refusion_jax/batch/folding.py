@@ -49,7 +49,7 @@ class Folded(Pattern):
 
 
 def fold_visibility(visibility: Visibility, parts: int) -> Visibility:
-    """Who sees whom in folded rows."""
+    """The visibility of folded rows."""
     segments, rank, group = (
         fold(jnp.asarray(x), parts) for x in (visibility.segment_ids, visibility.rank, visibility.group)
     )

@@ -118,13 +118,13 @@ def measure(model: Transformer, own: flags.FlagValues, batch_size: int, bandwidt
 
     seconds: dict[str, list[float]] = {setup: [] for setup in setups}
     answers, compiling = {}, {}
-    turns = [(turn, setup) for turn in range(own.repeats + 1) for setup in setups]
-    for turn, setup in track(turns, f"batches of {batch_size}", ticks=False):
+    calls = [(repeat, setup) for repeat in range(own.repeats + 1) for setup in setups]
+    for repeat, setup in track(calls, f"batches of {batch_size}", ticks=False):
         requests = prepare(prompts, setups[setup], c)
         began = time.perf_counter()
         answers[setup] = [answer for _, answer in stream(models[setup], requests)]
         took = time.perf_counter() - began
-        if turn:
+        if repeat:
             seconds[setup].append(took)
         else:
             compiling[setup] = took

@@ -7,7 +7,7 @@
 
 The checkpoint is a run on the built-in problems (configs/quickstart.py), or one step of it; without one the weights are
 random and end no answer. A real server decodes held-out problems for --clients clients, each of which asks for one
-answer after the other; once they wait for whole answers, once they read streams. In turns with them this process
+answer after the other; once they wait for whole answers, once they read streams. Before each repeat this process
 decodes the same prompts without a server: of_decode is the rate of the server by that. Clients are threads of this
 process; on the device of the server they compute nothing, on its cores they do.
 
@@ -62,7 +62,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_integer("requests", 400, "Of all clients together, each time", 1, 100_000, flag_values=own)
     flags.DEFINE_integer("rows", 8, "Rows of the server's batch", 1, 4096, flag_values=own)
     flags.DEFINE_integer("new_tokens", 32, "Of an answer, at most; problems take 25", 1, 2**20, flag_values=own)
-    flags.DEFINE_integer("repeats", 1, "Turns of each; the median counts", 1, 1000, flag_values=own)
+    flags.DEFINE_integer("repeats", 1, "Interleaved repeats of each; the median counts", 1, 1000, flag_values=own)
     flags.DEFINE_float("rate", 0.0, "Requests a second that arrive at random, without --clients", 0.0, flag_values=own)
     flags.DEFINE_float("slo_first_ms", 1000.0, "With --rate: in which the first text is wanted", 0.0, flag_values=own)
     flags.DEFINE_float("slo_between_ms", 100.0, "With --rate: for each token after it", 0.0, flag_values=own)
@@ -92,7 +92,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagValues) -> Iterator[dict[str, Any]]:
-    """Yields a record of each number of clients, for whole answers and streams, in turns with decoding here."""
+    """Yields a record of each number of clients, for whole answers and streams, interleaved with decoding here."""
     problems = list(tasks.problems("test", own.requests, seed=0))
     bodies = [{"prompt": problem.query, "max_tokens": own.new_tokens} for problem in problems]
     usage = {"include_usage": True}
@@ -101,17 +101,17 @@ def _by_clients(address, checkpoint: str, clients: list[int], own: flags.FlagVal
         "stream": [body | {"stream": True, "stream_options": usage} for body in bodies],
     }
     decode = _decoding(checkpoint, [problem.query for problem in problems], own)
-    decode()  # compiles; not counted, as the first turn of the clients
+    decode()  # compiles; not counted, as the clients' first answers
     Clients(address, max(clients)).ask_all(asked["whole"])
     for count in clients:
-        turns = {how: [] for how in asked}
+        repeats = {how: [] for how in asked}
         for _ in range(own.repeats):
             plain = decode()
             for how, these in asked.items():
                 began = time.perf_counter()
                 seen = Clients(address, count).ask_all(these)  # anew: the server closes connections that are idle
-                turns[how].append((seen, time.perf_counter() - began, plain))
-        for how, some in turns.items():
+                repeats[how].append((seen, time.perf_counter() - began, plain))
+        for how, some in repeats.items():
             record = {"benchmark": "serve", "clients": count, "how": how, "requests": len(problems)}
             seen = some[-1][0]
             right = [tasks.is_correct(p, one.text) for p, one in zip(problems, seen, strict=True)]

@@ -73,11 +73,11 @@ def main(own: flags.FlagValues) -> None:
         bound = [dataclasses.replace(one, grammar=own) for one, own in zip(free, compiled, strict=True)]
         seconds: dict[str, list[float]] = {how: [] for how in _HOW}
         decoded = {}
-        for turn in range(own.repeats + 1):  # the first compiles
+        for repeat in range(own.repeats + 1):  # the first compiles
             for how in _HOW:
                 began = time.perf_counter()
                 decoded[how] = decode(served, free if how == "free" else bound, how)
-                if turn:
+                if repeat:
                     seconds[how].append(time.perf_counter() - began)
         for how, outs in decoded.items():
             texts = [tokenizer.decode(out.tokens) for out in outs]

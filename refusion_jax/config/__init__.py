@@ -34,7 +34,7 @@ def default_config() -> ml_collections.ConfigDict:
 
 
 def explained(config: ml_collections.ConfigDict | None) -> dict[str, str]:
-    """Flag -> what --help says of it, of the keys that matter to a config's system; of None, to the default system."""
+    """Help text by flag, for the keys of a config's system; by default the default system's."""
     chosen = (config or default_config()).objective
     return {f"config.{name}": command.explained(key) for name, key in keys_of(chosen).items()}
 

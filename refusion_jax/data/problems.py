@@ -21,7 +21,7 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class ProblemFamily:
     """A kind of problem."""
 
     make: Callable[[random.Random], str]  # draws a query
@@ -34,7 +34,7 @@ class Family:
 class Mixture:
     """Families by name."""
 
-    families: Mapping[str, Family]
+    families: Mapping[str, ProblemFamily]
 
     def problems(self, split: str, count: int, seed: int) -> Iterator[Problem]:
         """Yields problems of "train", families by their shares, or "test", in equal parts; the same for the same

@@ -3,7 +3,7 @@
 import json
 import random
 
-from refusion_jax.data.problems import Family, Mixture, Problem
+from refusion_jax.data.problems import Mixture, Problem, ProblemFamily
 
 __all__ = ["FAMILIES", "MIXTURE", "Problem", "is_correct", "problems"]
 
@@ -96,13 +96,13 @@ def _solve_json(query: str) -> str:
 
 
 FAMILIES = {
-    "add": Family(_make_add, _solve_add, 3),
-    "sort": Family(_make_sort, _solve_sort, 1),
-    "reverse": Family(_make_reverse, _solve_reverse, 1),
-    "replace": Family(_make_replace, _solve_replace, 1),
-    "quote": Family(_make_quote, _solve_quote, 1),
-    "table": Family(_make_table, _solve_table, 1),
-    "json": Family(_make_json, _solve_json, 1),
+    "add": ProblemFamily(_make_add, _solve_add, 3),
+    "sort": ProblemFamily(_make_sort, _solve_sort, 1),
+    "reverse": ProblemFamily(_make_reverse, _solve_reverse, 1),
+    "replace": ProblemFamily(_make_replace, _solve_replace, 1),
+    "quote": ProblemFamily(_make_quote, _solve_quote, 1),
+    "table": ProblemFamily(_make_table, _solve_table, 1),
+    "json": ProblemFamily(_make_json, _solve_json, 1),
 }
 
 

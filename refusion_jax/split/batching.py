@@ -20,7 +20,7 @@ _MOST_TOGETHER = 8  # a power of two
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equal to itself alone: its fields are arrays
-class Job:
+class ForwardJob:
     """A forward of one device."""
 
     upper: Upper
@@ -39,10 +39,10 @@ class Batches:
     """Computes jobs in a thread of its own until the process ends."""
 
     def __init__(self):
-        self._jobs: queue.Queue[Job] = queue.Queue()
+        self._jobs: queue.Queue[ForwardJob] = queue.Queue()
         threading.Thread(target=self._compute, daemon=True).start()
 
-    def run(self, job: Job) -> tuple[np.ndarray, KeyValues]:
+    def run(self, job: ForwardJob) -> tuple[np.ndarray, KeyValues]:
         """(what the output head reads, [B, T, D]; the new cache).
 
         Raises:
@@ -56,7 +56,7 @@ class Batches:
         return self._jobs.qsize()
 
     def _compute(self) -> None:
-        waiting: list[Job] = []
+        waiting: list[ForwardJob] = []
         while True:
             if not waiting:
                 waiting.append(self._jobs.get())

@@ -146,7 +146,7 @@ class Setup:
         return each * (outside + held), numbers * (bits[cache] / 8 if cache in bits else itemsize) + scales
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """What `choose` found."""
 
     fitting: list[Candidate]  # within both limits
@@ -154,7 +154,7 @@ class Choice(NamedTuple):
     binds: str  # which limits keep better ones out, and what takes most of a forward pass
 
 
-def choose(found: Sequence[Candidate], wanted: Wanted) -> Choice:
+def choose(found: Sequence[Candidate], wanted: Wanted) -> Chosen:
     """The best candidate within both limits.
 
     Raises:
@@ -175,7 +175,7 @@ def choose(found: Sequence[Candidate], wanted: Wanted) -> Choice:
     }
     limits = " and ".join(name for name, binds in has_limit.items() if binds)
     slowest = max(best.parts, key=best.parts.get)
-    return Choice(fitting, best, f"{limits or 'no limit'}; most of a forward pass is {slowest}")
+    return Chosen(fitting, best, f"{limits or 'no limit'}; most of a forward pass is {slowest}")
 
 
 def rank(each: Candidate) -> tuple:

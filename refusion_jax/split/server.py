@@ -25,7 +25,7 @@ from refusion_jax.serving.address import listen
 from refusion_jax.split import frames
 from refusion_jax.split.choice import measure
 from refusion_jax.split.parts import Reader, fingerprint, load_part
-from refusion_jax.split.service import Service
+from refusion_jax.split.service import LayerService
 
 
 def define_flags(own: flags.FlagValues) -> None:
@@ -69,10 +69,10 @@ def main(own: flags.FlagValues) -> None:
         command.say(f"at most {peak_memory():.0f} MiB of memory")
 
 
-def service_of(read: Reader, config: ModelConfig, memory: int, dtype: str, weights: str, cache: str) -> Service:
+def service_of(read: Reader, config: ModelConfig, memory: int, dtype: str, weights: str, cache: str) -> LayerService:
     """The service of a stored model, with so many bytes for the caches of all devices; see `load_part`."""
     L, precision = config.num_hidden_layers, (dtype, weights, cache)
-    return Service(
+    return LayerService(
         layers=L,
         stamp=fingerprint(read, config, dtype),
         load=lambda first: load_part(read, config, first, L, *precision),

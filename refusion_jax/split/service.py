@@ -14,14 +14,14 @@ from refusion_jax.split.batching import Batches
 from refusion_jax.split.choice import Machine
 from refusion_jax.split.codec import CODECS
 from refusion_jax.split.model import Upper
-from refusion_jax.split.session import Session
+from refusion_jax.split.session import DeviceSession
 
 _MOST_CONNECTIONS = 64
 _HANDSHAKE = 20  # seconds
 _KEEP = 600  # seconds for which a session is kept without a connection
 
 
-class Service:
+class LayerService:
     """Serves all devices."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Service:
         """
         self._layers, self._stamp, self._load, self._memory, self._measure = layers, stamp, load, memory, measure
         self._uppers: dict[int, Upper] = {}
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, DeviceSession] = {}
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._batches, self._places = Batches(), threading.Semaphore(_MOST_CONNECTIONS)
 
@@ -123,7 +123,7 @@ class Service:
                 raise frames.FrameError("this device only measures")
             frames.send(connection, frames.Probe(0, bytes(probe.answer)))
 
-    def _find(self, hello: frames.Hello, connection: socket.socket) -> Session:
+    def _find(self, hello: frames.Hello, connection: socket.socket) -> DeviceSession:
         """The session of a device, which has one connection at a time."""
         with self._loading:
             upper = self._uppers.get(hello.layers)
@@ -139,7 +139,7 @@ class Service:
                     del self._sessions[name]
             session = self._sessions.get(hello.session)
             if session is None:
-                session = Session(upper, CODECS[hello.codec], self._batches, self._reserve)
+                session = DeviceSession(upper, CODECS[hello.codec], self._batches, self._reserve)
                 self._sessions[hello.session] = session
             if session.connection:  # its thread reads it, and closes it: the number of a closed one would be another's
                 with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ class Service:
             session.connection, session.seen = connection, now
             return session
 
-    def _reserve(self, session: Session, size: int) -> None:
+    def _reserve(self, session: DeviceSession, size: int) -> None:
         """Takes so many bytes for the caches of a session, in place of those that it has."""
         with self._lock:
             others = sum(each.cache_bytes for each in self._sessions.values() if each is not session)

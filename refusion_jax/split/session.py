@@ -15,7 +15,7 @@ import numpy as np
 
 from refusion_jax.model.key_values import KeyValues
 from refusion_jax.split import frames
-from refusion_jax.split.batching import Batches, Job
+from refusion_jax.split.batching import Batches, ForwardJob
 from refusion_jax.split.codec import Codec
 from refusion_jax.split.model import Packing, Upper
 
@@ -24,13 +24,13 @@ _MOST_ROWS = 1 << 12
 
 
 @dataclasses.dataclass(eq=False)
-class Session:
+class DeviceSession:
     """Outlives its connection."""
 
     upper: Upper
     codec: Codec
     batches: Batches
-    reserve: Callable[["Session", int], None]  # takes so many bytes for caches, or refuses them
+    reserve: Callable[["DeviceSession", int], None]  # takes so many bytes for caches, or refuses them
     last: int = 0  # number of the last message that was dealt with
     result: frames.Result | None = None  # of the last forward whose result was wanted
     batch: KeyValues | None = None
@@ -88,7 +88,7 @@ class Session:
         is_filling = self.new is not None
         cache = self.new if is_filling else self.batch
         packing, arrays, is_fed = self._read(message, _rows_of(cache))
-        x, cache = self.batches.run(Job(self.upper, packing, cache, arrays))
+        x, cache = self.batches.run(ForwardJob(self.upper, packing, cache, arrays))
         if is_filling:
             self.new = cache
         else:

@@ -76,7 +76,7 @@ class State(masked.MaskedText):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftAndCheck(Decoder):
+class DraftAndAgree(Decoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[CheckedSettings]] = CheckedSettings
@@ -159,7 +159,7 @@ def reference(model: Transformer, request: Request) -> dict:
 SYSTEM = System(
     name="apd",
     objective=None,
-    decoders={"apd": DraftAndCheck},
+    decoders={"apd": DraftAndAgree},
     references={"apd": reference},
     decodes=("llada", "dream", "r2ft"),
 )

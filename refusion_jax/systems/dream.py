@@ -139,7 +139,7 @@ class Scheduled:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Denoise(masked.MaskedDecoder):
+class DenoiseOnSchedule(masked.MaskedDecoder):
     """The decoder with its compiled sizes."""
 
     settings: ClassVar[type[DreamSettings]] = DreamSettings
@@ -183,7 +183,7 @@ def reference(model: Transformer, request: Request) -> dict:
 SYSTEM = System(
     name="dream",
     objective=ShiftedDiffusion,
-    decoders={"dream": Denoise},
+    decoders={"dream": DenoiseOnSchedule},
     references={"dream": reference},
     section=ConfigSection("dream", declared(ShiftedDiffusion), former={"eps": 1e-3}),
     releases=(

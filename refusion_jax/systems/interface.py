@@ -48,7 +48,7 @@ class Objective(abc.ABC):
     @property
     @abc.abstractmethod
     def pattern(self) -> Pattern:
-        """Who attends to whom; an upper bound where that is random. FLOPs are counted by it."""
+        """The attention mask; an upper bound where that is random. FLOPs are counted by it."""
 
     @abc.abstractmethod
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:

@@ -34,7 +34,7 @@ class UnexpectedError(Exception):
     """A run that did not do what it promises."""
 
 
-class Subject:
+class RunUnderTest:
     """A run under test: its directory, the flags of its command, and its processes while it runs."""
 
     def __init__(self, flags: list[str], workdir: Path, hosts: int = 1):
@@ -130,14 +130,14 @@ class Subject:
         return self.checkpoints / str(steps[-1]) if steps else None
 
 
-def kill(run: Subject, chance: random.Random) -> str:
+def kill(run: RunUnderTest, chance: random.Random) -> str:
     """SIGKILL at a random moment."""
     time.sleep(chance.random() * 0.05)
     run.kill()
     return "killed"
 
 
-def term(run: Subject, chance: random.Random) -> str:
+def term(run: RunUnderTest, chance: random.Random) -> str:
     """A signal that asks to save and go: TERM, INT, HUP or QUIT."""
     number = chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
     run.send(number) if run.hosts == 1 else run.processes[chance.randrange(run.hosts)].send_signal(number)
@@ -146,7 +146,7 @@ def term(run: Subject, chance: random.Random) -> str:
     return number.name
 
 
-def kill_in_save(run: Subject, chance: random.Random) -> str:
+def kill_in_save(run: RunUnderTest, chance: random.Random) -> str:
     """SIGKILL while a checkpoint is being written; a whole one must be there then, if there was one before."""
     whole = run.whole()
     damaged = set(saved_steps(run.workdir)) - set(whole)  # by faults before; the run has not passed them yet
@@ -159,7 +159,7 @@ def kill_in_save(run: Subject, chance: random.Random) -> str:
     return f"newest whole checkpoint: {max(run.whole(), default='none yet')}"
 
 
-def kill_host(run: Subject, chance: random.Random) -> str:
+def kill_host(run: RunUnderTest, chance: random.Random) -> str:
     """SIGKILL of one process of several; the others must name it and leave."""
     victim = chance.randrange(run.hosts)
     run.processes[victim].kill()
@@ -168,7 +168,7 @@ def kill_host(run: Subject, chance: random.Random) -> str:
     return f"process {victim}"
 
 
-def full_disk(run: Subject, chance: random.Random) -> str:
+def full_disk(run: RunUnderTest, chance: random.Random) -> str:
     """Files can grow no more for a while (by a limit on the process); the run goes on, or stops with one line."""
     infinity = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     for process in run.processes:
@@ -184,7 +184,7 @@ def full_disk(run: Subject, chance: random.Random) -> str:
     return "the run went on" if run.is_running() else "the run stopped"
 
 
-def _damage(strike: Callable[[Path, random.Random], str], run: Subject, chance: random.Random) -> str:
+def _damage(strike: Callable[[Path, random.Random], str], run: RunUnderTest, chance: random.Random) -> str:
     """Stops the run, damages a file of its newest checkpoint, and sees whether the next start notices."""
     run.until(lambda: len(saved_steps(run.workdir)) > 1)
     run.kill()

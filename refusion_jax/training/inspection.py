@@ -24,7 +24,7 @@ from refusion_jax.data.prepared import PreparedRows
 _COLORS = {"prompt": "dim", "clean": "green", "masked": "red"}
 
 
-class Document(NamedTuple):
+class ShownDocument(NamedTuple):
     """A document of a row, and where a batch has it."""
 
     text: np.ndarray  # its places in the row
@@ -47,7 +47,7 @@ def corrupted(config: ml_collections.ConfigDict, tokenizer: Tokenizer, rows: Row
     return jax.jit(make_objective(config, tokenizer.mask_id).corrupt)(jax.tree.map(jnp.asarray, rows), keys)
 
 
-def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[Document]:
+def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[ShownDocument]:
     """The documents of one row, of numpy arrays [T]."""
     found, numbers = [], _numbers(rows, batch, mask_id)
     for document in range(1, int(rows.segment_ids.max()) + 1):
@@ -55,7 +55,9 @@ def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[Document]:
         given = np.flatnonzero(batch.visibility.segment_ids == numbers.get(document))
         prompt = int(np.sum(~rows.is_response[text]))
         of_response = np.where(batch.inputs[given] == mask_id, "masked", "clean")
-        found.append(Document(text, prompt, given, np.where(batch.positions[given] < prompt, "prompt", of_response)))
+        found.append(
+            ShownDocument(text, prompt, given, np.where(batch.positions[given] < prompt, "prompt", of_response))
+        )
     return found
 
 

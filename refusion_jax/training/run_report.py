@@ -56,7 +56,7 @@ _SAMPLE = {"step": int, "task": str, "problem": int, "asked": str, "answered": s
 _SUMMARY = ("objective", "step", "tokens", "loss", "held-out loss", "tokens/s", "MFU", "goodput", "ended")
 
 
-class Run(NamedTuple):
+class ShownRun(NamedTuple):
     """What the directory of a run tells."""
 
     name: str  # its number on the page, and its directory
@@ -72,7 +72,7 @@ class Run(NamedTuple):
         return [(x, y) for x, y in found if _is_number(x) and _is_number(y)]
 
 
-class Line(NamedTuple):
+class ChartLine(NamedTuple):
     """One metric of one run."""
 
     label: str
@@ -85,13 +85,13 @@ class Chart:
     """Lines over the tokens trained on; `draw` adds what they look like."""
 
     title: str
-    lines: list[Line]
+    lines: list[ChartLine]
     has_legend: bool  # of its own: colours are not those of the runs
     svg: str = ""
     png: bytes = b""
 
 
-def read_run(number: int, workdir: str) -> Run:
+def read_run(number: int, workdir: str) -> ShownRun:
     """Reads what is there of a run, which may still be going on.
 
     Raises:
@@ -106,10 +106,10 @@ def read_run(number: int, workdir: str) -> Run:
     samples = parse_log(events.read_log(path / SAMPLES).encode())
     samples = [s for s in samples if all(type(s.get(name)) is kind for name, kind in _SAMPLE.items())]
     own = events.read_events(events.read_log(path / events.FILE))
-    return Run(f"{number} {workdir}", f"c{number - 1}", config, records, own, samples)
+    return ShownRun(f"{number} {workdir}", f"c{number - 1}", config, records, own, samples)
 
 
-def sections(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Chart]]]:
+def sections(runs: Sequence[ShownRun]) -> Iterator[tuple[str, str, list[Chart]]]:
     """(title, what is to be said, charts) of each section for which there are any metrics."""
     names = sorted({name for run in runs for record in run.records for name in record})
     grouped = {name: match for name in names if (match := _GROUP.fullmatch(name))}
@@ -120,7 +120,7 @@ def sections(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Chart]]]:
             yield from _section(f"{title} by group", _ABOUT_GROUPS, _groups(runs, grouped))
 
 
-def _groups(runs: Sequence[Run], names: dict[str, re.Match]) -> Iterator[tuple]:
+def _groups(runs: Sequence[ShownRun], names: dict[str, re.Match]) -> Iterator[tuple]:
     for prefix in dict.fromkeys(match[1] for match in names.values()):
         values = sorted((int(match[2]), name) for name, match in names.items() if match[1] == prefix)
         for run in runs:
@@ -132,7 +132,7 @@ def _section(title: str, about: str, charts: Iterator[tuple]) -> Iterator[tuple[
     found = []
     for name, lines, has_legend in charts:
         name = name.encode(errors="replace").decode()  # JSON may hold half a character
-        shown = [Line(label, color, points) for label, color, run, x in lines if (points := run.values(x))]
+        shown = [ChartLine(label, color, points) for label, color, run, x in lines if (points := run.values(x))]
         found += [Chart(name, shown, has_legend)] if shown else []
     if found:
         left_out = f" The first {_MOST_CHARTS} of {len(found)} charts." if len(found) > _MOST_CHARTS else ""
@@ -186,7 +186,7 @@ def _inline(svg: str, title: str) -> str:
     return f'<svg role="img" aria-label="{html.escape(title)}" {view_box}>{rest}'
 
 
-def _summary(run: Run) -> list[str]:
+def _summary(run: ShownRun) -> list[str]:
     """The cells of a run in the table of all, by _SUMMARY: the last values, and the medians of rates."""
 
     def last(name: str, form: str) -> str:
@@ -209,7 +209,7 @@ def _summary(run: Run) -> list[str]:
     ]
 
 
-def _goodput(run: Run) -> tuple[str, str, list[tuple[str, float, str]]]:
+def _goodput(run: ShownRun) -> tuple[str, str, list[tuple[str, float, str]]]:
     """(name, goodput as a line of text, (part, share, colour) of each part of the time)."""
     spent = events.account(run.events)
     colors = dict(zip(events.PARTS, (f"c{i}" for i in (0, 5, 2, 6, 1, 4, 7, 3)), strict=True))
@@ -218,9 +218,9 @@ def _goodput(run: Run) -> tuple[str, str, list[tuple[str, float, str]]]:
     return run.name, events.describe(spent).partition(":")[0], parts
 
 
-def _answers(runs: Sequence[Run]) -> list[tuple]:
+def _answers(runs: Sequence[ShownRun]) -> list[tuple]:
     """(task, problem, asked, right, [(run, sample) of each run]), by the last answer of each."""
-    found: dict[tuple, list[tuple[Run, dict]]] = {}
+    found: dict[tuple, list[tuple[ShownRun, dict]]] = {}
     for run in runs:
         last = {(s["task"], s["problem"]): s for s in run.samples}
         for s in last.values():
@@ -228,7 +228,7 @@ def _answers(runs: Sequence[Run]) -> list[tuple]:
     return [(*key, found[key]) for key in sorted(found)]
 
 
-def played(runs: Sequence[Run]) -> list[tuple[str, list[player.Scene]]]:
+def played(runs: Sequence[ShownRun]) -> list[tuple[str, list[player.Scene]]]:
     """What the player shows of `_answers`: (task and problem, the decodings of the runs side by side)."""
     found = []
     for task, problem, *_, given in _answers(runs):
@@ -242,7 +242,7 @@ def played(runs: Sequence[Run]) -> list[tuple[str, list[player.Scene]]]:
     return found
 
 
-def _differences(runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def _differences(runs: Sequence[ShownRun]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """(head, rows) of the table of config keys that differ: between runs, or of a single one from the defaults."""
     columns = {run.name: run.config for run in runs}
     if len(runs) == 1:
@@ -252,7 +252,7 @@ def _differences(runs: Sequence[Run]) -> tuple[list[str], list[tuple[str, list[s
     return ["key", *columns], [row for row in rows if len(set(row[1])) > 1]
 
 
-def page(runs: Sequence[Run], shown: Sequence[tuple[str, str, list[Chart]]]) -> str:
+def page(runs: Sequence[ShownRun], shown: Sequence[tuple[str, str, list[Chart]]]) -> str:
     """The page, as HTML, of runs and of sections whose charts are drawn."""
     template = resources.files("refusion_jax.training").joinpath("run_report.html").read_text("utf-8")
     return (

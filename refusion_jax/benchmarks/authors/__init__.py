@@ -60,7 +60,7 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_integer("count", 40, "How many prompts, the first ones", 1, 100_000, flag_values=own)
     flags.DEFINE_list("batch_sizes", ["1", "32"], "Prompts that we decode at once, each measured", flag_values=own)
     flags.DEFINE_multi_string("setup", None, "A decoder and settings of its own", flag_values=own)
-    flags.DEFINE_integer("repeats", 3, "Turns", lower_bound=1, flag_values=own)
+    flags.DEFINE_integer("repeats", 3, "Interleaved repeats; the median counts", 1, flag_values=own)
     define_shared(own)
 
 
@@ -112,12 +112,12 @@ def measure(model: Transformer, own: flags.FlagValues, batch_sizes: list[int]) -
     answers: dict[Any, list[list[int]]] = {}
     with Theirs.of(model, own) as theirs:
         threads = theirs.fastest(asked)
-        for turn in range(own.repeats + 1):  # the first one compiles
+        for repeat in range(own.repeats + 1):  # the first one compiles
             answers["theirs"], seconds = theirs.decode(asked, threads)
             taken = {"theirs": (sum(map(len, answers["theirs"])), seconds)}
             for key, queue in queues.items():
                 answers[key], *taken[key] = ours(model, queue)
-            if turn:
+            if repeat:
                 for key, (tokens, seconds) in taken.items():
                     speeds[key].append(tokens / seconds)
         device = theirs.device

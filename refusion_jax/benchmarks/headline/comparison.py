@@ -17,7 +17,7 @@ import jax
 
 from refusion_jax.benchmarks.headline import results
 from refusion_jax.benchmarks.headline.curves import PROXY, Curve, Measured, claimed, curves, fastest_points
-from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Experiment, Point, Run
+from refusion_jax.benchmarks.headline.experiment import BATCH_SIZES, Experiment, Point, TrainingRun
 from refusion_jax.benchmarks.headline.measure import (
     PLAYED,
     PROXY_PROBLEMS,
@@ -93,7 +93,7 @@ class Comparison:
 
     # Training
 
-    def _train_all(self) -> tuple[list[Trained], list[tuple[Run, Trained]]]:
+    def _train_all(self) -> tuple[list[Trained], list[tuple[TrainingRun, Trained]]]:
         """(runs that tried learning rates; runs whose models are measured, with their records)."""
         asked, sweep, rates = self._asked, [], {}
         for system in asked.systems:
@@ -117,7 +117,7 @@ class Comparison:
             found.append(self._trained(self._asked.trial(system, rate), "try"))
         return found
 
-    def _trained(self, run: Run, verb: str = "train") -> Trained:
+    def _trained(self, run: TrainingRun, verb: str = "train") -> Trained:
         def make() -> dict[str, Any]:
             trained = train(run, self._directory, command.say)
             # Before any other run is trained for problems that do not fit:
@@ -130,7 +130,7 @@ class Comparison:
 
     # Decoding
 
-    def _at_every_point(self, run: Run) -> list[Scored]:
+    def _at_every_point(self, run: TrainingRun) -> list[Scored]:
         """Measures the model of a run at all its operating points."""
         found, decoder = [], None
         for point in self._asked.points(run.system):
@@ -145,7 +145,7 @@ class Comparison:
             found.append(self._stored(f"measure {run.name}: {point}", make))
         return found
 
-    def _ablated(self, run: Run) -> list[Scored]:
+    def _ablated(self, run: TrainingRun) -> list[Scored]:
         """Scores the checkpoints of a run at the points of its system's ablations."""
         found, last = [], self._config.steps
         every, keep = self._config.checkpoint.every, self._config.checkpoint.keep
@@ -163,7 +163,7 @@ class Comparison:
             jax.clear_caches()
         return found
 
-    def _tested(self, chosen: dict[Any, tuple[Curve, Measured]], runs: list[Run]) -> list[Scored]:
+    def _tested(self, chosen: dict[Any, tuple[Curve, Measured]], runs: list[TrainingRun]) -> list[Scored]:
         """Scores points on the test problems, on the models of all seeds; their answers are kept in DIR/answers."""
         found = []
         for run in runs:
@@ -172,7 +172,7 @@ class Comparison:
                     continue
                 point = self._point(curve, measured)
 
-                def make(run: Run = run, point: Point = point) -> dict[str, Any]:
+                def make(run: TrainingRun = run, point: Point = point) -> dict[str, Any]:
                     subject = self._subject(run, point)
                     decodings = Decodings(f"{run.name} {point}", subject.tokenizer)
                     record, texts, _ = score(self._mixture, self._test, subject, self._budget, decodings=decodings)
@@ -195,7 +195,7 @@ class Comparison:
     def _answers(self, name: str) -> Path:
         return self._directory / "answers" / f"{name}.jsonl"
 
-    def _play(self, chosen: list[tuple[Curve, Measured]], runs: list[Run]) -> None:
+    def _play(self, chosen: list[tuple[Curve, Measured]], runs: list[TrainingRun]) -> None:
         """Writes a page of the first test problems, as the first model of each curve has decoded them."""
         names = {}
         for curve, measured in chosen:
@@ -207,7 +207,7 @@ class Comparison:
         if rows:
             write_file(self._directory / "decodings.html", page(list(enumerate(rows))))
 
-    def _timed(self, chosen: Iterable[tuple[Curve, Measured]], runs: list[Run], shape: str = "") -> list[Timed]:
+    def _timed(self, chosen: Iterable[tuple[Curve, Measured]], runs: list[TrainingRun], shape: str = "") -> list[Timed]:
         """The speeds of points in interleaved repeats, on the models of the first seed; with a shape, at that
         proxy's cost.
 
@@ -243,10 +243,10 @@ class Comparison:
         key = curve.decoder, measured.settings
         return next(point for point in self._asked.points(curve.system) if (point.decoder, point.label) == key)
 
-    def _workdir(self, run: Run) -> Path:
+    def _workdir(self, run: TrainingRun) -> Path:
         return self._directory / "runs" / run.name
 
-    def _subject(self, run: Run, point: Point, checkpoint: str = "") -> Subject:
+    def _subject(self, run: TrainingRun, point: Point, checkpoint: str = "") -> Subject:
         path = self._workdir(run) / checkpoint
         return Subject(point, self._load(path), load_tokenizer(path))
 
@@ -266,7 +266,7 @@ class Comparison:
         return self._store.records[key]
 
 
-def _about(run: Run, point: Point) -> dict[str, Any]:
+def _about(run: TrainingRun, point: Point) -> dict[str, Any]:
     about = {"system": run.system, "start": run.start, "seed": run.seed}
     return about | {"decoder": point.decoder, "settings": point.label}
 

@@ -62,7 +62,7 @@ BUDGETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run: its directory and its flags."""
 
     system: str
@@ -162,17 +162,17 @@ class Experiment:
         best = min(losses, key=losses.get)
         return {max(losses): 2 * best, min(losses): best / 2}.get(best)
 
-    def trial(self, system: str, rate: float) -> Run:
+    def trial(self, system: str, rate: float) -> TrainingRun:
         """A short run that tries a learning rate, with the whole schedule of warmup and decay."""
         c = self.config
         steps = max(1, c.steps // self.budget.sweep)
         shorter = {"steps": steps, "warmup_steps": min(c.warmup_steps, max(1, steps // 4)), "eval.every": steps}
-        return Run(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, self.file)
+        return TrainingRun(system, 0, f"{system}_rate{rate:g}", shorter | {"learning_rate": rate}, self.file)
 
-    def whole(self, system: str, seed: int, rate: float) -> Run:
-        return Run(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, self.file)
+    def whole(self, system: str, seed: int, rate: float) -> TrainingRun:
+        return TrainingRun(system, seed, f"{system}_seed{seed}", {"learning_rate": rate}, self.file)
 
-    def adaptation(self, system: str, start: Run, rate: float, directory: Path) -> Run:
+    def adaptation(self, system: str, start: TrainingRun, rate: float, directory: Path) -> TrainingRun:
         """A run that takes the second half of the steps, from another system's weights after the first half.
 
         Both halves together have the steps and, of other problems, about the tokens of a whole run.
@@ -188,7 +188,7 @@ class Experiment:
             "learning_rate": rate,
         }
         name = f"{system}_from_{start.system}_seed{start.seed}"
-        return Run(system, start.seed, name, changes, self.file, start.system)
+        return TrainingRun(system, start.seed, name, changes, self.file, start.system)
 
     def points(self, system: str) -> list[Point]:
         """The operating points of all decoders that serve a system's models."""
@@ -238,4 +238,4 @@ def _different(
         own = [problem for problem in found.values() if problem.family == family]
         own.sort(key=lambda problem: problem.query in avoided)  # is stable
         chosen += itertools.islice(itertools.cycle(own), count)
-    return random.Random(0).sample(chosen, len(chosen))  # in which families take turns: the first ones are timed
+    return random.Random(0).sample(chosen, len(chosen))  # so that the first ones, which are timed, are of all families

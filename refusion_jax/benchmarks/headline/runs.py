@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from refusion_jax.benchmarks.headline.experiment import Run
+from refusion_jax.benchmarks.headline.experiment import TrainingRun
 from refusion_jax.cli.errors import Failure
 from refusion_jax.distributed.preemption import EXIT_CODE
 from refusion_jax.training.metrics import read_metrics
@@ -20,7 +20,7 @@ _NEWS_SECONDS = 60.0
 _KEPT = ("step", "tokens", "loss", "eval_loss", "eval_bits_per_byte", "eval_bits_per_byte_is_bound")  # of metrics.jsonl
 
 
-def train(run: Run, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def train(run: TrainingRun, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Trains a run to its end, resuming if it was interrupted; about once a minute `say` is called with a line.
 
     Returns:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from refusion_jax.data.families import arithmetic, language, puzzles
-from refusion_jax.data.problems import Family, Mixture
+from refusion_jax.data.problems import Mixture, ProblemFamily
 
 MOST = 5  # of the difficulties
 
@@ -21,5 +21,5 @@ def mixture(difficulty: int) -> Mixture:
     return Mixture({name: _family(difficulty, *functions) for name, functions in own.items()})
 
 
-def _family(difficulty: int, make: Callable, solve: Callable, *asks: Callable) -> Family:
-    return Family(functools.partial(make, level=difficulty), solve, 1, *asks)
+def _family(difficulty: int, make: Callable, solve: Callable, *asks: Callable) -> ProblemFamily:
+    return ProblemFamily(functools.partial(make, level=difficulty), solve, 1, *asks)

@@ -48,7 +48,7 @@ def solve_product(query: str) -> str:
 
 
 def asked(query: str) -> str:
-    """The numbers of a sum or product in ascending order: with or without steps, either way round, it is the same."""
+    """The numbers of a sum or product in ascending order: the same with or without steps, and in either order."""
     numbers = sorted(re.findall(r"\d+", query), key=int)
     return ("+" if "+" in query else "*").join(numbers)
 

@@ -9,10 +9,10 @@ _SIDE = 4
 
 def make_maze(rng: random.Random, level: int) -> str:
     """Several paths of equal length from one start, in shuffled pieces; the path to one of the ends is asked for."""
-    ways, length = (2, 1 + level) if level < 4 else (3, level)
-    places = rng.sample(string.ascii_lowercase, 1 + ways * length)
+    count, length = (2, 1 + level) if level < 4 else (3, level)
+    places = rng.sample(string.ascii_lowercase, 1 + count * length)
     start, rest = places[0], places[1:]
-    routes = [[start, *rest[way * length : (way + 1) * length]] for way in range(ways)]
+    routes = [[start, *rest[i * length : (i + 1) * length]] for i in range(count)]
     pieces = [f"{a} {b}" for route in routes for a, b in itertools.pairwise(route)]
     rng.shuffle(pieces)
     return f"maze {' , '.join(pieces)} : {start} to {routes[0][-1]} ="
@@ -23,10 +23,10 @@ def solve_maze(query: str) -> str:
     pieces, ends = query[len("maze ") : -len(" =")].split(" : ")
     before = {b: a for a, b in (piece.split() for piece in pieces.split(" , "))}
     start, place = ends.split(" to ")
-    way = [place]
-    while way[-1] != start:
-        way.append(before[way[-1]])
-    return " ".join(reversed(way))
+    path = [place]
+    while path[-1] != start:
+        path.append(before[path[-1]])
+    return " ".join(reversed(path))
 
 
 def _squares() -> list[str]:

@@ -18,7 +18,7 @@ from refusion_jax.systems.refusion.settings import CONFIDENCE
 Fed = list[tuple[int, int]]  # (token, place in the text)
 
 
-class Text:
+class CommittedText:
     """The committed tokens, and which of them each one attended to."""
 
     def __init__(self, model: Transformer, request: Request):
@@ -70,7 +70,7 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
 
     With `plans_alone` the mask tokens of a plan attend to those of their own slot only.
     """
-    text, s, rounds = Text(model, request), request.settings.resolved, 0
+    text, s, rounds = CommittedText(model, request), request.settings.resolved, 0
     mask, eos, above = text.plain.ids.mask_id, text.plain.ids.eos_id, text.plain.above
     infill = {"exact": infill_exactly, "threshold": infill_by_threshold}[s.infill]
     turn = dict(zip(text.slots, ranks(request), strict=True))
@@ -100,7 +100,7 @@ def plan_and_infill(model: Transformer, request: Request, plans_alone: bool = Fa
     return text.plain.result(text.commits, rounds)
 
 
-def infill_exactly(text: Text, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
+def infill_exactly(text: CommittedText, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
     """Exact infilling: commits all chosen slots, with the same text as one token at a time.
 
     The chosen slots in sequence are fed together. Each draft that differs from the token to have at its place is
@@ -134,7 +134,9 @@ def infill_exactly(text: Text, chosen: list[range], draft: dict[int, int], chanc
         now |= right
 
 
-def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], chance: dict[int, float]) -> None:
+def infill_by_threshold(
+    text: CommittedText, chosen: list[range], draft: dict[int, int], chance: dict[int, float]
+) -> None:
     """The authors' infilling: commits the chosen slots whose drafts are accepted, or if there are none, infills all.
 
     Args:
@@ -183,7 +185,7 @@ def infill_by_threshold(text: Text, chosen: list[range], draft: dict[int, int], 
 
 def one_by_one(model: Transformer, request: Request) -> dict:
     """The decoder `sequential`: slots in text order, first tokens from a mask, the others from the token before."""
-    text = Text(model, request)
+    text = CommittedText(model, request)
     for slot in text.slots:
         for place in slot:
             if place == slot[0]:
