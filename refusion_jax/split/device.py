@@ -193,11 +193,6 @@ def decoder_on_link(requests: Sequence[Request], config: Any) -> Decoder:
 def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decoder) -> Iterator[tuple[int, Answer]]:
     """Yields (index, answer) as answers finish, like `queue.stream`. Those that a server has forgotten begin anew.
 
-    Args:
-      model: with the link to the server.
-      requests: from `prepare`.
-      decoder: from `decoder_on_link`.
-
     Raises:
       Failure: where the server is lost.
     """

@@ -79,11 +79,7 @@ def check_settings(method: str, given: Mapping[str, Any]) -> None:
 
 
 def read_settings(pairs: Sequence[str], flag: str) -> dict[str, Any]:
-    """Settings from NAME=VALUE pairs.
-
-    Args:
-      pairs: the texts.
-      flag: that they were given by, for error messages.
+    """Settings from NAME=VALUE pairs, given by `flag`.
 
     Raises:
       UserError: where a pair names no setting, or its value has the wrong type.

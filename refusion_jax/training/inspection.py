@@ -62,16 +62,7 @@ def documents_of(rows: Rows, batch: Batch, mask_id: int) -> list[ShownDocument]:
 
 
 def show_row(console: Console, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: int, labels: bool) -> None:
-    """Prints a row.
-
-    Args:
-      console: to print on.
-      tokenizer: of the rows.
-      rows: [B, T], packed.
-      batch: that the objective made of them.
-      place: index of the row.
-      labels: whether to list the labels, one per line.
-    """
+    """Prints the row at index `place` of [B, T], and of the batch made of them; with `labels` a line for each label."""
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
     documents = documents_of(rows, batch, tokenizer.mask_id)
     for number, (text, prompt, given, kinds) in enumerate(documents, 1):

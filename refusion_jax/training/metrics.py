@@ -44,11 +44,8 @@ class MetricsWriter:
         """Opens the files, and drops records after the checkpoint from which the run resumes.
 
         Args:
-          config: the run's.
-          workdir: the run's directory.
-          logs: directory of the files that are appended to.
-          first_step: steps taken so far.
-          tokens: trained on so far.
+          config, workdir, logs: of the run.
+          first_step, tokens: taken and trained on so far.
           flops_per_step: model FLOPs, for the MFU.
           devices: that share the work.
         """

@@ -18,15 +18,7 @@ BEGINNING = b"<!doctype html><!-- a training row, by refusion_jax.inspect_data -
 
 
 def row_page(title: str, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: int) -> str:
-    """The page of a row, as HTML.
-
-    Args:
-      title: says which row it is.
-      tokenizer: of the rows.
-      rows: [B, T], packed.
-      batch: that the objective made of them.
-      place: index of the row.
-    """
+    """The page of the row at index `place` of [B, T], and of the batch made of them, as HTML."""
     rows, batch = jax.tree.map(lambda x: np.asarray(x)[place], (rows, batch))
     seen, has_label = batch.visibility, np.any([weight > 0 for weight in batch.weights.values()], axis=0)
     kinds, documents = np.where(seen.segment_ids > 0, "clean", "padding"), seen.segment_ids.copy()

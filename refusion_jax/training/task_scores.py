@@ -58,10 +58,7 @@ class TaskScores:
         self.check(program.target.weights)
 
     def check(self, params: dict) -> None:
-        """Refuses requests that cannot be served, or do not fit into free memory.
-
-        Args:
-          params: the weights, or their shapes and shardings.
+        """Refuses requests that weights, or their shapes and shardings, cannot serve in free memory.
 
         Raises:
           UserError: naming the keys at fault.

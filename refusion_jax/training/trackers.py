@@ -66,14 +66,7 @@ class Trackers:
     """The trackers that a config names, as one that never waits and never raises. In process 0 only."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path, logs: Path, first_step: int):
-        """Has them begin, or continue what they show of the run.
-
-        Args:
-          config: the run's.
-          workdir: the run's directory.
-          logs: local directory of the files that are appended to.
-          first_step: steps taken so far.
-        """
+        """Has them begin, or continue what they show of the run; `logs` is a local directory for their files."""
         names = _names(config.tracker)
         run_id = _make_id(workdir) if set(names) - {"tensorboard"} else ""
         session = TrackedSession(config, f"{absolute(workdir).name}-{run_id}", run_id, logs, first_step)
@@ -201,15 +194,12 @@ class TensorBoard:
         self._flushed = time.monotonic()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one point to each curve."""
         self._add(step, [summary_pb2.Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()])
 
     def text(self, step: int, title: str, markdown: str) -> None:
-        """Adds a text."""
         self._add(step, as_summary(title, markdown).value)
 
     def finish(self) -> None:
-        """Flushes and closes the file."""
         if self._writer:
             self._writer.close()
 
@@ -258,7 +248,6 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one point to each curve."""
         self._run.log({"step": step, **metrics})
 
     def text(self, step: int, title: str, markdown: str) -> None:
@@ -266,7 +255,6 @@ class WeightsAndBiases:
         self._run.log({"step": step, title: self._html(f"<pre>{html.escape(markdown)}</pre>")})
 
     def finish(self) -> None:
-        """Uploads what is left."""
         self._run.finish()
 
 
@@ -281,15 +269,12 @@ class Trackio:
         self._run = trackio.init(project=_PROJECT, name=session.name, resume="allow", config=config, embed=False)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds one point to each curve."""
         self._run.log(metrics, step=step)
 
     def text(self, step: int, title: str, markdown: str) -> None:
-        """Adds a text."""
         self._run.log({title: self._markdown(markdown)}, step=step)
 
     def finish(self) -> None:
-        """Sends what is left."""
         self._run.finish()
 
 

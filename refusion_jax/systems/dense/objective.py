@@ -125,15 +125,7 @@ def draw_noise(keys: Key[Array, "B"], rows: Rows, sizes: tuple[int, ...], text_o
 
 
 def dense_batch(rows: Rows, noise: Noise, copies: int, stride: int, mask_id: int) -> Batch:
-    """Orders the slots and appends their copies.
-
-    Args:
-      rows: the packed rows.
-      noise: from `draw_noise`.
-      copies: M.
-      stride: S, above any slot size.
-      mask_id: the mask token.
-    """
+    """Orders the slots and appends their copies; `copies` is M, and `stride` S, above any slot size."""
     index, positions = row_index(rows.tokens), text_positions(rows.segment_ids)
     part = 2 * document_start(rows.segment_ids) + rows.is_response  # prompts before responses, documents in place
     order = _argsort(part, jnp.where(rows.is_response, noise.rank, 0))  # [B, T] the token at each place

@@ -139,11 +139,7 @@ def infill_by_threshold(
 ) -> None:
     """The authors' infilling: commits the chosen slots whose drafts are accepted, or if there are none, infills all.
 
-    Args:
-      text: the committed text.
-      chosen: slots in text order.
-      draft: place -> the plan's token.
-      chance: not used.
+    Arguments are those of `infill_exactly`; `chance` is not used.
     """
     s, above = text.plain.request.settings.resolved, text.plain.above
     mask, eos = text.plain.ids.mask_id, text.plain.ids.eos_id
