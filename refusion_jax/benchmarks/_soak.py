@@ -33,15 +33,7 @@ _KINDS = {"whole": 40, "stream": 30, "hang up": 10, "malformed": 19, "large": 1}
 def soak(
     address: tuple[str, int], pid: int, clients: int, minutes: float, bodies: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What many clients see of a server in some minutes.
-
-    Args:
-      address: of the server.
-      pid: its process.
-      clients: at once.
-      minutes: how long they ask.
-      bodies: requests, whose answers must be those that each gets alone, before.
-    """
+    """What many clients see of a server in some minutes; the answer to each body must be what it gets alone, before."""
     bodies = [body | {"seed": 0, "stream": False} for body in bodies]
     alone = [Clients(address, 1).ask_all([body])[0].text for body in bodies]
     seen, memory, ends = [], [], time.monotonic() + 60 * minutes

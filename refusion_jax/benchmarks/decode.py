@@ -167,15 +167,10 @@ def random_prompts(count: int, length: int, model: ModelConfig) -> list[Request]
 
 
 def read_setup(setup: str, shared: dict[str, Any], checkpoint: str | None = None) -> Settings:
-    """The settings of one --setup, its own overriding the shared ones.
-
-    Args:
-      setup: a decoder followed by NAME=VALUE pairs.
-      shared: settings of all setups.
-      checkpoint: of the model, if it has been trained.
+    """The settings of one --setup, a decoder and NAME=VALUE pairs, which override the settings shared by all setups.
 
     Raises:
-      UserError: where it is no such thing, or the model was not trained for the decoder.
+      UserError: where it is no such thing, or the checkpoint was not trained for the decoder.
     """
     if not setup.split():
         raise UserError("--setup=: unknown; name a decoder, followed by settings of its own")

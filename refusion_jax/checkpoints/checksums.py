@@ -72,12 +72,7 @@ def _lists(directory: epath.Path) -> list[epath.Path]:
 
 
 def find_damage(directory: epath.Path, part: str = "") -> str | None:
-    """What this process's share of the files is not as it was written: one line for people, or None.
-
-    Args:
-      directory: with its lists.
-      part: only files whose names begin like this.
-    """
+    """The first damaged file in this process's share of those whose names begin with `part`, in one line, or None."""
     wanted = {}
     for path in _lists(directory):
         try:

@@ -154,10 +154,7 @@ def load_params(path: epath.Path, target: dict[str, Any]) -> dict[str, Any]:
 def open_weights(path: epath.PathLike) -> Callable[[tuple[str, ...], slice], np.ndarray]:
     """Reads a part of one weight at a time, so that a part of a model takes no memory for the rest of it.
 
-    Of a run with adapters, or a directory of adapters, all weights are in memory.
-
-    Args:
-      path: as for `load_model`.
+    Of a run with adapters, or a directory of adapters, all weights are in memory. The path is as for `load_model`.
 
     Returns:
       (path of a weight in the tree, entries of its first axis) -> these entries, in any dtype.
@@ -259,11 +256,7 @@ def check_fits(path: epath.Path, config: ModelConfig, tokenizer: Tokenizer) -> N
 
 
 def find_tokenizer(path: epath.Path, mask_token_id: int | None = None) -> Tokenizer | None:
-    """The tokenizer of a run or model, if it has one.
-
-    Args:
-      path: as for `load_model`.
-      mask_token_id: by default the model's.
+    """The tokenizer of a run or model, if it has one; by default with the model's mask token.
 
     Raises:
       UserError: where its files cannot be read, or have no mask token.

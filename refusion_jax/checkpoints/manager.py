@@ -61,13 +61,7 @@ class Checkpoints:
     """Saves and restores the checkpoints of one run. Use it in a `with` block, whose end waits for the last save."""
 
     def __init__(self, workdir: epath.Path, keep: int, failures: int = 3):
-        """Removes what an interrupted save has left.
-
-        Args:
-          workdir: the run's directory.
-          keep: how many to keep.
-          failures: so many failed saves in a row stop the run.
-        """
+        """Removes what an interrupted save has left; `failures` failed saves in a row stop the run."""
         self._directory = epath.Path(absolute(workdir)) / "checkpoints"
         self._keep, self._failures = keep, failures
         self._failed = 0
@@ -92,11 +86,7 @@ class Checkpoints:
     def save(self, step: int, state: Saveable, data: dict[str, Any], last: bool = False) -> None:
         """Begins to save; returns as soon as the arrays are copied off the devices.
 
-        Args:
-          step: of the training; it names the checkpoint.
-          state: what to save.
-          data: the position in the data, as JSON.
-          last: whether to wait until it is written, trying again where that fails.
+        The last one of a run is waited for, and tried again where it fails. `data` is the position there, as JSON.
 
         Raises:
           Failure: where too many saves in a row have failed.

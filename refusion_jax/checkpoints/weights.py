@@ -47,10 +47,7 @@ def open_params(path: epath.Path, target: Any) -> Callable[[tuple[str, ...], sli
     """Reads weights of the newest step, or of the step that is named, a part of one at a time.
 
     Memory is taken by the stored chunks that hold the part: by one whole weight, where it was written by one device.
-
-    Args:
-      path: as for `find_step`.
-      target: anything that has the shapes.
+    The path is as for `find_step`; `target` has the shapes.
 
     Returns:
       (path of a weight in the tree, entries of its first axis) -> these entries, as they are stored.

@@ -90,8 +90,7 @@ def run_part(command: str, story: str, parts: Mapping[str, str]) -> None:
     """Runs the part of a command that the first argument names; the others are its flags.
 
     Args:
-      command: its name.
-      story: what it says of itself.
+      command, story: its name, and the text of its --help.
       parts: modules with `define_flags` and `main`, which take the flags, by the name of the part.
 
     Raises:

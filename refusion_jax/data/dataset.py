@@ -99,9 +99,8 @@ def read_rows(config: ml_collections.ConfigDict, path: str, tokenizer: Tokenizer
     """Rows of other data in the format of the run's; rows that are not prepared are packed in memory.
 
     Args:
-      config: the run's.
+      config, tokenizer: the run's.
       path: one prepared directory, or what data.path may name else.
-      tokenizer: the run's.
       key: of the config, that the path comes from; for messages.
 
     Raises:

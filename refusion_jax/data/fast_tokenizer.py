@@ -205,10 +205,7 @@ class FastTokenizer(Tokenizer):
 def load_tokenizer_file(path: epath.PathLike, mask_piece: str | int, thinking: str = "unset") -> Tokenizer:
     """A tokenizer of either kind: tokenizer.json is Hugging Face's, anything else a sentencepiece model.
 
-    Args:
-      path: the file.
-      mask_piece: the mask token, by its name or its id.
-      thinking: one of THINKING, see `FastTokenizer`.
+    The mask token is given by its name or its id; `thinking` is one of THINKING, see `FastTokenizer`.
 
     Raises:
       UserError: where the file cannot be read, has no such token, or no chat template that thinking could be given to.

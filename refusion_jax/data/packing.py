@@ -163,14 +163,8 @@ def _slices(text: str, size: int | None) -> list[str]:
 def fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """Fits documents into rows by best-fit decreasing; deterministic.
 
-    Longest first, each document goes to the row it fills best (Johnson 1973: at most 11/9 of the optimum).
-
-    Args:
-      lengths: tokens of each document, at most row_length.
-      row_length: room in a row.
-
-    Returns:
-      The indices of the documents in each row.
+    Longest first, each document goes to the row it fills best (Johnson 1973: at most 11/9 of the optimum). Returns the
+    indices of the documents in each row.
     """
     rows: list[list[int]] = []
     free: dict[int, list[int]] = collections.defaultdict(list)  # room left -> rows with that room

@@ -42,10 +42,7 @@ class NothingError(UserError):
 def plan_chunks(patterns: list[str], size: int, shuffle: bool = False) -> list[list[InputSplit]]:
     """The input in chunks of about `size` bytes, a function of the files alone; what two patterns match comes once.
 
-    Args:
-      patterns: paths, globs and directories.
-      size: bytes.
-      shuffle: whether each chunk is of parts of files that are drawn from all of them.
+    With `shuffle` each chunk consists of parts of files that are drawn from all of them.
 
     Raises:
       UserError: where a pattern matches no file.

@@ -27,12 +27,7 @@ class AppendLog:
     """The file is locked while it is open. A line that a kill has cut off is dropped when the next is added."""
 
     def __init__(self, path: Path, keeps_trying: bool = False, create: bool = True):
-        """Opens and locks it.
-
-        Args:
-          path: of the file.
-          keeps_trying: lines that cannot be written (a full disk) are kept, and written with the next.
-          create: whether to make a file where there is none.
+        """Opens and locks it; with `keeps_trying`, lines that a full disk refuses are kept, and written with the next.
 
         Raises:
           UserError: where it cannot be opened, or another process has it open.

@@ -187,11 +187,7 @@ def all_agree(flag: bool) -> bool:
 
 
 def check_same(what: str, *parts: bytes | str) -> None:
-    """Refuses to go on where processes hold different things.
-
-    Args:
-      what: the flag at fault, for the message.
-      parts: bytes that must be equal everywhere.
+    """Refuses to go on where processes hold other `parts`; `what` is the flag at fault, for the message.
 
     Raises:
       UserError: on all processes.

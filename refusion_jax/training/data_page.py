@@ -28,13 +28,7 @@ _Table = tuple[str, str, tuple[str, ...], list[tuple]]  # heading, note, head, r
 
 
 def data_page(data: PreparedRows, tokenizer: Tokenizer, config: ml_collections.ConfigDict | None) -> str:
-    """The page of a prepared directory, as HTML.
-
-    Args:
-      data: the directory.
-      tokenizer: its own.
-      config: of a training whose length and cost are estimated, if any.
-    """
+    """The page of a prepared directory, as HTML; with a config it estimates length and cost of training on it."""
     manifest = data.manifest
     counted = ("documents", "tokens", "rows", "row_length", "segments")
     contents = {name: f"{getattr(manifest, name):,}" for name in counted} | {

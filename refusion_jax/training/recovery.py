@@ -46,15 +46,10 @@ class SkippedBatches:
         return step + sum(last - first for first, last in self.windows if first <= step)
 
     def add(self, first: int, failure: RollBack, most: int) -> None:
-        """Leaves out the rows between a checkpoint and the step at which training failed.
-
-        Args:
-          first: step of the checkpoint.
-          failure: what failed.
-          most: how often to roll back to the same checkpoint.
+        """Leaves out the rows between the checkpoint of step `first` and the step at which training failed.
 
         Raises:
-          UserError: where that did not help, with the diagnosis.
+          UserError: where `most` roll-backs to this checkpoint did not help, with the diagnosis.
         """
         if sum(start == first for start, _ in self.windows) >= most:
             raise UserError(

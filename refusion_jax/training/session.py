@@ -64,11 +64,9 @@ class Session:
     """The state, the checkpoints and the logs of a session. Use it in a `with` block, at whose end all are closed."""
 
     def __init__(self, run: Run, start_over: bool):
-        """Reads the newest whole checkpoint. From here on the directory is written to.
+        """Reads the newest whole checkpoint, or begins at step 0 where none can be read and `start_over` is true.
 
-        Args:
-          run: whose session it is.
-          start_over: whether to begin at step 0 where none of the checkpoints can be read.
+        From here on the directory is written to.
 
         Raises:
           UserError: where the run cannot go on.

@@ -32,11 +32,6 @@ class TaskScores:
     def __init__(self, config: ml_collections.ConfigDict, tokenizer: Tokenizer, program: Program):
         """Loads the tasks and checks all their requests.
 
-        Args:
-          config: the run's.
-          tokenizer: of the run.
-          program: of the run, for the shapes of the weights.
-
         Raises:
           UserError: where a task is unknown or cannot be served, or hosts have different tasks.
         """
@@ -68,11 +63,7 @@ class TaskScores:
         check_same("what --config.eval.tasks asks", asked)
 
     def __call__(self, params: dict, alive: Callable[[], None]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Decodes and scores.
-
-        Args:
-          params: the weights.
-          alive: called after every answer; what it raises ends the evaluation.
+        """Decodes and scores with weights; `alive` is called after every answer, and ends it by what it raises.
 
         Returns:
           (scores of lm_eval and of decoding as eval_TASK_METRIC; a few answers of each task, see `samples_of`).

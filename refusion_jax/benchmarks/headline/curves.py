@@ -93,8 +93,7 @@ class Curve:
     def fastest(self, batch_size: str) -> Measured:
         """The fastest point within WITHIN of the best accuracy, with its score on the test problems if there is one.
 
-        Args:
-          batch_size: or PROXY, for the fastest of the points that were timed there.
+        With PROXY for a batch size: the fastest of the points that were timed there.
         """
         if batch_size == PROXY:
             timed = (point for point in self.near_best if PROXY in point.timed)

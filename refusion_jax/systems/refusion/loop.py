@@ -271,12 +271,7 @@ class SlotDecoder(Decoder):
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        Args:
-          work: of the forward.
-          here: the block of each row.
-          guess: as it was fed.
-          readings: of the drafts, the plan and the guess.
-          settings: of each row.
+        By its work and block, the guess that was fed, and the readings of drafts, plan and guess.
         """
         raise NotImplementedError
 
