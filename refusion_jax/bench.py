@@ -3,7 +3,7 @@
   python -m refusion_jax.bench decode --help
   python -m refusion_jax.bench decode --batch_sizes=1,8,32
 
-Prints one JSON object a line, then a table; what is compared is measured side by side in one run.
+Prints one JSON object per line, then a table; what is compared is measured side by side in one run.
 """
 
 import pkgutil

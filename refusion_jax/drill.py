@@ -4,7 +4,7 @@
   python -m refusion_jax.drill --config=configs/quickstart.py --workdir=runs/drill --faults=50 --kinds=kill_in_save
 
 DIR/straight is the fault-free run, DIR/faulty the one that suffers; where it is complete before all faults have struck,
-it begins again. Prints one JSON line a fault: what struck at which step, from where the run went on, and the seconds
+it begins again. Prints one JSON line per fault: what struck at which step, from where the run went on, and the seconds
 until it stood where it had been. Exit code 0 only if every outcome is equal to the bit; 1 where one is not.
 
 Choose a small model and a --config.checkpoint.every of a few steps: moments are drawn by step. Every step is

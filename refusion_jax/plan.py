@@ -58,7 +58,7 @@ _MEMORY_ONLY = flags.DEFINE_bool(
     "memory_only", False, "Compile no machine code: the same figures in seconds instead of minutes"
 )
 _SEARCH = flags.DEFINE_bool("search", False, "Try remat x rows per forward x mesh at this batch; name the fastest")
-_JSON = flags.DEFINE_bool("json", False, "Print one JSON object a line instead of a table")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object per line instead of a table")
 _DECODE = command.define_settings(all_settings(), "decode")
 split_report.define_flags(flags.FLAGS)
 # What each kind of plan has a use for, besides --config and --json.

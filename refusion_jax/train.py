@@ -148,7 +148,7 @@ def compile_into_cache(config: ml_collections.ConfigDict, workdir: epath.Path, p
     with jax.set_mesh(mesh):
         memory = program.compiled_step(program.target).memory_analysis()
     needed = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30  # results take the state's place
-    say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB a device")
+    say(f"compiled in {time.monotonic() - began:.1f} s into {place}: {needed:.2f} GiB per device")
 
 
 def session(run: Run, start_over: bool) -> str:

@@ -88,9 +88,9 @@ except sources.UserError as error:
     ("name", "said"),
     [
         ("a.jsonl", "a.jsonl:1: a line of more than 16 MiB"),
-        ("a.json", r"a.json: a list of more than 24 MiB; make it one object a line \(.jsonl\)"),
+        ("a.json", r"a.json: a list of more than 24 MiB; make it one object per line \(.jsonl\)"),
         ("a.txt", "a.txt holds more than 33,554,432 characters, all of which would be kept in memory: give a part"),
-        ("a.txt.gz", "a.txt.gz: is compressed; unpack it, or make it JSON of one text a line"),
+        ("a.txt.gz", "a.txt.gz: is compressed; unpack it, or make it JSON of one text per line"),
         ("a.parquet", "a.parquet: row 1: not a whole Parquet file: .* bytes hold 16,777,216 values of messages"),
     ],
 )

@@ -31,7 +31,7 @@ def _log_probabilities(graphdef, params, tokens, positions, last):
 
 
 def step_by_step(model, prompt, continuation, slot_size, order) -> float:
-    """One forward a token: the chain rule as it is written in the paper."""
+    """One forward per token: the chain rule as it is written in the paper."""
     split, total = nnx.split(model), 0.0
     seen = [(token, at) for at, token in enumerate(prompt)]
 

@@ -161,7 +161,7 @@ GOOD = {"query": "q", "response": "r"}
         ("a.jsonl", [""], "a.jsonl: the file is empty"),
         ("a.jsonl", ["\n\n"], "--config.data.path: {path} holds no example"),
         ("a.json", ["[]"], "--config.data.path: {path} holds no example"),
-        ("a.json", [GOOD], "a.json: a .json file must hold a list of objects; one a line"),
+        ("a.json", [GOOD], "a.json: a .json file must hold a list of objects; one per line"),
         ("a.json", ["[" * 100_000], "a.json: not JSON"),
         ("a.json", ['[{"text": "x"}, 3]'], "a.json: item 2: must be an object with text fields"),
     ],

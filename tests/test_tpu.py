@@ -59,7 +59,7 @@ def plan_of(name: str, variant: str, topology: str, memory_only: bool = True) ->
 def plan_8b(
     topology: str, rows: float, memory_only: bool = True, slices: int = 1, size: str = "8b", row_length=4096, **keys
 ) -> dict:
-    """The plan of configs/refusion_8b.py at some rows a chip."""
+    """The plan of configs/refusion_8b.py at some rows per chip."""
     prepare_environment()
     chips = slices
     for side in topology.split(":")[1].split("x"):

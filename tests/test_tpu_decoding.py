@@ -94,7 +94,7 @@ LAYERS, KEYS, HEAD = 2, 2080, 128
 
 
 def lower_forward(rows: int, tokens: int) -> jax.stages.Lowered:
-    """A forward pass on top of a cache of KEYS entries a row, on one chip: one key head, as a chip has of 8B on eight.
+    """A forward on top of a cache of KEYS entries per row, on one chip: one key head, as a chip has of 8B on eight.
 
     By XLA alone, as with a cache in int8; it runs in a process of its own, where nothing else is compiled.
     """

@@ -72,7 +72,7 @@ def per_document_sum(x: Shaped[Array, "B T"], segment_ids: Int32[ArrayLike, "B T
 
 
 def noise_keys(seed: int, step: Int[ArrayLike, ""], batch_size: int) -> Key[Array, "B"]:
-    """One key a row, a function of (seed, step, index of the row in the global batch) alone."""
+    """One key per row, a function of (seed, step, index of the row in the global batch) alone."""
     step_key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(step_key, jnp.arange(batch_size))
 

@@ -86,7 +86,7 @@ def read_shared(own: flags.FlagValues) -> dict[str, Any]:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a setup and batch size, then a table."""
+    """Prints one JSON object per setup and batch size, then a table."""
     batch_sizes = flag_values.read_counts("batch_sizes", own.batch_sizes)
     model = load_model(own.checkpoint, own.dtype) if own.checkpoint else random_model(own.size, own.dtype)
     bandwidth = copy_bandwidth()

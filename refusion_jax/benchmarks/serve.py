@@ -72,7 +72,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a measurement, then a table."""
+    """Prints one JSON object per measurement, then a table."""
     clients = flag_values.read_counts("clients", own.clients)
     read_setup(own.setup, {"max_new_tokens": own.new_tokens}, own.checkpoint)  # refused before anything is started
     with needs("serve"):

@@ -88,7 +88,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a setting, then a table."""
+    """Prints one JSON object per setting, then a table."""
     if own.key is None or not own.setup:
         raise UserError("--key=FILE and --setup='DECODER MODEL [SETTING=VALUE ...]' are needed; --help explains")
     rtts, bandwidths = ([float(x) for x in values] for values in (own.rtts, own.bandwidths))

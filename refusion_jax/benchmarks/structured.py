@@ -52,7 +52,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a measurement, then a table."""
+    """Prints one JSON object per measurement, then a table."""
     if not own.checkpoint:
         raise UserError("--checkpoint=: name a training run's directory, or one step in its checkpoints/")
     settings = read_setup(own.setup, {"max_new_tokens": _NEW_TOKENS, "batch_size": own.rows}, own.checkpoint)

@@ -48,7 +48,7 @@ _TRAINING = {
     "final_lr_ratio": Setting(0.1, "learning rate at the end over its peak (cosine, wsd)", at_least=0, at_most=1),
     "optimizer": Setting(
         "adamw",
-        "adamw | adafactor (moments of rows and columns only) | muon (one moment a weight)",
+        "adamw | adafactor (moments of rows and columns only) | muon (one moment per weight)",
         choices=("adamw", "adafactor", "muon"),
     ),
     "moment_dtype": Setting("float32", "of the first moment, float32 | bfloat16", choices=_WIDTHS),

@@ -153,7 +153,7 @@ def read(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
         return
     if part.kind == "text" and Path(part.path).suffix.lower() in _COMPRESSED:
         yield Bad(
-            part.path, "is compressed; unpack it, or make it JSON of one text a line (.jsonl.gz)", "compressed file"
+            part.path, "is compressed; unpack it, or make it JSON of one text per line (.jsonl.gz)", "compressed file"
         )
         return
     try:
@@ -237,13 +237,15 @@ def _text_cut(file, offset: int, size: int) -> int:
 def _json_list(part: InputSplit, fields: Fields) -> Iterator[Example | Bad]:
     path = part.path
     if part.size > _LIST:
-        yield Bad(path, f"a list of more than {_LIST >> 20} MiB; make it one object a line (.jsonl)", "too long a list")
+        yield Bad(
+            path, f"a list of more than {_LIST >> 20} MiB; make it one object per line (.jsonl)", "too long a list"
+        )
         return
     items = load_json(epath.Path(path).read_bytes(), path)
     if isinstance(items, Bad):
         yield items
     elif not isinstance(items, list):
-        yield Bad(path, "a .json file must hold a list of objects; one a line is .jsonl", "not a list")
+        yield Bad(path, "a .json file must hold a list of objects; one per line is .jsonl", "not a list")
     else:
         for number, item in enumerate(items, 1):
             yield from to_examples(item, f"{path}: item {number}", fields)

@@ -38,7 +38,7 @@ class PreparedRows(RowSource):
             raise UserError(f"{path}: its path is not UTF-8; give it another name")
         with ThreadPoolExecutor(16) as threads:  # a bucket takes its time for each
             list(threads.map(lambda shard: _check_file(directory / shard.file, shard), self.manifest.shards))
-        # One descriptor a file: the soft limit is often 1024.
+        # One descriptor per file: the soft limit is often 1024.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -80,7 +80,7 @@ def check_memory(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
         rows,
         f"{rows} rows of {decoder.cache_length:,} tokens, of "
         f"{bytes_per_token(model.config, model.cache_dtype):,} bytes of cache each, need "
-        f"{bytes_needed(model, mesh, rows, decoder, kept) / _GIB:.1f} GiB a device besides the weights; "
+        f"{bytes_needed(model, mesh, rows, decoder, kept) / _GIB:.1f} GiB per device besides the weights; "
         f"{free / _GIB:.1f} GiB are free: {fix}",
     )
 

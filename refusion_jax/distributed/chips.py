@@ -122,7 +122,7 @@ _CPU_CACHE, _CPU_TOKENS = 32 * 2**20, 16
 def free_tokens(weight_bytes: int, device_kind: str, itemsize: int = 2) -> int:
     """How many tokens one forward pass can compute in the time in which its weights are read.
 
-    That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs a weight); on a
+    That is where arithmetic and memory take the same time: peak FLOP/s over bytes/s (2 FLOPs per weight); on a
     CPU a rule from measurements. 0 where nothing is known, and where nothing is free.
 
     Args:

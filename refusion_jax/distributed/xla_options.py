@@ -18,7 +18,7 @@ v5p, v6e        So that the weights arrive during the arithmetic, the SparseCore
                 along all three axes of the torus (v5p) the compiler does not do that; asked to, it needs twice the
                 time, for 2 to 4 % of the step.
 v5p, v6e        The SparseCores scatter the gradients, too, instead of an all-reduce of all of them on every chip, which
-                moves twice the bytes and blocks: 31.8 GB a step of 8B, 3 % of its time on v5p:2x4x4, 6 % on v6e:4x8.
+                moves twice the bytes and blocks: 31.8 GB per step of 8B, 3 % of its time on v5p:2x4x4, 6 % on v6e:4x8.
 v5p             Scattering over several axes of the torus ("nd"), without which nothing is scattered there.
 """
 

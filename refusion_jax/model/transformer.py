@@ -130,7 +130,7 @@ class Transformer(nnx.Module):
         Args:
           tokens: the new ones.
           positions: of each in its text.
-          cached: keys and values of S entries a row, [L, B, K, S, H].
+          cached: keys and values of S entries per row, [L, B, K, S, H].
           length: the leading cached entries that every new token of the row sees.
           visible: which of the new tokens each new token sees.
           ragged: the new tokens that count, to leave the others out. What is returned is packed then, the keys and

@@ -65,7 +65,7 @@ def define_flags(own: flags.FlagValues) -> None:
 
 
 def main(own: flags.FlagValues) -> None:
-    """Prints one JSON object a setup and batch size, then a table.
+    """Prints one JSON object per setup and batch size, then a table.
 
     Raises:
       UserError: where a flag is at fault, or their code does not run.
