@@ -16,6 +16,7 @@ and its results say so.
 
 import collections
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -70,7 +71,7 @@ def define_flags(own: flags.FlagValues) -> None:
         "checkout", None, "Clone of the authors' code, to decode with it; none: skipped", flag_values=own
     )
     flags.DEFINE_string("python", sys.executable, "Interpreter that runs their code", flag_values=own)
-    flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: tries this script itself", flag_values=own)
+    flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: partial this script itself", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:
@@ -79,7 +80,7 @@ def main(own: flags.FlagValues) -> None:
         raise UserError("--output=: name the directory of the results")
     flag_values.check_output("output", Path(own.output), directory=True)
     if not own.rehearse and jax.default_backend() != "gpu":
-        raise UserError(f"bench gpu: the devices here are {jax.default_backend()}; --rehearse tries it without a GPU")
+        raise UserError(f"bench gpu: the devices here are {jax.default_backend()}; --rehearse partial it without a GPU")
     began, records = time.perf_counter(), []
     head = {"rehearsal": own.rehearse, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
@@ -104,17 +105,17 @@ def main(own: flags.FlagValues) -> None:
 
 def parts(own: flags.FlagValues) -> list[Part]:
     """All measurements, the cheapest and most important first."""
-    checkpoint, rehearse = own.checkpoint, own.rehearse
-    few = [Part("logits", 0.5, logits), Part("attention", 0.5, lambda: packed(rehearse))]
-    if checkpoint:
-        few.append(Part("answers", 2, lambda: answers(checkpoint, 4 if rehearse else 64)))
+    rehearse, partial = own.rehearse, functools.partial
+    few = [Part("logits", 0.5, logits), Part("attention", 0.5, partial(packed, rehearse))]
+    if own.checkpoint:
+        few.append(Part("answers", 2, partial(answers, own.checkpoint, 4 if rehearse else 64)))
     for size in ("tiny",) if rehearse else ("0.6b", "1.7b"):
-        few.append(Part(f"training {size}", 0.5 if rehearse else 1, lambda size=size: [trained(size)]))
+        few.append(Part(f"training {size}", 0.5 if rehearse else 1, partial(trained, size)))
     if own.checkout:
-        few.append(Part("the authors' code", 0.5 if rehearse else 4, lambda: against_authors(own)))
+        few.append(Part("the authors' code", 0.5 if rehearse else 4, partial(against_authors, own)))
     for rows in (2,) if rehearse else (1, 32, 8, 128):
         for size in ("tiny",) if rehearse else ("8b", "1.7b"):
-            run = lambda size=size, rows=rows: decoded(size, rows, 8 if rehearse else 128)  # noqa: E731
+            run = partial(decoded, size, rows, 8 if rehearse else 128)
             few.append(Part(f"decoding {size}, batch {rows}", 0.5 if rehearse else 3, run))
     return few
 
@@ -173,7 +174,7 @@ def answers(checkpoint: str, count: int) -> list[dict]:
     return records
 
 
-def trained(size: str) -> dict:
+def trained(size: str) -> list[dict]:
     """Milliseconds of a training step on full rows, and its MFU against the documented peak."""
     is_tiny, shape = size == "tiny", decoding.shape_of(size)
     config = default_config()
@@ -186,7 +187,7 @@ def trained(size: str) -> dict:
     peak = peak_flops(jax.devices()[0].device_kind)
     record = {"size": size, "batch_size": config.batch_size, "row_length": config.row_length, "remat": config.remat}
     record |= {"ms": 1e3 * seconds, "tokens_per_second": tokens / seconds}
-    return record | {"mfu": peak and flops / seconds / peak}
+    return [record | {"mfu": peak and flops / seconds / peak}]
 
 
 def step_seconds(config: ml_collections.ConfigDict) -> float:

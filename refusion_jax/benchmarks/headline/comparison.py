@@ -9,7 +9,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from refusion_jax.benchmarks.headline.measure import (
     measure,
     score,
 )
-from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained, curve_of
+from refusion_jax.benchmarks.headline.results import Results, Scored, Timed, Trained
 from refusion_jax.benchmarks.headline.runs import commit, train
 from refusion_jax.benchmarks.headline.speed_proxy import read_shape, with_proxies
 from refusion_jax.benchmarks.headline.tpu_estimates import tpu_estimates
@@ -83,7 +83,8 @@ class Comparison:
             chosen += [(curve, curve.fastest(PROXY)) for curve in curves(found) if curve.is_timed(PROXY)]
         found.tests = self._tested({(curve.name, point.settings): (curve, point) for curve, point in chosen}, runs)
         for curve in measured:
-            found.tpu_estimates += tpu_estimates(_near_best(curve, found.points), self._budget.problems)
+            first_seed = [point.scores[0] for point in curve.near_best]
+            found.tpu_estimates += tpu_estimates(first_seed, self._budget.problems)
         self._write(found)
         self._play(chosen, runs)
         return found
@@ -198,9 +199,8 @@ class Comparison:
     def _play(self, chosen: list[tuple[Curve, Measured]], runs: list[TrainingRun]) -> None:
         """Writes a page of the first test problems, as the first model of each curve has decoded them."""
         names = {}
-        for curve, measured in chosen:
-            run = next(run for run in runs if (run.system, run.start) == (curve.system, curve.start))
-            names.setdefault(curve.name, f"{run.name} {self._point(curve, measured)}")
+        for (curve, _), (run, point) in zip(chosen, self._on_first_seed(chosen, runs), strict=True):
+            names.setdefault(curve.name, f"{run.name} {point}")
         kept = [[line.get("scene") for _, line in read_json_lines(self._answers(name))] for name in names.values()]
         shown = [scenes[:PLAYED] for scenes in kept if scenes[0]]  # an older session kept none
         rows = [[to_type(scene, Scene, "answers") for scene in row] for row in zip(*shown, strict=True)]
@@ -213,10 +213,7 @@ class Comparison:
 
         They are stored as one record, since they compare only with each other.
         """
-        entries = []
-        for curve, measured in chosen:
-            run = next(run for run in runs if (run.system, run.start) == (curve.system, curve.start))
-            entries.append((run, self._point(curve, measured)))
+        entries = self._on_first_seed(chosen, runs)
         if not entries:
             return []
 
@@ -238,6 +235,12 @@ class Comparison:
         checksum = zlib.crc32("; ".join(f"{run.name} {point}" for run, point in entries).encode())
         stored = self._stored(f"time {len(entries)} settings{f' at {shape}' * bool(shape)} ({checksum:08x})", make)
         return [record | {name: stored[name] for name in ("commit", "where")} for record in stored["timings"]]
+
+    def _on_first_seed(
+        self, chosen: Iterable[tuple[Curve, Measured]], runs: list[TrainingRun]
+    ) -> list[tuple[TrainingRun, Point]]:
+        first = {(run.system, run.start): run for run in reversed(runs)}
+        return [(first[curve.system, curve.start], self._point(curve, measured)) for curve, measured in chosen]
 
     def _point(self, curve: Curve, measured: Measured) -> Point:
         key = curve.decoder, measured.settings
@@ -269,14 +272,6 @@ class Comparison:
 def _about(run: TrainingRun, point: Point) -> dict[str, Any]:
     about = {"system": run.system, "start": run.start, "seed": run.seed}
     return about | {"decoder": point.decoder, "settings": point.label}
-
-
-def _near_best(curve: Curve, points: Sequence[Scored]) -> list[Scored]:
-    """The records of a curve near its best accuracy, of the first seed."""
-    near = {point.settings for point in curve.near_best}
-    key = curve.system, curve.decoder, curve.start
-    own = [point for point in points if curve_of(point) == key and point["settings"] in near]
-    return [point for point in own if point["seed"] == own[0]["seed"]]
 
 
 def _continued(start: Trained, adapted: Trained) -> Trained:

@@ -45,7 +45,8 @@ class Measured:
     """What was measured of a decoder at one setting."""
 
     settings: str
-    scores: Sequence[Scored]  # one for each seed
+    scores: Sequence[Scored]  # on the validation problems, one for each seed
+    tests: Sequence[Scored]  # the same on the test problems, where it was chosen
     speed: Mapping[str, Figure]  # tokens per second by batch size, over the seeds
     timed: Mapping[str, Figure]  # of the first seed, by batch size or PROXY, over interleaved repeats
 
@@ -56,6 +57,11 @@ class Measured:
     def accuracy(self) -> Figure:
         """Share of answers that match exactly."""
         return self.figure("accuracy")
+
+    @property
+    def on_tests(self) -> "Measured":
+        """The same with the scores on the test problems, if there are any."""
+        return dataclasses.replace(self, scores=self.tests or self.scores)
 
     def of_family(self, name: str) -> Figure:
         return Figure(tuple(score["families"][name] for score in self.scores))
@@ -68,8 +74,7 @@ class Curve:
     system: str
     decoder: str
     start: str  # the system whose weights the training started from; random ones if empty
-    points: tuple[Measured, ...]  # scored on the validation problems
-    tested: Mapping[str, Measured]  # by settings, scored on the test problems
+    points: tuple[Measured, ...]
 
     @property
     def name(self) -> str:
@@ -97,10 +102,8 @@ class Curve:
         """
         if batch_size == PROXY:
             timed = (point for point in self.near_best if PROXY in point.timed)
-            fastest = max(timed, key=lambda point: point.timed[PROXY].mean)
-        else:
-            fastest = max(self.near_best, key=lambda point: point.speed[batch_size].mean)
-        return self.tested.get(fastest.settings, fastest)
+            return max(timed, key=lambda point: point.timed[PROXY].mean).on_tests
+        return max(self.near_best, key=lambda point: point.speed[batch_size].mean).on_tests
 
     def times_as_fast(self, rival: "Curve", batch_size: str) -> float:
         """Tokens per second over a rival's: the median of the repeats, each at its fastest point near its best."""
@@ -130,23 +133,20 @@ def curves(results: Results) -> list[Curve]:
         (speeds,) = record["tokens_per_second"].values()
         timed[*curve_of(record), record["settings"]][PROXY] = Figure(tuple(speeds))
 
-    tests, found = _by_curve(results.tests), []
-    for curve, own in _by_curve(results.points).items():
-        points, tested = [], {}
-        for settings, scores in own.items():
-            sizes = scores[0]["tokens_per_second"]
-            speed = {size: Figure(tuple(s["tokens_per_second"][size] for s in scores)) for size in sizes}
-            points.append(Measured(settings, scores, speed, timed[*curve, settings]))
-            if test := tests[curve].get(settings):
-                tested[settings] = dataclasses.replace(points[-1], scores=test)
-        found.append(Curve(*curve, tuple(points), tested))
-    return found
+    points, tests = _by_setting(results.points), _by_setting(results.tests)
+    found = collections.defaultdict(list)
+    for (*curve, settings), scores in points.items():
+        sizes = scores[0]["tokens_per_second"]
+        speed = {size: Figure(tuple(s["tokens_per_second"][size] for s in scores)) for size in sizes}
+        key = *curve, settings
+        found[tuple(curve)].append(Measured(settings, scores, tests.get(key, []), speed, timed[key]))
+    return [Curve(*curve, tuple(own)) for curve, own in found.items()]
 
 
-def _by_curve(records: Iterable[Scored]) -> dict[tuple[str, str, str], dict[str, list[Scored]]]:
-    found = collections.defaultdict(lambda: collections.defaultdict(list))
+def _by_setting(records: Iterable[Scored]) -> dict[tuple[str, str, str, str], list[Scored]]:
+    found = collections.defaultdict(list)
     for record in records:
-        found[curve_of(record)][record["settings"]].append(record)
+        found[*curve_of(record), record["settings"]].append(record)
     return found
 
 
