@@ -60,7 +60,7 @@ def final_state(workdir: Path, step: int) -> dict[str, Any]:
 
 
 def differences(straight: Path, faulty: Path, steps: int) -> list[str]:
-    """In what two finished runs differ; nothing where they are equal to the bit."""
+    """The differences of two finished runs; none where they are equal to the bit."""
     found = []
     a, b = (final_state(workdir, steps) for workdir in (straight, faulty))
     for (path, x), (_, y) in zip(jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b), strict=True):

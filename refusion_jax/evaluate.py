@@ -163,7 +163,7 @@ def _scoring() -> dict:
 
 
 def _mesh() -> jax.sharding.Mesh:
-    """Of this host's devices, as the flags split them."""
+    """The mesh of this host's devices, split as the flags say."""
     split = {"data": _DATA.value, "tensor": _TENSOR.value}
     return make_mesh(split, jax.local_devices()[: _DATA.value * _TENSOR.value])
 

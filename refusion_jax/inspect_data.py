@@ -51,7 +51,7 @@ _VERIFY = flags.DEFINE_bool("verify", False, "Compare all checksums of --data in
 
 
 def _tokenizer() -> Tokenizer:
-    """That of --data."""
+    """The tokenizer of --data."""
     file = find_tokenizer_file(epath.Path(_DATA.value))
     if not file:
         raise UserError(f"{_DATA.value} holds no tokenizer")

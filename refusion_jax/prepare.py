@@ -123,13 +123,13 @@ class _Bar:
         self._said = time.monotonic()
 
     def started(self, what: str, total: int) -> None:
-        """Hears what a pass over the input is for, and how many bytes it will read."""
+        """Begins a pass over the input, of so many bytes."""
         self._what, self._began, self._tokens = what, time.monotonic(), 0
         self._bar.reset(self._task, total=total, description=what)
         self._bar.start()
 
     def advance(self, size: int, tokens: int) -> None:
-        """Hears what was done."""
+        """Advances by so many bytes, of which these tokens were made."""
         self._tokens += tokens
         self._bar.advance(self._task, size)
         now, task = time.monotonic(), self._bar.tasks[0]
@@ -143,7 +143,7 @@ class _Bar:
 
 
 def command_line(inputs: list[str]) -> str:
-    """What makes the same files again: all but where they go, and how many processes work."""
+    """The command that makes the same files again, without where they go and how many processes work."""
     named = [f"--input={pattern}" for pattern in inputs]
     for flag in (flag for flag in _SHAPING if flag.value != flag.default):
         named.append(f"--{flag.name}={','.join(flag.value) if isinstance(flag.value, list) else flag.value}")
@@ -178,7 +178,7 @@ def _runner() -> Callable[[PrepareSettings, epath.Path], Runner]:
 
 
 def _filters(flag: dict[str, Any]) -> FilterSettings:
-    """Those asked for, with the checksums of the files that they go by."""
+    """The filters that are asked for, with the checksums of the files that they read."""
     if unknown := set(flag["filters"]) - set(RULES):
         raise UserError(f"--filters={','.join(sorted(unknown))}: no filter of that name; there are {', '.join(RULES)}")
     files = {}

@@ -37,7 +37,7 @@ def text_positions(segment_ids: Int32[ArrayLike, "B T"]) -> Int32[Array, "B T"]:
 
 
 def next_in_row(x: Shaped[Array, "B T"]) -> Shaped[Array, "B T"]:
-    """For each token the value of the next one; 0 at the end of the row."""
+    """The value of the next token at each token; 0 at the end of the row."""
     return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
 
 
@@ -61,7 +61,7 @@ def precedes_response(rows: Rows) -> Bool[Array, "B T"]:
 
 
 def per_document_sum(x: Shaped[Array, "B T"], segment_ids: Int32[ArrayLike, "B T"]) -> Shaped[Array, "B T"]:
-    """For every token, the sum of x over its document, in the dtype of x (int32 for bool)."""
+    """The sum of x over the document of each token, in the dtype of x (int32 for bool)."""
     T = x.shape[-1]
     x = x.astype(jnp.int32) if x.dtype == bool else x
 

@@ -55,7 +55,7 @@ class Clients:
         return _ask(self._own.connection, body)
 
     def _ask_anew(self, body: dict[str, Any]) -> Seen:
-        """By somebody new, since the server closes connections that are idle."""
+        """Asks over a new connection, since the server closes those that are idle."""
         with contextlib.closing(self._connection()) as connection:
             return _ask(connection, body)
 

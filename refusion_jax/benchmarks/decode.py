@@ -80,7 +80,7 @@ def define_shared(own: flags.FlagValues) -> None:
 
 
 def read_shared(own: flags.FlagValues) -> dict[str, Any]:
-    """What the flags of `define_shared` say."""
+    """The values of the flags of `define_shared`."""
     values = {name.removeprefix("decode."): own[name].value for name in own if name.startswith("decode.")}
     return _DEFAULTS | {name: value for name, value in values.items() if value is not None}
 

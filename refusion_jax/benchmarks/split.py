@@ -209,7 +209,7 @@ def measure(
 def bits_per_byte(
     lower: Transformer, upper: Transformer, codec: Codec, checkpoint: str, problems: Sequence[tasks.Problem]
 ) -> float:
-    """Of the right answers, with hidden states that cross from one part to the other and come back."""
+    """Bits per byte of the right answers, with hidden states that cross to the other part and come back."""
     tokenizer, config = load_tokenizer(checkpoint), lower.config
     forward = find_system(find_objective(Path(checkpoint))).scoring.forward
     total = count = 0.0
@@ -237,13 +237,13 @@ def bits_per_byte(
 
 
 def bytes_of(part: Transformer, cache_length: int) -> int:
-    """Of the weights of a part, and of the cache of one row."""
+    """Bytes of the weights of a part, and of the cache of one row."""
     held = nnx.to_pure_dict(nnx.state(part)), jax.eval_shape(lambda: part.empty_cache(1, cache_length))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
 def counts(link: Link) -> dict[str, int]:
-    """What has crossed a link so far."""
+    """Counts of what has crossed a link so far."""
     names = ("sent", "received", "round_trips", "crossed", "crossed_exactly", "fed")
     return {name: getattr(link, name) for name in names}
 

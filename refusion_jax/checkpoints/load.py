@@ -100,7 +100,7 @@ def is_foreign(path: epath.Path) -> bool:
 
 
 def weights_stamp(path: epath.PathLike, settings: Settings) -> list[tuple[str, float | str, int]]:
-    """What changes whenever the weights do, those of auxiliary models included.
+    """A stamp that changes whenever the weights do, those of auxiliary models included.
 
     Returns:
       (name, checksum, bytes) of the files of our checkpoints, wherever they are; (path, time, bytes) of others.
@@ -172,7 +172,7 @@ def open_weights(path: epath.PathLike) -> Callable[[tuple[str, ...], slice], np.
 
 
 def reader_of(model: Transformer) -> Callable[[tuple[str, ...], slice], np.ndarray]:
-    """What `open_weights` returns, of a model in memory."""
+    """A reader as `open_weights` returns it, of a model in memory."""
     params = nnx.to_pure_dict(nnx.state(model))
     return lambda name, part: np.asarray(functools.reduce(operator.getitem, name, params)[part])
 

@@ -31,7 +31,7 @@ class _Adapters(pydantic.BaseModel):
 
 
 class _Config(pydantic.BaseModel):
-    """What a run's config says of adapters."""
+    """The keys of a run's config that concern adapters."""
 
     lora: _Adapters | None = None
     init_from: str = ""

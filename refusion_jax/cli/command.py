@@ -155,7 +155,7 @@ def guard(main: Callable[[], None]) -> None:
 
 
 def verdict(error: Exception | KeyboardInterrupt) -> tuple[Exception | None, int]:
-    """What to say of whatever has ended a command, if anything, and the exit code for it, see `guard`."""
+    """The message for whatever has ended a command, if it needs one, and the exit code; see `guard`."""
     match error:
         case UserError() | flags.Error():
             return error, 2
@@ -208,7 +208,7 @@ def _wants_traceback() -> bool:
 
 
 def _unforeseen(error: Exception) -> str:
-    """What to say of an exception that nobody has thought of; its trace is written to a new file."""
+    """The message for an unforeseen exception, whose trace is written to a new file."""
     command = Path(sys.argv[0]).stem
     hint = "--traceback prints where"
     if not _wants_traceback():
@@ -225,7 +225,7 @@ def _unforeseen(error: Exception) -> str:
 
 
 def config_fault(argv: Sequence[str], names: Iterable[str]) -> UserError | None:
-    """What ml_collections does not say: that --config is given twice or names no file, or which key does not exist."""
+    """The fault that ml_collections does not report: --config given twice or naming no file, or an unknown key."""
     configs = [argument for argument in argv if argument.lstrip("-").startswith("config=")]
     if len(configs) > 1:
         return UserError(f"{' '.join(configs)}: give one config, and --config.KEY=VALUE for what differs")
@@ -309,7 +309,7 @@ def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
 
 
 def explained(own: Setting, default: Any = None) -> str:
-    """What --help says of a setting; None: with its own default."""
+    """The help text of a setting, with a default: its own, unless one is given."""
     if default is not None:
         return f"{own.help.partition('; 0:')[0]} (default: {default})"  # of the command, whatever a 0 means elsewhere
     return own.help if own.default == "" else f"{own.help} (default: {own.default})"

@@ -28,7 +28,7 @@ class Failure(RuntimeError):  # noqa: N818  it is no error of ours or the user's
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line; its kind where it says nothing."""
+    """The message of an exception in one line; its type where it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 

@@ -60,7 +60,7 @@ class BeamRunner(Runner):
             yield next((read_json(path, Report) for path in made if path.exists()), Report())
 
     def mark_repeated(self, progress: epath.Path, chunks: int) -> None:
-        """As `duplicates.mark_repeated`, the keys grouped by the partition they are in.
+        """Does what `duplicates.mark_repeated` does, with keys grouped by the partition they are in.
 
         Raises:
           Failure: where the pipeline fails.

@@ -49,7 +49,7 @@ class ChatTemplate:
 
 
 def _to_json(value: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """As it is; jinja2's own filter escapes what HTML would read."""
+    """The value as JSON; jinja2's own filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

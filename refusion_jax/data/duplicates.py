@@ -26,7 +26,7 @@ def save_keys(progress: epath.Path, index: int, keys: np.ndarray) -> None:
 
 
 def load_keys(progress: epath.Path, index: int) -> np.ndarray:
-    """What `save_keys` kept; from a disk no more is read than is looked at."""
+    """The keys that `save_keys` kept; from a disk no more is read than is looked at."""
     path = progress / f"digests-{index:05}.npy"
     return _load(path) if is_remote(path) else np.load(path, mmap_mode="r", allow_pickle=False)
 
@@ -37,12 +37,12 @@ def save_repeated(progress: epath.Path, index: int, numbers: np.ndarray) -> None
 
 
 def load_repeated(progress: epath.Path, index: int) -> np.ndarray:
-    """What `save_repeated` kept."""
+    """The numbers that `save_repeated` kept."""
     return _load(progress / f"duplicates-{index:05}.npy")
 
 
 def partitions(progress: epath.Path, chunks: int) -> int:
-    """In how many ranges of digests to compare the keys of so many chunks, that one fits in memory."""
+    """The number of ranges of digests, each of which fits in memory, for the keys of so many chunks."""
     return 1 + sum((progress / f"digests-{i:05}.npy").stat().length for i in range(chunks)) // 24 // _PARTITION
 
 

@@ -66,12 +66,12 @@ class Example:
 
     @property
     def texts(self) -> list[str]:
-        """Its prompt, or the turns of that, and its answer."""
+        """The prompt, or its turns, and the answer."""
         prompt = self.prompt or ()
         return [*([prompt] if isinstance(prompt, str) else (text for _, text in prompt)), self.response]
 
     def map(self, change: Callable[[str], str]) -> "Example":
-        """The same with other texts."""
+        """The example with changed texts."""
         prompt = self.prompt
         if prompt is not None:
             is_text = isinstance(prompt, str)
@@ -244,7 +244,7 @@ def _from_turns(item: dict, turns: Any, where: str | Line, fields: Fields) -> li
 
 
 def _loss(item: dict) -> str:
-    """What the answers of a record were written upon, and the model would not be told of; empty if there is none."""
+    """Why a record cannot be used: its answers rest on a field that the model would not see; empty if it can."""
     lost = next((name for name in LOST_FIELDS if item.get(name) not in (None, [], "", "[]")), None)
     return f"{lost} would be left out; write what it says into messages" if lost else ""
 

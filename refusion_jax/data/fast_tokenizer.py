@@ -26,7 +26,7 @@ class _Token(pydantic.BaseModel):
 
 
 class _Config(pydantic.BaseModel):
-    """What we read of a tokenizer_config.json."""
+    """The fields of a tokenizer_config.json that we read."""
 
     model_config = pydantic.ConfigDict(strict=True)
 
@@ -142,7 +142,7 @@ class FastTokenizer(Tokenizer):
             raise UserError(f"{self._path} is a tokenizer that fails: {first_line(error)}") from error
 
     def encode_prompts(self, texts: list[str | Messages | None]) -> list[list[int]]:
-        """By the chat template: a string is the turn of a user; messages are the turns they say."""
+        """Ids of prompts in the chat template: a string is the turn of a user; messages are the turns they say."""
         bos = [self.bos_id] if self.bos_id >= 0 else []
         rendered = [self._render(text) for text in texts]
         for turns, whole in zip(texts, rendered, strict=True):
@@ -238,7 +238,7 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """The same for two tokenizers that are made of the same files: ids mean the same text."""
+    """A hash of a tokenizer's files: where it is equal, ids mean the same text."""
     digest = hashlib.blake2b(digest_size=16)
     for name, content in sorted(tokenizer.files.items()):
         digest.update(f"{name} {len(content)} ".encode() + content)

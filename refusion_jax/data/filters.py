@@ -76,7 +76,7 @@ class Filters:
         return not self.blocked.isdisjoint(domains) or not self.blocked.isdisjoint(cuts)
 
     def __call__(self, example: Example) -> Example | Bad:
-        """What is left of an example, or a Bad `by_filter` with the rule as its kind and the text's beginning."""
+        """The example as the filters leave it, or a Bad `by_filter` of the rule as kind and the text's beginning."""
         if not (example.starts and example.ends):
             reason = "filters see whole documents, and this one is longer than --shard_mib"
             return Bad(example.where, reason, "longer than a shard")

@@ -6,7 +6,7 @@ PREFIX = "hf://datasets/"
 
 
 def pinned(pattern: str) -> str:
-    """The same files at the commit that the revision, or main, is now: so that they stay the same.
+    """The pattern at the commit that the revision, or main, is now, so that its files stay the same.
 
     Raises:
       UserError: where there is no such data set or revision, or the Hub cannot be reached.

@@ -136,7 +136,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces.id_to_piece(token)
 
     def spellings(self) -> list[bytes]:
-        """What each token adds to a text; nothing for special ones."""
+        """The bytes that each token adds to a text; none for special ones."""
 
         def spelling(id: int) -> bytes:
             if self._pieces.is_byte(id):  # <0x0A>

@@ -75,6 +75,6 @@ def check_auxiliaries(model: Transformer, settings: Settings) -> None:
 
 
 def lacking(settings: Settings, name: str) -> SettingError:
-    """What to tell a user who has not given an auxiliary model."""
+    """The error for a user who has not given an auxiliary model."""
     why = f"the decoder {settings.method!r} needs a model here, a run with the same tokenizer"
     return SettingError("decode", name, getattr(settings, name), why)

@@ -109,7 +109,7 @@ class Decodings:
 
 
 def outcome(at: int, draft: int, known: Mapping[int, int], after: Forward) -> int:
-    """What becomes of a draft that was fed.
+    """The outcome of a draft that was fed.
 
     Args:
       at: its place.

@@ -144,7 +144,7 @@ def most_new_tokens(requests: Sequence[Request]) -> int:
 
 
 def rounded_up(length: int) -> int:
-    """To the next multiple of ROUNDING."""
+    """The next multiple of ROUNDING."""
     return -(-length // ROUNDING) * ROUNDING
 
 

@@ -118,7 +118,7 @@ class Settings:
         return -(-self.max_new_tokens // self.unit) * self.unit
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With settings that default to what the model says filled in; for subclasses to override."""
+        """The settings with what defaults to the model's filled in; for subclasses to override."""
         return self
 
     def traced(self) -> dict[str, float | int | bool]:
@@ -128,7 +128,7 @@ class Settings:
         return {name: type(own[name].default)(getattr(self, name)) for name in sorted(names)}
 
     def fill_in(self, room: int) -> Self:
-        """With the default of max_new_tokens filled in: what fits into `room`, at least one `multiple`, at most 128."""
+        """The settings with max_new_tokens filled in: what fits into `room`, at least one `multiple`, at most 128."""
         fitting = max(min(room, _MOST_NEW_TOKENS) // self.multiple, 1) * self.multiple
         return self if self.max_new_tokens else dataclasses.replace(self, max_new_tokens=fitting)
 
@@ -142,17 +142,17 @@ class TracedSettings:
 
     @classmethod
     def of(cls, rows: Sequence[Settings]) -> Self:
-        """Those of some rows, as numpy arrays: float32, int32 or bool."""
+        """The traced settings of some rows, as numpy arrays: float32, int32 or bool."""
         dtypes = {float: np.float32, int: np.int32, bool: np.bool_}
         values = [row.traced() for row in rows]
         return cls(**{name: np.array([v[name] for v in values], dtypes[type(values[0][name])]) for name in values[0]})
 
     def of_sampling(self) -> Self:
-        """Those that sampling needs."""
+        """The settings that sampling needs."""
         return type(self)(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     def replace(self, **changed: ArrayLike) -> Self:
-        """The same with other or further values."""
+        """The settings with other or further values."""
         return type(self)(**vars(self) | changed)
 
     def tree_flatten_with_keys(self):

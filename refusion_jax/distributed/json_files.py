@@ -71,5 +71,5 @@ def first_fault(error: pydantic.ValidationError) -> str:
 
 
 def to_type(value: Any, kind: type[_T], where: str) -> _T:
-    """As `parse_json`, of a value that is parsed already."""
+    """Does what `parse_json` does for a value that is parsed already."""
     return parse_json(json.dumps(value).encode(), kind, where)

@@ -62,7 +62,7 @@ class Preemption:
         return self._requested
 
     def check(self) -> None:
-        """For work between two steps that may be left undone: ends it where this process is to leave.
+        """Ends work between two steps, which may be left undone, where this process is to leave.
 
         Several processes go on: they can only agree at a step.
 

@@ -147,13 +147,13 @@ def shard_count(mesh: Mesh, axis: str) -> int:
 
 
 def shard_count_here(axis: str) -> int:
-    """The same for the mesh of `jax.set_mesh`; 1 outside it."""
+    """`shard_count` on the mesh of `jax.set_mesh`; 1 outside it."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else shard_count(mesh, axis)
 
 
 def device_kind_here() -> str:
-    """What the devices are that a program is traced for: those of `jax.set_mesh`, outside it the default one."""
+    """The kind of device that a program is traced for: of `jax.set_mesh`, outside it of the default one."""
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind
 
 

@@ -150,7 +150,7 @@ class LogDirectory:
         return local
 
     def sync(self) -> None:
-        """Has what is new copied soon; does not wait for it."""
+        """Asks for a copy of what is new, and does not wait for it."""
         self._wake.set()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For what may take long and gives no sign of life, such as writing a checkpoint."""
+        """Suspends the watchdog for work that gives no sign of life, such as writing a checkpoint."""
         self._heard = math.inf
         try:
             yield

@@ -216,7 +216,7 @@ def check_requests(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]
 
 @functools.cache
 def _manager() -> TaskManager:
-    """For tasks that are loaded already; lm_eval's own takes seconds."""
+    """A task manager for tasks that are loaded already; lm_eval's own takes seconds."""
     return TaskManager(include_path=[PINNED], include_defaults=False)
 
 
@@ -274,7 +274,7 @@ def run_tasks(lm: EvaluatedModel, plan: Plan, tasks: Sequence[Task | Group]) -> 
 
 
 def _version(package: str) -> str | None:
-    """Of a package; None for a checkout of ours that is not installed."""
+    """The version of a package; None for a checkout of ours that is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None

@@ -178,7 +178,7 @@ def _draws(system: System, order: str | Sequence[int], draws: int) -> int:
 def _used(
     system: System, method: str = "", slot_size: int = 8, order: str = "left_to_right", draws: int = 0, seed: int = 0
 ) -> dict[str, object]:
-    """Those of the settings of `likelihoods` on which the value depends."""
+    """The settings of `likelihoods` on which the value depends."""
     slots = {"slot_size": slot_size, "order": order} if _has_slots(system) else {}
     is_drawn = system.scoring.is_bound or (bool(slots) and order == "random")
     drawn = {"draws": _draws(system, order, draws), "seed": seed} if is_drawn else {}

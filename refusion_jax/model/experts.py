@@ -137,7 +137,7 @@ def mixture(
 
 
 def _spec(axes: tuple[str, ...], x: Array) -> jax.sharding.PartitionSpec:
-    """Of a weight, or of its scale in int8, some of whose axes have size 1."""
+    """The sharding of a weight, or of its scale in int8, some of whose axes have size 1."""
     return spec(*(axis if size > 1 else None for axis, size in zip(axes, x.shape, strict=True)))
 
 

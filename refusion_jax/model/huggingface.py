@@ -127,7 +127,7 @@ def _refuse_others(tensors: Tensors, config: Config, renamed: Mapping[str, str],
 
 
 def _place(tensor: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """On the devices, in the target's dtype; rows that are missing at the end become zeros."""
+    """The tensor on the devices, in the target's dtype; rows that are missing at the end become zeros."""
     if tensor.shape != target.shape:
         tensor = np.pad(tensor, ((0, target.shape[0] - tensor.shape[0]), (0, 0)))
     placed = jax.device_put(tensor, target.sharding).astype(target.dtype)

@@ -67,7 +67,7 @@ def _by_kernel(cached, length, visible, ragged) -> Callable:
 
 
 def _by_parts(cached, length, visible, ragged) -> Callable:
-    """By XLA, over the least part of the cache that holds all rows."""
+    """Attention by XLA, over the least part of the cache that holds all rows."""
     sizes = key_counts(cached.keys.shape[3])
     enough = jnp.sum(jnp.max(length) > jnp.array(sizes[:-1], jnp.int32))  # index of the least that holds all rows
     is_cached = ragged.rows_of_tiles(jnp.arange(sizes[-1])[None] < length[:, None])  # [tiles, S]

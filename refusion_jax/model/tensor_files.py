@@ -24,7 +24,7 @@ _LONGEST_HEADER = 100 << 20  # bytes, the format's own limit
 
 
 class _Entry(pydantic.BaseModel):
-    """Of one tensor in a header."""
+    """The entry of one tensor in a header."""
 
     dtype: str
     shape: list[pydantic.NonNegativeInt]
@@ -88,7 +88,7 @@ class Tensors:
 
     @property
     def names(self) -> set[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return set(self._entries)
 
     @property

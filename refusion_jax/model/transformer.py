@@ -189,12 +189,12 @@ class Transformer(nnx.Module):
 
     @property
     def output_head(self) -> Float[Array, "V D"] | Int8Array:
-        """In the dtype of computation, or in int8."""
+        """The output head in the dtype of computation, or in int8."""
         return in_dtype(self._head.get_value(), self.dtype)
 
     @property
     def operand_dtype(self) -> jnp.dtype:
-        """Of the weights in products: that of computation, or int8."""
+        """The dtype of weights in products: that of computation, or int8."""
         return jnp.dtype(jnp.int8) if is_int8(self._head.get_value()) else jnp.dtype(self.dtype)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
@@ -231,7 +231,7 @@ class Transformer(nnx.Module):
         return self.normed(x), kept, load
 
     def embedded(self, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the first layer reads."""
+        """The embeddings that the first layer reads."""
         c = self.config
         rows = jax.tree.map(lambda w: w[tokens], in_dtype(self.embed_tokens.get_value(), self.dtype))
         x = constrain(widened(rows, self.dtype), "batch", "length", None)
@@ -314,7 +314,7 @@ class ApproximateHead(Wrapper):
         self.rounded_head = nnx.Param(rounded_head(model.output_head), logical_axes=("vocab", None), summed=())
 
     def logits(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T V"]:
-        """Of the best `head_rows` rows."""
+        """The logits of the best `head_rows` rows."""
         return shortlisted_logits(x, self.output_head, self.rounded_head.get_value(), self.head_rows)
 
 

@@ -55,7 +55,7 @@ class ForwardCosts:
     network_bytes: float  # that all-reduces bring to the chip
 
     def seconds(self, chip: Chip) -> float:
-        """At the chip's peaks."""
+        """Seconds at the chip's peaks."""
         products = max(self.weight_flops / chip.peak_flops, self.weight_bytes / chip.hbm_bandwidth)
         attention = max(self.attention_flops / chip.peak_flops, self.cache_bytes / chip.hbm_bandwidth)
         return products + attention + self.network_bytes / chip.ici_bandwidth

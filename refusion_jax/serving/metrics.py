@@ -86,7 +86,7 @@ class _Drafts(Collector):
         self._model, self._engine = model, engine
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """As Prometheus asks."""
+        """The metrics that Prometheus asks for."""
         texts = {"draft": "Tokens that forwards have verified", "accepted": "Those of them that were committed"}
         for (name, text), count in zip(texts.items(), self._engine.verified, strict=True):
             family = CounterMetricFamily(f"vllm:spec_decode_num_{name}_tokens", text, labels=["model_name"])

@@ -53,7 +53,7 @@ class Channel:
         self.server: frames.Welcome = self._reach()
 
     def close(self) -> None:
-        """Has the server forget this session."""
+        """Tells the server to forget this session, and closes the connection."""
         with contextlib.suppress(OSError):
             frames.send(self._connection, frames.Bye(self._number))
         self._connection.close()

@@ -50,12 +50,12 @@ class Machine:
 
     @classmethod
     def of_flops(cls, config: ModelConfig, flops: float) -> "Machine":
-        """From its arithmetic alone."""
+        """A machine that is limited by its arithmetic alone."""
         used = weights_in_layers(config, config.num_experts_per_tok) / config.num_hidden_layers
         return cls(0.0, 2 * used / flops)
 
     def seconds(self, layers: int, tokens: float) -> float:
-        """Of a forward pass through some layers."""
+        """Seconds of a forward pass through some layers."""
         return layers * (self.fixed + tokens * self.each)
 
 
@@ -69,7 +69,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is decoded, and the limits."""
+    """The answers that are wanted, and the limits."""
 
     memory: float  # bytes of the device, for weights and cache
     latency: float  # seconds of an answer
@@ -80,7 +80,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Where a model is cut, and how it decodes then."""
+    """One place to cut a model, with its precisions, and how it decodes then."""
 
     layers: int  # of the device
     weights: str  # one of PRECISIONS, on the device; so is the next
@@ -147,7 +147,7 @@ class Setup:
 
 
 class Chosen(NamedTuple):
-    """What `choose` found."""
+    """The best candidate, and those it was chosen from."""
 
     fitting: list[Candidate]  # within both limits
     best: Candidate
@@ -216,7 +216,7 @@ def measure(config: ModelConfig, dtype: str, weights: str = "same", cache: str =
 
 
 def measure_network(probe) -> Network:
-    """From (bytes up, bytes down) -> seconds: the round trip of a few bytes, and the rate of many."""
+    """Measures by `probe`, (bytes up, bytes down) -> seconds: the round trip of a few bytes, and the rate of many."""
     rtt = min(probe(1, 1) for _ in range(5))
     size = 1 << 12
     while (took := probe(size, size)) < max(4 * rtt, 0.2) and size < 1 << 24:

@@ -38,7 +38,7 @@ class Codec:
     tolerance: float = 0.0  # the largest error of a value, in root mean squares of its token
 
     def bytes_per_token(self, D: int, itemsize: int) -> float:
-        """Of values of a normal distribution, of which at most 0.6 % are outliers; not deflated."""
+        """Bytes of D normally distributed values, of which at most 0.6 % are outliers; not deflated."""
         if not (self.bits or self.tolerance):
             return D * (itemsize - _SAVED)
         levels = self.threshold / (2 * self.tolerance / _ROUNDING) if self.tolerance else 0
@@ -82,7 +82,7 @@ class Codec:
         return b"".join([bytes([is_deflated]), *parts, deflated if is_deflated else packed])
 
     def decode(self, content: bytes, n: int, D: int, dtype: np.dtype) -> Float[np.ndarray, "T D"]:
-        """What `encode` was given, within the bound.
+        """The values that `encode` was given, within the bound.
 
         Raises:
           UserError: where the bytes are not those of so many tokens.

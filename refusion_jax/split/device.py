@@ -210,7 +210,7 @@ def decode_split(model: SplitModel, requests: Sequence[Request], decoder: Decode
 
 
 def summary(link: Link, tokens: int, took: float) -> str:
-    """What some answers took, in one line."""
+    """Tokens, time, bytes and memory of some answers, in one line."""
     share = link.crossed / max(link.crossed_exactly, 1)
     return (
         f"{tokens} tokens, {tokens / took:.1f} a second; for each {link.round_trips / max(tokens, 1):.2f} round trips, "

@@ -89,7 +89,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What the output head reads, of the tokens of a forward pass."""
+    """The hidden states that the output head reads, of the tokens of a forward pass."""
 
     number: int
     tokens: bytes

@@ -79,7 +79,7 @@ class Link(Channel):
         return np.zeros(shape.shape, shape.dtype) if out is None else out
 
     def _attempt(self, function: Callable, *arguments: Any) -> Any:
-        """What a function returns; what it raises is kept for `check`, and nothing is sent after it."""
+        """Calls a function, unless something went wrong before: an exception is kept for `check`."""
         if not self.failure:
             try:
                 return function(*arguments)
@@ -138,7 +138,7 @@ class Link(Channel):
 
 
 def _packed(packing: Packing, index: np.ndarray, is_fed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the fed tokens of each row lie in the packed array [shards, places, D]."""
+    """The indices of the fed tokens of each row in the packed array [shards, places, D]."""
     shard = np.arange(packing.rows) // (packing.rows // packing.shards)
     return np.broadcast_to(shard[:, None], is_fed.shape)[is_fed], index[is_fed]
 

@@ -38,7 +38,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, ragged: Ragged) -> "Packing":
-        """That of some rows."""
+        """The packing of some rows."""
         places = ragged.rows * ragged.width // ragged.shards if ragged.source is None else ragged.source.shape[1]
         return cls(ragged.rows, ragged.width, ragged.shards, ragged.tile, places // ragged.tile)
 
@@ -73,7 +73,7 @@ class SplitModel(Wrapper):
         visible: Bool[Array, "B T T"],
         ragged: Ragged | None = None,
     ) -> tuple[Float[Array, "_ _ D"], KeyValues]:
-        """As that of the whole model; the keys and values are those of the device's layers."""
+        """`extend_hidden` of the whole model, with the keys and values of the device's layers."""
         ragged = ragged or Ragged.whole(*tokens.shape)
         attend = attend_over(cached, length, visible, ragged)
         x = self.model.embedded(ragged.pack(tokens))
@@ -127,7 +127,7 @@ class Upper:
         self._part, self._run = part, jax.jit(functools.partial(_forward, graphdef), static_argnums=1, donate_argnums=2)
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
-        """For a new batch."""
+        """The cache of a new batch."""
         # Copies, since keys and values are given away one by one.
         return jax.tree.map(jnp.copy, self._part.empty_cache(rows, capacity))
 

@@ -141,7 +141,7 @@ class BlockSettings(shared.Settings):
         return points + [whole | {"threshold": threshold} for threshold in (0.9, 0.7)]
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With the block size of training as the default."""
+        """The settings, with the block size of training as the default."""
         return dataclasses.replace(self, block_size=self.block_size or model.block_size or _BLOCK)
 
 

@@ -158,7 +158,7 @@ class BlockCache(masked.MaskedDecoder):
         return after, proposal.token, proposal.probability
 
     def _block(self, model: Transformer, s: State) -> tuple[State, Int32[Array, "B K"], Float32[Array, "B K"]]:
-        """As `_whole`, of a forward pass over the block on top of the kept keys and values."""
+        """`_whole` for a forward pass over the block, on top of the kept keys and values."""
         (w, _), (start, fed) = self.window(s), self._fed(s)
         F = self.block_length if self.reuse == "dual" else self.new_tokens  # with `dual` the block, else all from it on
         offset = jnp.arange(F)[None]

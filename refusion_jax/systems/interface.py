@@ -64,7 +64,7 @@ class Objective(abc.ABC):
         return self.streams * row_length
 
     def batch(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
-        """What `corrupt` makes of rows.
+        """The batch that `corrupt` makes of rows, checked.
 
         Raises:
           UserError: where its arrays do not fit together, or its loss terms are not those of `coefficients`.
@@ -142,7 +142,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Experiments:
-    """What `bench headline` measures of a system besides the operating points of its decoders."""
+    """Further measurements of a system by `bench headline`, besides the operating points of its decoders."""
 
     claims: tuple[Claim, ...] = ()
     # By title: more settings to compare; called with the arguments of `Settings.operating_points`.

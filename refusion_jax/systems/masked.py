@@ -46,7 +46,7 @@ class MaskedText(RowState):
 
     @classmethod
     def start_text(cls, layout: Layout, keys: Key[Array, "B"], at_once: int, mask_id: int, **own: Any) -> Self:
-        """In the first block."""
+        """The initial state, in the first block."""
         zeros = jnp.zeros_like(layout.given.length)
         return super().start_text(layout, keys, at_once, mask_id, block=zeros, block_step=zeros, **own)
 
@@ -80,7 +80,7 @@ class Proposal(NamedTuple):
 
     @property
     def probability(self) -> Float32[Array, "B K"]:
-        """Of each token."""
+        """The probability of each token."""
         return probability(self.real, self.token)
 
 
@@ -117,7 +117,7 @@ class MaskedSettings(shared.Settings):
     block_length: ClassVar[int] = 0  # 0: the whole answer
 
     def traced(self) -> dict[str, float | int | bool]:
-        """With `block_length`, also where the user cannot choose it."""
+        """The traced settings, with `block_length` also where the user cannot choose it."""
         return super().traced() | {"block_length": self.block_length}
 
 

@@ -45,7 +45,7 @@ class RunUnderTest:
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints are."""
+        """The directory of its checkpoints."""
         return self.workdir / "checkpoints"
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class RunUnderTest:
                 log.write(said)
 
     def heard(self) -> str:
-        """What its processes have said since the last start."""
+        """The output of its processes since the last start."""
         return self._log.read_bytes()[self._heard_from :].decode(errors="replace")
 
     def check(self, is_right: bool, what: str) -> None:

@@ -25,7 +25,7 @@ from refusion_jax.training.train_step import TrainState, init_state, make_train_
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What `train` runs and `plan` compiles."""
+    """The program that `train` runs and `plan` compiles."""
 
     step: Callable  # jitted: (TrainState, Rows) -> (TrainState, metrics); the state is donated
     initial_state: Callable[..., TrainState]  # jitted: of step 0, from all weights, which are donated, or random ones

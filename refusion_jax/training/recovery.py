@@ -109,7 +109,7 @@ class Health:
 
 
 def first_bad(metrics: dict[str, Any]) -> str:
-    """With --config.debug_nans: the first weight, gradient or update that is not finite."""
+    """The first weight, gradient or update that is not finite, where --config.debug_nans looks for it."""
     for kind, tree in metrics.get("finite", {}).items():
         if bad := [path for path, is_finite in jax.tree.leaves_with_path(tree) if not is_finite]:
             return f"; first not finite: {kind} {jax.tree_util.keystr(bad[0])}, of {len(bad)} such"

@@ -46,7 +46,7 @@ def row_page(title: str, tokenizer: Tokenizer, rows: Rows, batch: Batch, place: 
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
-    """What a token spells, or its name where that is nothing or a part of a character."""
+    """The text of a token, or its name where that is empty or a part of a character."""
     text = visible_text(tokenizer, np.array([token]))
     return text if text.strip(" \ufffd") else tokenizer.name_of(token)
 

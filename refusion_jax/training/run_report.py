@@ -57,7 +57,7 @@ _SUMMARY = ("objective", "step", "tokens", "loss", "held-out loss", "tokens/s", 
 
 
 class ShownRun(NamedTuple):
-    """What the directory of a run tells."""
+    """A run as its directory tells it."""
 
     name: str  # its number on the page, and its directory
     color: str
@@ -229,7 +229,7 @@ def _answers(runs: Sequence[ShownRun]) -> list[tuple]:
 
 
 def played(runs: Sequence[ShownRun]) -> list[tuple[str, list[player.Scene]]]:
-    """What the player shows of `_answers`: (task and problem, the decodings of the runs side by side)."""
+    """The player's part of `_answers`: (task and problem, the decodings of the runs side by side)."""
     found = []
     for task, problem, *_, given in _answers(runs):
         scenes = []

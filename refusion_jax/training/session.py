@@ -204,7 +204,7 @@ class Session:
 
     @contextlib.contextmanager
     def pause(self, event: str, **values: Any) -> Iterator[None]:
-        """For what is not training: it is logged as an event, and left out of the rates."""
+        """Logs a block that is not training as an event, and leaves it out of the rates."""
         self.clock.flush()
         began = time.monotonic()
         with self.events.timed(event, **values):

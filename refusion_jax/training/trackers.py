@@ -53,7 +53,7 @@ class Tracker(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedSession:
-    """What a tracker is told of the session that it follows."""
+    """The session that a tracker follows."""
 
     config: ml_collections.ConfigDict
     name: str  # of the run, for people
@@ -66,7 +66,7 @@ class Trackers:
     """The trackers that a config names, as one that never waits and never raises. In process 0 only."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: epath.Path, logs: Path, first_step: int):
-        """Has them begin, or continue what they show of the run; `logs` is a local directory for their files."""
+        """Begins or continues the run of each tracker; `logs` is a local directory for their files."""
         names = _names(config.tracker)
         run_id = _make_id(workdir) if set(names) - {"tensorboard"} else ""
         session = TrackedSession(config, f"{absolute(workdir).name}-{run_id}", run_id, logs, first_step)
@@ -83,7 +83,7 @@ class Trackers:
             tracker.call(lambda it: it.text(step, title, markdown))
 
     def finish(self) -> None:
-        """Has them send what is left, and waits for it, but no longer than _FINISH_SECONDS."""
+        """Asks all to send what is left, and waits for them, but no longer than _FINISH_SECONDS."""
         deadline = time.monotonic() + _FINISH_SECONDS
         for tracker in self._all:
             tracker.end()
@@ -146,14 +146,14 @@ class _OnThread:
         self._thread.start()
 
     def call(self, what: Callable[[Tracker], Any]) -> None:
-        """Has it do something, in its turn."""
+        """Queues a call of the tracker."""
         if self._calls.qsize() < _MOST:
             self._calls.put(what)
         elif self._thread.is_alive():
             self._warn("is too slow, or hangs, and misses records")
 
     def end(self) -> None:
-        """Has it end after what it has to do."""
+        """Ends the thread after the queued calls."""
         self._calls.put(None)
 
     def wait(self, seconds: float) -> None:

@@ -166,7 +166,7 @@ def make_train_step(
         return loss, terms
 
     def expert_counts(weights, batch):
-        """Of the whole batch, which the gradient of each part needs: one more forward, where experts are balanced."""
+        """Tokens of each expert in the whole batch, which the gradient of each part needs: one more forward pass."""
         model = nnx.merge(graphdef, weights)
         if not (model.config.num_experts and model.config.router_aux_loss_coef):
             return None

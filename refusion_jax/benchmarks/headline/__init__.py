@@ -87,7 +87,7 @@ def main(own: flags.FlagValues) -> None:
 
 
 def _experiment(own: flags.FlagValues) -> Experiment:
-    """What the flags ask for.
+    """The experiment that the flags ask for.
 
     Raises:
       UserError: naming the flag that is at fault.

@@ -42,7 +42,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured of a decoder at one setting."""
+    """The measurements of a decoder at one setting."""
 
     settings: str
     scores: Sequence[Scored]  # on the validation problems, one for each seed

@@ -43,7 +43,7 @@ class Budget:
     speed_proxy: str = ""  # WIDTHxLAYERS of a model at whose cost claims about speed are checked as well; none if empty
 
     def changed(self, tune: bool, **given: Any) -> "Budget":
-        """With the given fields, unless they are None; without `tune`, no learning rates are tried."""
+        """A budget with the given fields, unless they are None; without `tune`, no learning rates are tried."""
         changes = {name: value for name, value in given.items() if value is not None}
         return dataclasses.replace(self, rates=self.rates if tune else (), **changes)
 
@@ -107,7 +107,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What is asked for."""
+    """An experiment: the budget, the systems and how each is trained and decoded."""
 
     name: str  # of the budget
     budget: Budget

@@ -198,7 +198,7 @@ def claims(found: list[Curve]) -> str:
 
 
 def _proxy_speeds(found: list[Curve], results: Results) -> list[str]:
-    """What the speed proxy is, and the speeds at its cost."""
+    """A paragraph about the speed proxy, and a table of speeds at its cost."""
     if not results.proxy_timings:
         return []
     first = results.proxy_timings[0]

@@ -108,13 +108,13 @@ class Results:
 
     @property
     def commits(self) -> list[str]:
-        """Of the code that made the figures."""
+        """Commits of the code that made the figures."""
         kinds = self.sweep, self.runs, self.points, self.tests, self.timings, self.proxy_timings
         return sorted({record["commit"] for kind in (*kinds, self.ablations) for record in kind})
 
     @property
     def machines(self) -> list[str]:
-        """On which speeds were measured; they compare only if it is one."""
+        """Machines on which speeds were measured; these compare only if it is one."""
         return sorted({r["where"] for kind in (self.points, self.timings, self.proxy_timings) for r in kind})
 
     def as_json(self) -> str:

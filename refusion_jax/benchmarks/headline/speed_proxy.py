@@ -45,7 +45,7 @@ class SpeedProxy(Wrapper):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the proxy: decoders derive from it how many speculative tokens are free."""
+        """The proxy's: decoders derive from it how many speculative tokens are free."""
         return self.proxy.weight_bytes
 
     @property

@@ -47,7 +47,7 @@ class ThresholdInfill(SlotDecoder):
 
     @classmethod
     def slots_of_a_forward(cls, request: Request) -> int:
-        """As for any; a lone slot is fed with the guess of its rest."""
+        """The slots of any decoder; a lone slot is fed with the guess of its rest."""
         return max(super().slots_of_a_forward(request), 2 if request.settings.budget else 1)
 
     def needs(self, work: ThresholdWork, here: Block) -> Needs:
@@ -68,7 +68,7 @@ class ThresholdInfill(SlotDecoder):
         )
 
     def guess(self, work: ThresholdWork, here: Block, needs: Needs, room: Int32[Array, "B"]) -> list[Part]:
-        """From the cut of each slot on: its needed masks, or as many guesses as fit into the room."""
+        """The masks from the cut of each slot on: those that are needed, or as many guesses as fit into the room."""
         fits = (needs.guesses > 0) & (jnp.cumsum(needs.guesses, axis=1) <= room[:, None])
         is_guessed = (needs.chosen & (work.phase == PROPOSE)[:, None]) | fits
         offset = jnp.arange(self.slot_size)[None, None]

@@ -118,7 +118,7 @@ def shapes_of(rows: int, width: int, needed: int, budget: int, slot_size: int) -
 def worthwhile(
     free: int, hits: Int32[Array, "B"], misses: Int32[Array, "B"], active: Bool[Array, "B"], shards: int
 ) -> Int32[Array, "B"]:
-    """Up to how many speculative tokens a row gains more than it loses, by how often its drafts were all accepted.
+    """The largest number of speculative tokens that pays for a row, by how often its drafts were all accepted.
 
     A forward pass of n tokens takes about as long as `free` + n tokens' arithmetic. If the drafts before them are
     accepted, speculative tokens need not be fed later, and one forward of the row is saved, of which the weights are

@@ -63,7 +63,7 @@ class Feed:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What was read at each place of a part; undefined elsewhere."""
+    """The tokens that were read at each place of a part; undefined elsewhere."""
 
     token: Int32[Array, "B M K"]  # the most probable one, or a sample
     chance: Float32[Array, "B M K"]  # its probability

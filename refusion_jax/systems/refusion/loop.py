@@ -69,7 +69,7 @@ class State:
 
 
 class Needs(NamedTuple):
-    """What the phase of a row asks for besides a plan, by slots of its block."""
+    """The tokens that the phase of a row needs besides a plan, by slots of its block."""
 
     chosen: Bool[Array, "B M"]  # the slots of its drafts
     drafted: Int32[Array, "B M"]  # number of tokens of each slot's draft
@@ -246,7 +246,7 @@ class SlotDecoder(Decoder):
         )
 
     def needs(self, work: Work, here: Block) -> Needs:
-        """What each row's phase asks for; `here` is its block."""
+        """The needs of each row's phase; `here` is its block."""
         raise NotImplementedError
 
     def guess(self, work: Work, here: Block, needs: Needs, room: Int32[Array, "B"]) -> list[Part]:

@@ -48,7 +48,7 @@ class Sequential(Continuer):
         return 2
 
     def lay_out(self, requests: Sequence[Request]) -> Layout:
-        """With the setting `begins` [R, N]: whether a place is the first of a slot."""
+        """The layout, with the setting `begins` [R, N]: whether a place is the first of a slot."""
         layout = super().lay_out(requests)
         starts = [slots_of(request)[0] for request in requests]
         begins = [np.isin(row, own) for row, own in zip(layout.places.position, starts, strict=True)]

@@ -113,7 +113,7 @@ class SlotSettings(_Slots):
         )
 
     def for_model(self, model: ModelConfig) -> Self:
-        """With `infill` and `token_threshold` resolved: a batch has one kind of infilling."""
+        """The settings with `infill` and `token_threshold` resolved, as a batch has one kind of infilling."""
         return self.resolved
 
     def traced(self) -> dict[str, float | int | bool]:
