@@ -161,39 +161,20 @@ class SlotDecoder(Decoder):
         return self.sizes(model, rows).portion
 
     def step(self, model: Transformer, s: State) -> State:
+        """One forward: drafts, a plan and guesses are fed; the phase of each row judges what is read there."""
         sizes = self.sizes(model, len(s.block))
         here, following = (Block.of(s.canvas, s.block + i, self.block_slots) for i in (0, 1))
-        needs, is_planning = self.needs(s.work, here), s.work.phase == PLAN
+        needs = self.needs(s.work, here)
+        plan_block, planned, shape, room = self.choose_plan(s, needs, here, following, sizes)
+
         offset = jnp.arange(self.slot_size)[None, None]
-
-        # The next plan, if all drafts are accepted: of the slots that then remain, or of the next block.
-        rest = s.remaining & ~needs.chosen
-        is_last = ~jnp.any(rest, axis=1)
-        plan_block = select(is_last, following, here)
-        # After a draft with an EOS a plan is lost: either the EOS is rejected, or what follows it is not committed.
-        has_eos = jnp.any(needs.chosen[:, :, None] & (s.work.drafts == self.ids.eos_id), axis=(1, 2))
-        may_plan = needs.may_plan & ~has_eos
-        next_slots = jnp.where(is_last[:, None], (following.size > 0) & ~s.ended[:, None], rest) & may_plan[:, None]
-
-        planned = is_planning[:, None] & s.remaining
-        needed = jnp.sum(needs.drafted + needs.masks + jnp.where(planned, here.size, 0), axis=1)
-        next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
-        most = jnp.where(s.settings.budget != 0, self.width - needed, 0)
-        shape, room = sizes.grant(
-            needed, next_plan, jnp.sum(needs.guesses, axis=1), most, s.settings.budget, s.plan_hits, s.plan_misses,
-            s.active,
-        )  # fmt: skip
-        planned |= next_slots & (next_plan <= room)[:, None]
-        plan_size = jnp.where(planned, plan_block.size, 0)
-        room -= jnp.sum(jnp.where(is_planning[:, None], 0, plan_size), axis=1)
-
         drafts = Part(here, s.work.drafts, offset < needs.drafted[:, :, None], needs.is_read, self.draws_drafts)
         mask, always = jnp.full((1, 1, 1), self.ids.mask_id), jnp.ones((1, 1, 1), bool)
+        plan_size = jnp.where(planned, plan_block.size, 0)
         plan = Part(plan_block, mask, offset < plan_size[:, :, None], always, is_drawn=True)
         guess = self.guess(s.work, here, needs, room)
         feed = pack([drafts, plan, *guess], self.candidates(s.work), self.width)
-        visible = self.visible(s.work, feed)
-        hidden, index, new = run(model, s.cache, feed, visible, shape, sizes, self.block)
+        hidden, index, new = run(model, s.cache, feed, self.visible(s.work, feed), shape, sizes, self.block)
         fold_in = jax.vmap(jax.random.fold_in)
         draws = fold_in(s.keys, s.rounds), fold_in(s.keys, s.rounds - 1), s.settings
         readings = read(model, hidden, index, feed, draws, self.ids, sizes, s.work.drafts.shape)
@@ -216,6 +197,35 @@ class SlotDecoder(Decoder):
             plan_hits=s.plan_hits + (needs.may_plan & is_valid),
             plan_misses=s.plan_misses + (needs.may_plan & ~is_valid),
         )
+
+    def choose_plan(
+        self, s: State, needs: Needs, here: Block, following: Block, sizes: Sizes
+    ) -> tuple[Block, Bool[Array, "B M"], Int32[Array, ""], Int32[Array, "B"]]:
+        """(the block of each row's plan, its planned slots; the shape to run; the room of each row for guesses).
+
+        A row in the phase PLAN plans what remains of its block. The others plan ahead if speculation has room: the
+        slots that remain if all their drafts are accepted, or where none would, those of the following block.
+        """
+        is_planning = s.work.phase == PLAN
+        rest = s.remaining & ~needs.chosen
+        is_last = ~jnp.any(rest, axis=1)
+        plan_block = select(is_last, following, here)
+        # After a draft with an EOS a plan is lost: either the EOS is rejected, or what follows it is not committed.
+        has_eos = jnp.any(needs.chosen[:, :, None] & (s.work.drafts == self.ids.eos_id), axis=(1, 2))
+        may_plan = needs.may_plan & ~has_eos
+        next_slots = jnp.where(is_last[:, None], (following.size > 0) & ~s.ended[:, None], rest) & may_plan[:, None]
+
+        planned = is_planning[:, None] & s.remaining
+        needed = jnp.sum(needs.drafted + needs.masks + jnp.where(planned, here.size, 0), axis=1)
+        next_plan = jnp.sum(jnp.where(next_slots, plan_block.size, 0), axis=1)
+        most = jnp.where(s.settings.budget != 0, self.width - needed, 0)
+        shape, room = sizes.grant(
+            needed, next_plan, jnp.sum(needs.guesses, axis=1), most, s.settings.budget, s.plan_hits, s.plan_misses,
+            s.active,
+        )  # fmt: skip
+        planned |= next_slots & (next_plan <= room)[:, None]
+        ahead = jnp.where(planned & ~is_planning[:, None], plan_block.size, 0)
+        return plan_block, planned, shape, room - jnp.sum(ahead, axis=1)
 
     def commit(
         self, s: State, drafts: Int32[Array, "B M K"], committed: Bool[Array, "B M K"], following: Block, feed: Feed
