@@ -202,4 +202,4 @@ def drill(straight: RunUnderTest, faulty: RunUnderTest, kinds: list[str]) -> Non
 
 
 if __name__ == "__main__":
-    command.run(main, lambda: explained(_CONFIG.value), names)
+    command.run(main, explained, names)

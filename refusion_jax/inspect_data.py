@@ -104,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, lambda: explained(_CONFIG.value), names)
+    command.run(main, explained, names)

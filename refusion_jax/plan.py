@@ -198,4 +198,4 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
 
 if __name__ == "__main__":
     prepare_environment()
-    command.run(main, lambda: explained(_CONFIG.value), names)
+    command.run(main, explained, names)

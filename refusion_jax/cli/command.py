@@ -34,7 +34,7 @@ _LONGEST_LINE = 2000  # characters of an error
 
 def run(
     main: Callable[[], None],
-    settings: Callable[[], dict[str, str]] | None = None,
+    explained_keys: Callable[[ml_collections.ConfigDict | None], dict[str, str]] | None = None,
     names: Callable[[], Iterable[str]] | None = None,
     hidden: Callable[[], Collection[str]] = tuple,
 ) -> None:
@@ -42,7 +42,7 @@ def run(
 
     Args:
       main: the command; reads its flags from absl.flags.
-      settings: what --help says of the keys of `--config` that matter, "config.a.b" -> text; none without a --config.
+      explained_keys: help texts, "config.a.b" -> text, for the keys of the config that --config names, if any.
       names: of all keys of `--config`.
       hidden: flags that --help leaves out, because what else is asked for has no use for them.
     """
@@ -53,7 +53,7 @@ def run(
         if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
             raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
         if HELP_FLAGS & set(argv):
-            print(_help(argv, settings, hidden))
+            print(_help(argv, explained_keys, hidden))
             sys.exit(0)
         if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
             raise missing
@@ -315,9 +315,7 @@ def explained(own: Setting, default: Any = None) -> str:
     return own.help if own.default == "" else f"{own.help} (default: {own.default})"
 
 
-def _help(
-    argv: Sequence[str], settings: Callable[[], dict[str, str]] | None, hidden: Callable[[], Collection[str]]
-) -> str:
+def _help(argv: Sequence[str], explained_keys: Callable | None, hidden: Callable[[], Collection[str]]) -> str:
     with contextlib.suppress(Exception):  # what is asked for with the help decides which settings it shows
         flags.FLAGS([argument for argument in argv if argument not in HELP_FLAGS], known_only=True)
     if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used
@@ -329,8 +327,9 @@ def _help(
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
     own.append(flags.FLAGS["traceback"])
     sections = [help_page(story, own)]
-    if settings:
-        sections.append(_listing("Config keys, and their values unless the config file sets others:", settings()))
+    if explained_keys:
+        texts = explained_keys(flags.FLAGS["config"].value)
+        sections.append(_listing("Config keys, and their values unless the config file sets others:", texts))
     return "\n\n".join(sections)
 
 
