@@ -107,7 +107,7 @@ def useless_flags() -> list[str]:
         method = choose_method(epath.Path(_CHECKPOINT.value), method)
     own = declared(find_decoder(method or decoders_for(default_system().name)[0]).settings)
     for name in own:
-        flags.FLAGS[f"decode.{name}"].help = command.explained(own[name])
+        flags.FLAGS[f"decode.{name}"].help = command.help_text(own[name])
     return [f"decode.{name}" for name in _SETTINGS if name not in own]
 
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError
 from refusion_jax.cli.progress import waiting
-from refusion_jax.config import check, explained, names
+from refusion_jax.config import check, help_texts, names
 from refusion_jax.config.model import model_config
 from refusion_jax.distributed.chips import find_chip
 from refusion_jax.distributed.topology import topology_of
@@ -198,4 +198,4 @@ def show_search(config: ml_collections.ConfigDict, topology: str, slices: int, d
 
 if __name__ == "__main__":
     prepare_environment()
-    command.run(main, explained, names)
+    command.run(main, help_texts, names)

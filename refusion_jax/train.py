@@ -31,7 +31,7 @@ from refusion_jax.checkpoints.load import check_fits, find_own_tokenizer, load_p
 from refusion_jax.checkpoints.lock import check_free, locked
 from refusion_jax.cli import command
 from refusion_jax.cli.errors import UserError, needs
-from refusion_jax.config import CHANGEABLE, check, check_mesh, explained, names
+from refusion_jax.config import CHANGEABLE, check, check_mesh, help_texts, names
 from refusion_jax.config.model import adopt_shape, adopt_steps, model_config
 from refusion_jax.config.run_config import check_same_run
 from refusion_jax.data.dataset import load_dataset
@@ -222,4 +222,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, explained, names)
+    command.run(main, help_texts, names)

@@ -34,7 +34,7 @@ _LONGEST_LINE = 2000  # characters of an error
 
 def run(
     main: Callable[[], None],
-    explained_keys: Callable[[ml_collections.ConfigDict | None], dict[str, str]] | None = None,
+    help_texts: Callable[[ml_collections.ConfigDict | None], dict[str, str]] | None = None,
     names: Callable[[], Iterable[str]] | None = None,
     hidden: Callable[[], Collection[str]] = tuple,
 ) -> None:
@@ -42,7 +42,7 @@ def run(
 
     Args:
       main: the command; reads its flags from absl.flags.
-      explained_keys: help texts, "config.a.b" -> text, for the keys of the config that --config names, if any.
+      help_texts: help texts, "config.a.b" -> text, for the keys of the config that --config names, if any.
       names: of all keys of `--config`.
       hidden: flags that --help leaves out, because what else is asked for has no use for them.
     """
@@ -53,7 +53,7 @@ def run(
         if os.environ.get("JAX_ENABLE_X64", "0").lower() not in _NO:
             raise UserError("JAX_ENABLE_X64 is set, but everything here is computed in 32 bits: unset it")
         if HELP_FLAGS & set(argv):
-            print(_help(argv, explained_keys, hidden))
+            print(_help(argv, help_texts, hidden))
             sys.exit(0)
         if missing := config_fault(argv[1:], ()):  # which ml_collections says only when the config is used
             raise missing
@@ -291,7 +291,7 @@ def define_settings(
     }
     return {
         name: define[type(own.default)](
-            f"{group}.{name}", None, explained(own, defaults.get(name, own.default)), flag_values=flag_values
+            f"{group}.{name}", None, help_text(own, defaults.get(name, own.default)), flag_values=flag_values
         )
         for name, own in settings.items()
     }
@@ -308,14 +308,14 @@ def given(holders: Mapping[str, flags.FlagHolder]) -> dict[str, Any]:
     return {name: flag.value for name, flag in holders.items() if flag.value is not None}
 
 
-def explained(own: Setting, default: Any = None) -> str:
+def help_text(own: Setting, default: Any = None) -> str:
     """The help text of a setting, with a default: its own, unless one is given."""
     if default is not None:
         return f"{own.help.partition('; 0:')[0]} (default: {default})"  # of the command, whatever a 0 means elsewhere
     return own.help if own.default == "" else f"{own.help} (default: {own.default})"
 
 
-def _help(argv: Sequence[str], explained_keys: Callable | None, hidden: Callable[[], Collection[str]]) -> str:
+def _help(argv: Sequence[str], help_texts: Callable | None, hidden: Callable[[], Collection[str]]) -> str:
     with contextlib.suppress(Exception):  # what is asked for with the help decides which settings it shows
         flags.FLAGS([argument for argument in argv if argument not in HELP_FLAGS], known_only=True)
     if not flags.FLAGS.is_parsed():  # it is wrong, and said to be when it is used
@@ -327,8 +327,8 @@ def _help(argv: Sequence[str], explained_keys: Callable | None, hidden: Callable
     own = [flag for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]) if flag.name not in left_out]
     own.append(flags.FLAGS["traceback"])
     sections = [help_page(story, own)]
-    if explained_keys:
-        texts = explained_keys(flags.FLAGS["config"].value)
+    if help_texts:
+        texts = help_texts(flags.FLAGS["config"].value)
         sections.append(_listing("Config keys, and their values unless the config file sets others:", texts))
     return "\n\n".join(sections)
 

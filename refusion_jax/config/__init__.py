@@ -33,10 +33,10 @@ def default_config() -> ml_collections.ConfigDict:
     return config
 
 
-def explained(config: ml_collections.ConfigDict | None) -> dict[str, str]:
+def help_texts(config: ml_collections.ConfigDict | None) -> dict[str, str]:
     """Help text by flag, for the keys of a config's system; by default the default system's."""
     chosen = (config or default_config()).objective
-    return {f"config.{name}": command.explained(key) for name, key in keys_of(chosen).items()}
+    return {f"config.{name}": command.help_text(key) for name, key in keys_of(chosen).items()}
 
 
 def names() -> list[str]:
