@@ -128,7 +128,7 @@ def plan_split() -> None:
     check(config)
     method = command.given(_DECODE).get("method") or decoders_for(config.objective)[0]
     itemsize = 2 if config.dtype == "bfloat16" else 4
-    found = split_report.plan_split(model_config(config), itemsize, method, flags.FLAGS)
+    found = split_report.choose_split(model_config(config), itemsize, method, flags.FLAGS)
     split_report.show(*found, _JSON.value)
 
 

@@ -7,13 +7,13 @@ from conftest import PROMPTS, causal, settings, sharp_model
 from flax import nnx
 
 from refusion_jax import decode
-from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, random_model
+from refusion_jax.benchmarks.headline.speed_proxy import SpeedProxy, proxy_model
 
 
 def pair() -> SpeedProxy:
     """A model of width 16, with a proxy of width 128."""
     model = sharp_model(1)
-    return SpeedProxy(model, random_model(128, 2, model))
+    return SpeedProxy(model, proxy_model(128, 2, model))
 
 
 @pytest.mark.parametrize("method", ["refusion", "llada"])

@@ -38,7 +38,7 @@ def define_flags(own: flags.FlagValues) -> None:
         flags.DEFINE_float(name, default, f"With --what=split: {help}", lower_bound=least, flag_values=own)
 
 
-def plan_split(
+def choose_split(
     config: ModelConfig, itemsize: int, method: str, own: flags.FlagValues
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """(the candidates within the limits, a record of the best of them); `method` is a decoder's.
@@ -78,7 +78,7 @@ def _record(each: Candidate) -> dict[str, Any]:
 
 
 def show(fitting: list[Candidate], chosen: dict[str, Any], is_json: bool) -> None:
-    """Prints what `plan_split` returns: as JSON all of it, as a table the best candidate of each number of layers."""
+    """Prints what `choose_split` returns: as JSON all of it, as a table the best candidate of each number of layers."""
     if is_json:
         for each in fitting:
             print(json.dumps({"feasible": True} | _record(each)), flush=True)

@@ -181,7 +181,7 @@ def decoders_for(objective: str) -> list[str]:
     return [*own, *sorted(others, key=lambda name: len(others[name].settings.auxiliary_models))]
 
 
-def loss_terms() -> list[str]:
+def loss_term_names() -> list[str]:
     """Names of the loss terms of all systems."""
     terms = {}
     for system in systems().values():

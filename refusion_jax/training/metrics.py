@@ -15,7 +15,7 @@ from refusion_jax.cli import command
 from refusion_jax.distributed.append_log import AppendLog, parse_log
 from refusion_jax.distributed.chips import peak_flops
 from refusion_jax.distributed.storage import LogDirectory, write_file
-from refusion_jax.systems.registry import loss_terms
+from refusion_jax.systems.registry import loss_term_names
 from refusion_jax.training.events import read_log
 from refusion_jax.training.trackers import Trackers, as_markdown
 from refusion_jax.training.train_step import wide_to_int
@@ -89,7 +89,7 @@ class MetricsWriter:
         step_before, tokens_before, before = self._last
         self._last = step, tokens, now
         skipped = int(metrics.pop("skipped"))
-        record = {"step": step} | {f"loss_{term}": None for term in loss_terms()}
+        record = {"step": step} | {f"loss_{term}": None for term in loss_term_names()}
         record |= {name: _finite(value) for name, value in metrics.items()}
         flops = self._flops_per_step * (step - step_before) / (now - before)
         record |= {

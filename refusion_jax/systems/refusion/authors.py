@@ -125,7 +125,7 @@ class ThresholdInfill(SlotDecoder):
         runs = jnp.minimum(run_length(trusted), here.size)
         verified = work.chosen, runs, to_commit(work, here, trusted, eos_id)
         nothing = work.chosen, work.accepted, jnp.zeros(drafts.shape, bool)
-        checked = check(work, here, runs, eos_id)
+        checked = check_drafts(work, here, runs, eos_id)
         chosen, runs, committed = select(is_verify, verified, select(is_check, checked, nothing))
 
         infills = (is_verify | is_check) & ~jnp.any(committed, axis=(1, 2))
@@ -146,7 +146,7 @@ class ThresholdInfill(SlotDecoder):
         return after, committed
 
 
-def check(
+def check_drafts(
     work: Work, here: Block, runs: Int32[Array, "B M"], eos_id: int
 ) -> tuple[Bool[Array, "B M"], Int32[Array, "B M"], Bool[Array, "B M K"]]:
     """The phase CHECK: (chosen slots, length of their accepted prefixes, drafts to commit, once all are accepted).
