@@ -16,11 +16,11 @@ and its results say so.
 
 import collections
 import dataclasses
-import functools
 import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -71,7 +71,7 @@ def define_flags(own: flags.FlagValues) -> None:
         "checkout", None, "Clone of the authors' code, to decode with it; none: skipped", flag_values=own
     )
     flags.DEFINE_string("python", sys.executable, "Interpreter that runs their code", flag_values=own)
-    flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: partial this script itself", flag_values=own)
+    flags.DEFINE_bool("rehearse", False, "Tiny shapes on any device: tries this script itself", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:
@@ -80,7 +80,7 @@ def main(own: flags.FlagValues) -> None:
         raise UserError("--output=: name the directory of the results")
     flag_values.check_output("output", Path(own.output), directory=True)
     if not own.rehearse and jax.default_backend() != "gpu":
-        raise UserError(f"bench gpu: the devices here are {jax.default_backend()}; --rehearse partial it without a GPU")
+        raise UserError(f"bench gpu: the devices here are {jax.default_backend()}; --rehearse tries it without a GPU")
     began, records = time.perf_counter(), []
     head = {"rehearsal": own.rehearse, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
@@ -105,7 +105,7 @@ def main(own: flags.FlagValues) -> None:
 
 def parts(own: flags.FlagValues) -> list[Part]:
     """All measurements, the cheapest and most important first."""
-    rehearse, partial = own.rehearse, functools.partial
+    rehearse = own.rehearse
     few = [Part("logits", 0.5, logits), Part("attention", 0.5, partial(packed, rehearse))]
     if own.checkpoint:
         few.append(Part("answers", 2, partial(answers, own.checkpoint, 4 if rehearse else 64)))
