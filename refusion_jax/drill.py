@@ -39,7 +39,7 @@ from refusion_jax.training.metrics import read_metrics
 _CONFIG = command.define_config("Config file; its flags go to `train`")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for both runs; new, or that of a drill before")
 _COUNT = flags.DEFINE_integer("faults", 12, "How many faults strike", 1, 100_000)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the kinds of faults and their moments")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the kinds of faults and their moments")
 _HOSTS = flags.DEFINE_integer("hosts", 1, "Processes of the run, on this machine", 1, 64)
 _KINDS = flags.DEFINE_list("kinds", [], f"Only these: {', '.join(FAULTS)}")
 

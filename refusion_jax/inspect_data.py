@@ -37,7 +37,7 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run of that config, for its tokenizer; without one it is trained again"
 )
 _PLACE = flags.DEFINE_integer("place", 0, "Which row of the batch, from 0", 0, 2**24)
-_STEP = flags.DEFINE_integer("step", 1, "Whose rows and noise are shown, from 1, as in metrics.jsonl", lower_bound=1)
+_STEP = flags.DEFINE_integer("step", 1, "Step that is shown, from 1, as in metrics.jsonl", lower_bound=1)
 _DATA = flags.DEFINE_string("data", None, "A directory that `prepare` wrote, instead of --config")
 _ROW = flags.DEFINE_integer("row", 0, "Which row of --data, from 0", lower_bound=0)
 _MASK_PIECE = flags.DEFINE_string("mask_piece", MASK_PIECE, "As --config.data.mask_piece of `train`, for --data")

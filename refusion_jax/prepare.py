@@ -107,8 +107,8 @@ _RUNNER = flags.DEFINE_enum(
 _BEAM_OPTIONS = flags.DEFINE_string(
     "beam_options",
     "",
-    "Of Beam, such as '--runner=DataflowRunner --project=P --region=R --temp_location=gs://B/tmp'; empty: --workers "
-    "processes of this machine",
+    "Options of Beam, such as '--runner=DataflowRunner --project=P --region=R --temp_location=gs://B/tmp'; empty: "
+    "--workers processes of this machine",
 )
 
 

@@ -45,7 +45,7 @@ _SETTINGS = command.define_settings(
     "decode",
     defaults=_DEFAULTS,
 )
-_STARTED = flags.DEFINE_float("started", None, "When the whole thing began, in Unix seconds; now by default")
+_STARTED = flags.DEFINE_float("started", None, "Unix seconds when the whole thing began; now by default")
 
 MAX_NEW_TOKENS = 32  # the longest worked answer takes 25
 

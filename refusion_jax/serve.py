@@ -42,12 +42,12 @@ _CHECKPOINT = flags.DEFINE_string(
 _HOST = flags.DEFINE_string(
     "host", "127.0.0.1", "Address to listen on; 0.0.0.0: on all of them, for all who can reach them"
 )
-_PORT = flags.DEFINE_integer("port", 8000, "To listen on; 0: any that is free", 0, 65535)
+_PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any that is free", 0, 65535)
 _NAME = flags.DEFINE_string("model_name", None, "Name of the model to clients; by default the --checkpoint as given")
 _SEED = flags.DEFINE_integer(
     "seed",
     None,
-    "Of requests that give none: the same request has the same answer; by default each draws its own",
+    "Seed of requests that give none: the same request has the same answer; by default each draws its own",
     0,
     2**32 - 1,
 )

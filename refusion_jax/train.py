@@ -59,7 +59,7 @@ _ALLOW = flags.DEFINE_list(
 )
 _PEERS = flags.DEFINE_float("peer_seconds", 300.0, "How long to wait for the other processes of a run", 1.0)
 _LOST = flags.DEFINE_integer("lost_seconds", 60, "After how long a silence another process counts as lost", 5, 3600)
-_PROFILE = flags.DEFINE_integer("profiler_port", None, "Of each host, to ask there for a profile", 1, 65535)
+_PROFILE = flags.DEFINE_integer("profiler_port", None, "Port of each host, to ask there for a profile", 1, 65535)
 
 
 def train(

@@ -27,9 +27,9 @@ _RECENT, _OFTEN, _OF_A_FILE = 20_000, 100, 50_000
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     flags.DEFINE_string("output", None, "Directory of the files, which is made", flag_values=own)
-    flags.DEFINE_integer("texts", 50_000, "In the corpus", 1, flag_values=own)
+    flags.DEFINE_integer("texts", 50_000, "Texts in the corpus", 1, flag_values=own)
     flags.DEFINE_enum("copies", "none", COPIES, "What is planted", flag_values=own)
-    flags.DEFINE_integer("seed", 0, "Of the texts", flag_values=own)
+    flags.DEFINE_integer("seed", 0, "Seed of the texts", flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:

@@ -72,7 +72,7 @@ _SAME = "same,same,same,same"
 def define_flags(own: flags.FlagValues) -> None:
     """The flags of this benchmark."""
     several = functools.partial(flags.DEFINE_list, flag_values=own)
-    flags.DEFINE_string("key", None, "As for `split server`", flag_values=own)
+    flags.DEFINE_string("key", None, "PEM file, as for `split server`", flag_values=own)
     flags.DEFINE_multi_string("setup", None, "A decoder, a model and settings", flag_values=own)
     flags.DEFINE_enum("size", "medium", [*SIZES], "Shape of random weights", flag_values=own)
     several("rtts", ["0", "20", "50", "100", "200"], "Milliseconds of a round trip")
@@ -82,9 +82,9 @@ def define_flags(own: flags.FlagValues) -> None:
     flags.DEFINE_multi_string("precision", [_SAME], precisions, flag_values=own)
     dtypes = ["float32", "bfloat16"]
     flags.DEFINE_enum("dtype", "float32", dtypes, "Of weights, cache and hidden states", flag_values=own)
-    flags.DEFINE_integer("layers", 1, "Of the device", 1, flag_values=own)
-    flags.DEFINE_integer("prompts", 8, "That are decoded in every setting", 1, flag_values=own)
-    flags.DEFINE_integer("max_new_tokens", 32, "Of an answer", 1, flag_values=own)
+    flags.DEFINE_integer("layers", 1, "Layers of the device", 1, flag_values=own)
+    flags.DEFINE_integer("prompts", 8, "Prompts that are decoded in every setting", 1, flag_values=own)
+    flags.DEFINE_integer("max_new_tokens", 32, "Tokens of an answer, at most", 1, flag_values=own)
 
 
 def main(own: flags.FlagValues) -> None:

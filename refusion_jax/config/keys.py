@@ -24,7 +24,7 @@ def _axis(default: int, help: str) -> Setting:
 _TRAINING = {
     "seed": Setting(
         0,
-        "of the weights, the order of the rows and the noise: all randomness follows from it",
+        "seed of the weights, the order of the rows and the noise: all randomness follows from it",
         at_least=0,
         below=2**32,
     ),
@@ -51,7 +51,7 @@ _TRAINING = {
         "adamw | adafactor (moments of rows and columns only) | muon (one moment per weight)",
         choices=("adamw", "adafactor", "muon"),
     ),
-    "moment_dtype": Setting("float32", "of the first moment, float32 | bfloat16", choices=_WIDTHS),
+    "moment_dtype": Setting("float32", "dtype of the first moment, float32 | bfloat16", choices=_WIDTHS),
     "weight_decay": Setting(0.1, "on matrices only", at_least=0, at_most=1000),
     "beta1": Setting(
         0.9, "decay of AdamW's first moment, also in its part of muon; adafactor has none", at_least=0, below=1
@@ -64,7 +64,7 @@ _TRAINING = {
     "remat": Setting("products", remat.HELP, choices=tuple(remat.REMAT_POLICIES)),
     "dtype": Setting(
         "float32",
-        "of computation, float32 | bfloat16; weights, softmax and loss are float32 always",
+        "dtype of computation, float32 | bfloat16; weights, softmax and loss are float32 always",
         choices=_WIDTHS,
     ),
     "quantization": Setting(
@@ -106,7 +106,7 @@ _MODEL = {
     "intermediate_size": _count(768, "width of the SwiGLU", 2**22),
     "vocab_size": _count(4096, "rows of the embedding; at least the tokenizer's vocabulary"),
     "rope_theta": Setting(1e4, "base of the rotary frequencies", above=0, at_most=1e12),
-    "rms_norm_eps": Setting(1e-6, "in every RMSNorm", above=0, at_most=1),
+    "rms_norm_eps": Setting(1e-6, "epsilon of every RMSNorm", above=0, at_most=1),
     "tie_word_embeddings": Setting(False, "one matrix for embedding and output head"),
     "family": Setting(
         "qwen3", f"where norms stand and which biases there are: {' | '.join(FAMILIES)}", choices=(*FAMILIES,)
@@ -116,7 +116,7 @@ _MODEL = {
         "(factor,), or of Llama 3: (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings); "
         "empty: none",
     ),
-    "local_rope": Setting((), "of Gemma 3: (rope_theta of local layers, every how many-th layer is global); or empty"),
+    "local_rope": Setting((), "for Gemma 3: (rope_theta of local layers, every how many-th layer is global); or empty"),
     "query_pre_attn_scalar": Setting(
         0, "attention divides by its square root; 0: by that of head_dim", at_least=0, at_most=2**20
     ),
@@ -133,14 +133,14 @@ _MODEL = {
     ),
     "n_group": Setting(1, "groups of experts", at_least=1, at_most=2**14),
     "topk_group": Setting(1, "groups that a token chooses its experts from", at_least=1, at_most=2**14),
-    "routed_scaling_factor": Setting(1.0, "of the weights of a token's experts", above=0, at_most=1e6),
+    "routed_scaling_factor": Setting(1.0, "factor of the weights of a token's experts", above=0, at_most=1e6),
     "partial_rotary_factor": Setting(1.0, "the part of a head that RoPE rotates", above=0, at_most=1),
 }
 
 _LORA = {
     "rank": Setting(
         0,
-        "of adapters (LoRA), trained in place of the weights of init_from; 0: none",
+        "rank of adapters (LoRA), trained in place of the weights of init_from; 0: none",
         at_least=0,
         at_most=2**14,
     ),

@@ -38,7 +38,7 @@ class Settings:
         0, "Tokens to decode at most, rounded up to whole slots or blocks; 0: 128, or what fits", at_least=0,
         at_most=2**24,
     )  # fmt: skip
-    temperature: float = setting(0.0, "Of sampling; 0: greedy", at_least=0, at_most=1e4)
+    temperature: float = setting(0.0, "Temperature of sampling; 0: greedy", at_least=0, at_most=1e4)
     top_k: int = setting(
         0, "With a temperature: sample from this many most probable tokens; 0: all", at_least=0, below=2**31
     )

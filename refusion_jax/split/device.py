@@ -56,7 +56,7 @@ def define_flags(own: flags.FlagValues) -> None:
     define_shared(own)
     text = functools.partial(flags.DEFINE_string, flag_values=own)
     text("server", None, "HOST:PORT of the server")
-    flags.DEFINE_integer("layers", None, "That this device holds; the server has the rest", 1, flag_values=own)
+    flags.DEFINE_integer("layers", None, "Layers that this device holds; the server has the rest", 1, flag_values=own)
     automatic = "Measure the device and the link, and choose --layers, --weights, --cache and --codec"
     flags.DEFINE_bool("auto", False, automatic, flag_values=own)
     flags.DEFINE_float("device_memory", 1e6, "With --auto: GiB for weights and cache", 1e-6, flag_values=own)

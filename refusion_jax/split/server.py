@@ -32,7 +32,7 @@ def define_flags(own: flags.FlagValues) -> None:
     """The flags of this side."""
     define_shared(own)
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: on all of them", flag_values=own)
-    flags.DEFINE_integer("port", 9000, "To listen on; 0: any that is free", 0, 65535, flag_values=own)
+    flags.DEFINE_integer("port", 9000, "Port to listen on; 0: any that is free", 0, 65535, flag_values=own)
     flags.DEFINE_float("memory", 4.0, "GiB for the caches of all devices", 0.001, 2**20, flag_values=own)
 
 

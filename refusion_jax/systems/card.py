@@ -68,7 +68,7 @@ class SoftTail(Objective):
     tail: float = setting(
         1.5, "masks lie among the last `tail` times their number of tokens (lambda)", at_least=1, at_most=1e6
     )
-    beta: float = setting(1.0, "in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6)
+    beta: float = setting(1.0, "beta in the weight 1 / (beta + masks in the context)", above=0, at_most=1e6)
     decay: float = setting(0.5, "how fast the count of a mask decays with distance (p)", at_least=0, at_most=1)
 
     def corrupt(self, rows: Rows, keys: Key[Array, "B"]) -> Batch:
