@@ -80,7 +80,8 @@ def test_every_shipped_config_fits_its_topologies_and_hardly_waits_for_others(na
         assert record["blocking_all_reduces"] == 0, record
     sums = sum(c["bytes"] for c in record["collectives"] if c["kind"] == "all-reduce" and not c["overlapped"])
     share = sums / find_chip(topology).ici_bandwidth / record["roofline_seconds"]
-    assert share <= (0.02 if scatters else 0.08) or name == "quickstart", record  # a step of which takes 40 us
+    most = {"v6e:16x16": 0.02}.get(topology, 0.01 if scatters else 0.08)  # half of a gradient, but a step of 0.5 s
+    assert share <= most or name == "quickstart", record  # a step of which takes 40 us
 
 
 @pytest.mark.slow
