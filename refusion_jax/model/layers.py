@@ -47,22 +47,34 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
     return y.reshape(x.shape[:-inputs] + w.shape[inputs:])
 
 
-_FEW_TOKENS = 32  # up to which the operands of `head_product` are swapped on a CPU
+def linear_outputs_first(
+    x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: int = 1
+) -> Float[Array, "..."]:
+    """Contracts the last `inputs` axes of x with the last ones of w, for a CPU.
+
+    XLA for CPUs reads w once for one token. With more, the operands are swapped, as then it multiplies faster; the
+    barrier keeps it from swapping them back.
+    """
+    w, scale = factors(w, x.dtype)
+    outputs, size = w.shape[:-inputs], math.prod(w.shape[-inputs:])
+    tokens, matrix = x.reshape(-1, size), w.reshape(-1, size)
+    y = tokens @ matrix.T if len(tokens) == 1 else jax.lax.optimization_barrier(matrix @ tokens.T).T
+    y = y if scale is None else (y * scale.reshape(1, -1)).astype(x.dtype)
+    return y.reshape(x.shape[:-inputs] + outputs)
+
+
+_FEW_TOKENS = 32  # up to which `head_product` is `linear_outputs_first` on a CPU
 
 
 def head_product(x: Float[Array, "*tokens D"], head: Float[Array, "V D"] | Int8Array) -> Float[Array, "*tokens V"]:
     """x @ head.T in x's dtype.
 
     With a head of 32 k to 152 k rows, XLA for CPUs takes 1.3 to 1.9 times as long for x @ head.T as for head @ x.T with
-    2 to 16 tokens, 1.2 to 1.4 times with 24 and 32 (2 virtual AMD EPYC cores). The barrier keeps it from swapping them.
+    2 to 16 tokens, 1.2 to 1.4 times with 24 and 32 (2 virtual AMD EPYC cores).
     """
-    tokens = math.prod(x.shape[:-1])
-    if device_kind_here() != "cpu" or not 1 < tokens <= _FEW_TOKENS:
-        return linear(x, jax.tree.map(jnp.transpose, head))
-    head, scale = factors(head, x.dtype)
-    y = head @ x.reshape(tokens, -1).T  # [V, tokens]
-    y = y if scale is None else (y * scale).astype(x.dtype)
-    return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
+    if device_kind_here() == "cpu" and math.prod(x.shape[:-1]) <= _FEW_TOKENS:
+        return linear_outputs_first(x, head)
+    return linear(x, jax.tree.map(jnp.transpose, head))
 
 
 def scattered_along_embed(w: Float[Array, "N H D"] | Int8Array) -> Float[Array, "N H D"] | Int8Array:

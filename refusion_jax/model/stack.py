@@ -18,7 +18,15 @@ from refusion_jax.model.experts import Load, Router, mixture
 from refusion_jax.model.families import FAMILIES
 from refusion_jax.model.int8 import Int8Array, in_dtype
 from refusion_jax.model.int8_training import int8_linear
-from refusion_jax.model.layers import Rotation, linear, rms_norm, rotate, scattered_along_embed, weight
+from refusion_jax.model.layers import (
+    Rotation,
+    linear,
+    linear_outputs_first,
+    rms_norm,
+    rotate,
+    scattered_along_embed,
+    weight,
+)
 from refusion_jax.model.remat import GATE, INPUT, PROJECTION, REMAT_POLICIES, UP, WITHOUT_GATHERED
 from refusion_jax.model.shape import ModelConfig
 
@@ -37,6 +45,8 @@ class Layers(nnx.Module):
       rngs: of the initial weights.
       first, end: numbers of the layers, the last one excluded. They have experts if the first has some.
     """
+
+    outputs_first = False  # see `put_outputs_first`
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, first: int, end: int):
         self.config, self.first, self.end = config, first, end
@@ -111,6 +121,8 @@ class Layers(nnx.Module):
         )
 
         def product(x, w, name, inputs=1):
+            if self.outputs_first:
+                return linear_outputs_first(x, w[name], inputs)
             rounded = w.get(f"{name}_int8")
             y = int8_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
             if f"{name}_a" not in w:
@@ -142,7 +154,8 @@ class Layers(nnx.Module):
                 turn = jax.tree.map(functools.partial(jnp.where, is_global), *rotations)
             q, k = (rotate(project(h, w, name), turn) for name in "qk")  # [B, T, N, H], [B, T, K, H]
             heads, kept = attend(q, k, project(h, w, "v"), number)
-            w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
+            if not self.outputs_first:
+                w = w | {"o_proj": scattered_along_embed(w["o_proj"])}
             h = checkpoint_name(product(heads, w, "o_proj", inputs=2), PROJECTION)
             x = x + (norm(h, w["post_attention_norm"], c) if "post_attention_norm" in w else h)
             h = norm(x, w["mlp_norm"], c) if "mlp_norm" in w else x
@@ -164,6 +177,15 @@ class Layers(nnx.Module):
             weights |= {f"{name}_int8": self._rounded(name) for name in own if getattr(self, name).summed}
         x, (kept, load) = jax.lax.scan(layer, x, (weights, jnp.arange(self.first, self.end)))
         return x, kept, jax.tree.map(functools.partial(jnp.sum, axis=0), load)
+
+    def put_outputs_first(self) -> None:
+        """Transposes the weights of dense products, so that the axes that are summed over come last."""
+        for name, p in list(vars(self).items()):
+            if isinstance(p, nnx.Param) and p.summed and "experts" not in p.logical_axes:
+                order = sorted(range(len(p.logical_axes)), key=lambda axis: p.logical_axes[axis] in p.summed)
+                value = jax.tree.map(lambda x, order=order: x.transpose(order), p.get_value())
+                setattr(self, name, p.replace(value, logical_axes=tuple(p.logical_axes[axis] for axis in order)))
+        self.outputs_first = True
 
     def _rounded(self, name: str) -> Int8Array:
         """A weight in int8, with a scale for every output."""

@@ -22,6 +22,7 @@ from refusion_jax.decoding.settings import Settings
 from refusion_jax.decoding.stops import Stops
 from refusion_jax.decoding.trajectory import Trajectory
 from refusion_jax.distributed.json_files import parse_json
+from refusion_jax.model.one_cpu import for_one_cpu
 from refusion_jax.model.shape import ModelConfig
 from refusion_jax.model.transformer import Transformer
 from refusion_jax.systems.registry import decoders, default_system, find_decoder
@@ -154,7 +155,7 @@ def stream(
     settings = requests[0].settings
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
-    model = model.rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
+    model = for_one_cpu(model).rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
     return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, record, batch_type(decoder))
 
 

@@ -1,0 +1,38 @@
+"""Models with transposed layers, as one CPU decodes them, compute what the models themselves do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import PROMPTS, causal, forward, settings, sharp_model, tiny_model
+
+from refusion_jax import decode
+from refusion_jax.model import one_cpu
+
+
+@pytest.fixture(autouse=True)
+def small_models_count(monkeypatch):
+    monkeypatch.setattr(one_cpu, "_LEAST", 0)
+
+
+@pytest.mark.parametrize(("weights", "tokens"), [("same", 1), ("same", 5), ("int8", 1)])
+def test_logits_are_the_same(weights, tokens):
+    model = tiny_model()
+    twin = one_cpu.for_one_cpu(model)
+    assert twin.layers.down_proj.shape == model.layers.down_proj.swapaxes(1, 2).shape
+    x = jax.random.randint(jax.random.key(0), (1, tokens), 0, 29)
+    inputs = x, jnp.arange(tokens)[None], causal(jnp.ones_like(x))
+    expected, got = (forward(each.rounded(weights), *inputs) for each in (model, twin))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_transposed_is_kept_until_the_weights_change():
+    model = sharp_model()
+    twin = one_cpu.for_one_cpu(model)
+    assert one_cpu.for_one_cpu(model) is twin is one_cpu.for_one_cpu(twin)
+    own = settings("ar", new=4)
+    before = decode(model, PROMPTS[:1], own)
+    model.lm_head[...] *= -1
+    after = decode(model, PROMPTS[:1], own)
+    assert one_cpu.for_one_cpu(model) is not twin
+    assert before != after == decode(model.rounded(), PROMPTS[:1], own)
