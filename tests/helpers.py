@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from conftest import ROOT, tiny_model
+from conftest import QUICK_COMPILE, ROOT, tiny_model
 
 from refusion_jax.model import huggingface
 from refusion_jax.training import events
@@ -40,11 +41,34 @@ def load_config(name: str) -> Callable:
     return module.get_config
 
 
-def on_hosts(command: str, hosts: int, *flags: str) -> subprocess.CompletedProcess:
-    """Runs a command of ours with several processes by launch/local_hosts.sh, to its end."""
-    env = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu", "COMMAND": command, "XLA_FLAGS": ""}
+def start_hosts(hosts: int, *flags: str, devices: int = 2, **variables: str) -> subprocess.Popen:
+    """launch/local_hosts.sh, in a process group of its own."""
+    env = os.environ | {"DEVICES": str(devices), "PYTHON": sys.executable, "XLA_FLAGS": QUICK_COMPILE} | variables
     line = ["bash", "launch/local_hosts.sh", str(hosts), *flags]
-    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen(line, cwd=ROOT, env=env, **how)
+
+
+def workers(launcher: subprocess.Popen) -> list[int]:
+    """The processes that local_hosts.sh has started, in order."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in children if "refusion_jax." in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def ended(process: subprocess.Popen) -> tuple[str, str]:
+    """What a run has printed, once it has ended; where it hangs, nothing of it is left to disturb other tests."""
+    try:
+        return process.communicate(timeout=400)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def evaluate_on_two(*flags: str) -> None:
+    """Runs `evaluate` with two processes, to its end."""
+    process = start_hosts(2, *flags, devices=1, COMMAND="evaluate")
+    out, err = ended(process)
+    assert process.returncode == 0, out + err
 
 
 def wait_until(happened: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 300) -> None:

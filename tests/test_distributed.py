@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rows_probe
 from conftest import QUICK_COMPILE, ROOT, TINY_RUN, run
-from helpers import free_port, read_events, wait_for_steps, wait_until
+from helpers import ended, free_port, read_events, start_hosts, wait_for_steps, wait_until, workers
 from local_task import GENERATE, task_writer
 
 from refusion_jax.checkpoints.directory import saved_steps
@@ -29,36 +29,12 @@ def _programs_of_the_run(monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
 
 
-def start_hosts(hosts: int, *flags: str, devices: int = 2, **variables: str) -> subprocess.Popen:
-    """launch/local_hosts.sh, in a process group of its own."""
-    env = os.environ | {"DEVICES": str(devices), "PYTHON": sys.executable, "XLA_FLAGS": QUICK_COMPILE} | variables
-    line = ["bash", "launch/local_hosts.sh", str(hosts), *flags]
-    return subprocess.Popen(
-        line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
 def start_two(line: list[str], homes: list[Path], **variables: str) -> list[subprocess.Popen]:
     """Two processes that find each other, each in a directory of its own and in a process group of its own."""
     env = os.environ | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"} | variables
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     envs = [env | {"JAX_PROCESS_ID": str(index)} for index in range(2)]
     return [subprocess.Popen(line, cwd=home, env=own, **how) for home, own in zip(homes, envs, strict=True)]
-
-
-def ended(process: subprocess.Popen) -> tuple[str, str]:
-    """What a run has printed, once it has ended; where it hangs, nothing of it is left to disturb other tests."""
-    try:
-        return process.communicate(timeout=400)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def workers(launcher: subprocess.Popen) -> list[int]:
-    """The training processes that local_hosts.sh has started, in order."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return [int(pid) for pid in children if "refusion_jax.train" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def losses(workdir) -> list[float]:

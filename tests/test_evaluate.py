@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SHARED, run, start
-from helpers import on_hosts, wait_until
+from helpers import ended, evaluate_on_two, start_hosts, wait_until, workers
 from local_task import CHOICES, GENERATE, TEXTS, answers, evaluate, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer, log_likelihood
@@ -74,6 +75,12 @@ def killed_at(finished: int, output: Path, flags: list[str], total: int) -> int:
     assert f"{total} samples, {kept} of them decoded before" in out
     assert journal.read_bytes().count(b"\n") == 1 + total
     return kept
+
+
+def kept_by(host: int, output: Path) -> list[bytes]:
+    """The answers in the journal of a host, once it is there; its first line says whose they are."""
+    journal = output / "journal" / f"answers.{host}.jsonl"
+    return journal.read_bytes().splitlines(keepends=True)[1:] if journal.exists() else []
 
 
 def test_killed_it_goes_on_and_decodes_no_finished_sample_again(loaded, trained_run, tasks, tmp_path):
@@ -254,13 +261,23 @@ def test_six_hundred_questions_of_gsm8k(loaded, trained_run, tasks, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hosts_answer_as_one(loaded, trained_run, tasks, tmp_path):
+def test_two_hosts_of_which_one_is_killed_answer_as_one(loaded, trained_run, tasks, tmp_path):
     directory = tasks(GENERATE)
     flags = [f"--checkpoint={trained_run}", f"--include_path={directory}", "--tasks=sums", f"--output={tmp_path}/two"]
-    ended = on_hosts("evaluate", 2, *flags, "--limit=12")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    one, expected = evaluate(loaded, tmp_path / "one", "sums", directory, limit=12)
+    flags += ["--decode.batch_size=1"]
+    process = start_hosts(2, *flags, devices=1, COMMAND="evaluate")
+    wait_until(lambda: len(kept_by(1, tmp_path / "two")) > 1, process)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    out, err = ended(process)
+    assert process.returncode == 137, out + err
+    kept = [kept_by(host, tmp_path / "two") for host in range(2)]
+    assert 2 <= len(kept[1]) < 20, "too late to show anything"
+    assert not (tmp_path / "two" / "results.json").exists()
+    evaluate_on_two(*flags)
+    one, expected = evaluate(loaded, tmp_path / "one", "sums", directory, batch_size=1)
     two = json.loads((tmp_path / "two" / "results.json").read_text())
+    assert two["decoding"]["resumed"] == len(kept[0]) + len(kept[1])
+    assert all(kept_by(host, tmp_path / "two")[: len(kept[host])] == kept[host] for host in range(2))
     samples = list(map(json.loads, (tmp_path / "two" / "samples_sums.jsonl").read_text().splitlines()))
     assert answers(samples) == answers(expected)
     assert two["results"] == one["results"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import TINY_RUN, run
-from helpers import on_hosts
+from helpers import evaluate_on_two
 from local_task import GENERATE, task_writer
 
 from refusion_jax import UserError, load_model, load_tokenizer
@@ -49,8 +49,7 @@ def test_two_hosts_score_as_one(trained_run, prepared, tmp_path):
     flags = ["--decode.slot_size=4", "--order=random", "--draws=2"]
     one = held_out(trained_run, prepared, tmp_path / "one", *flags)
     where = [f"--checkpoint={trained_run}", f"--data={prepared}", f"--output={tmp_path}/two"]
-    ended = on_hosts("evaluate", 2, *where, *flags)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    evaluate_on_two(*where, *flags)
     two = json.loads((tmp_path / "two" / "results.json").read_text())["held_out"]
     assert two == {name: pytest.approx(x, rel=1e-6) if isinstance(x, float) else x for name, x in one.items()}
 
