@@ -100,6 +100,8 @@ def main() -> None:
         raise UserError("--from=DIR, --to=DIR and --format=orbax|huggingface|peft are needed; --help explains")
     source, target = epath.Path(_FROM.value), epath.Path(_TO.value)
     flag_values.check_output("to", target, directory=True)
+    if _FORMAT.value == "orbax" and is_remote(target) and not _TO.value.startswith("gs://"):
+        raise UserError(f"--to={target}: Orbax writes to a disk or gs:// alone; name a place there")
     if target.exists():
         raise UserError(f"--to={target} exists; name a new directory")
     if not source.is_dir():
