@@ -1,11 +1,12 @@
-"""Models as one CPU decodes them fastest: weights of layers transposed.
+"""Models as one CPU decodes them fastest: each layer has arrays of its own, and its weights are transposed.
 
-With one token, XLA for CPUs multiplies by a weight [L, in, out] only after it has copied the layer out of the stack. Of
-[L, out, in] it reads each layer where it is: for layers of 1.8 M float32 parameters 1.75 times as fast on one core of
-an AMD EPYC, at nine tenths of the memory bandwidth, and 3 times in int8; with several tokens it makes no difference.
+XLA for CPUs copies what it takes out of a stack of layers: a weight is read twice and written once before it counts. A
+layer's own weights [out, in] are read once for one token, and products of 2 to 16 are up to 1.9 times as fast as with
+[in, out]. In return a program has every layer, and takes longer to compile (benchmarks/results/one_core.md).
 """
 
 import weakref
+from collections.abc import Iterator
 
 import jax
 from flax import nnx
@@ -16,11 +17,11 @@ from refusion_jax.model.transformer import Transformer
 
 # Bytes of all weights. Fewer remain in the CPU's caches; of more, there might be no room for the copies.
 _LEAST, _MOST = 16 << 20, 4 << 30
-_transposed: weakref.WeakKeyDictionary[Transformer, tuple[list[jax.Array], Transformer]] = weakref.WeakKeyDictionary()
+_twins: weakref.WeakKeyDictionary[Transformer, tuple[list[jax.Array], Transformer]] = weakref.WeakKeyDictionary()
 
 
 def for_one_cpu(model: Transformer) -> Transformer:
-    """The same model, on one CPU with its layers transposed; kept for the next call, as long as there is the model."""
+    """The same model, on one CPU with its layers apart and transposed; kept for the next call while the model lives."""
     state = nnx.state(model)
     weights = jax.tree.leaves(state)
     devices = weights[0].sharding.device_set
@@ -31,11 +32,22 @@ def for_one_cpu(model: Transformer) -> Transformer:
     is_fitting = _LEAST <= sum(x.nbytes for x in weights) <= _MOST
     if not is_fitting or any(isinstance(x, Int4Array) for x in values) or any(x.outputs_first for x in of_layers):
         return model
-    known, twin = _transposed.get(model, ([], model))
+    known, twin = _twins.get(model, ([], model))
     if len(known) != len(weights) or any(x is not y for x, y in zip(known, weights, strict=True)):
         twin = nnx.merge(*nnx.split(model))
-        for _, module in nnx.iter_modules(twin):
-            if isinstance(module, Layers):
-                module.put_outputs_first()
-        _transposed[model] = weights, twin
+        for _, module in [*nnx.iter_modules(twin)]:
+            for name, stack in [*vars(module).items()]:
+                if isinstance(stack, Layers):
+                    setattr(module, name, nnx.List(_apart(stack)))
+        _twins[model] = weights, twin
     return twin
+
+
+def _apart(stack: Layers) -> Iterator[Layers]:
+    """The layers of a stack, each as a stack of one."""
+    graphdef, state = nnx.split(stack)
+    for index, number in enumerate(range(stack.first, stack.end)):
+        layer = nnx.merge(graphdef, jax.tree.map(lambda x, index=index: x[index : index + 1], state))
+        layer.first, layer.end = number, number + 1
+        layer.put_outputs_first()
+        yield layer

@@ -257,7 +257,9 @@ class Transformer(nnx.Module):
         if c.local_rope:
             rotations.append(rope_rotation(positions, size, c.local_rope[0]))
         kept, load = [], None
-        for layers in [self.dense_layers, self.layers] if c.first_k_dense_replace else [self.layers]:
+        stacks = [self.dense_layers, self.layers] if c.first_k_dense_replace else [self.layers]
+        stacks = [part for stack in stacks for part in (stack if isinstance(stack, nnx.List) else [stack])]
+        for layers in stacks:  # one of all layers, but on one CPU one of each: see one_cpu.py
             x, own, load = layers(x, rotations, attend, self.remat, self.quantization, is_real)
             kept.append(own)
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept) if len(kept) > 1 else kept[0]
