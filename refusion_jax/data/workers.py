@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -56,7 +57,10 @@ class Processes(Runner):
             worker = Worker(*self._given)
             yield from (task(worker, index, chunk) for index, chunk in chunks.items())
             return
+        # Workers inherit that SIGINT is blocked: Ctrl-C reaches them, too, and an idle one would print a traceback.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         futures = [self._executor.submit(_do, task, index, chunk) for index, chunk in chunks.items()]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             yield from (future.result() for future in futures)
         except BrokenProcessPool:

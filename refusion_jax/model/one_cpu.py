@@ -2,7 +2,8 @@
 
 XLA for CPUs copies what it takes out of a stack of layers: a weight is read twice and written once before it counts. A
 layer's own weights [out, in] are read once for one token, and products of 2 to 16 are up to 1.9 times as fast as with
-[in, out]. In return a program has every layer, and takes longer to compile (benchmarks/results/one_core.md).
+[in, out]. In return a program has every layer, and takes longer to compile. Weights in int8 are read once for one token
+where they are transposed in their stack, and taken apart are slower (benchmarks/results/one_core.md).
 """
 
 import weakref
@@ -11,35 +12,43 @@ from collections.abc import Iterator
 import jax
 from flax import nnx
 
-from refusion_jax.model.int8 import Int4Array
+from refusion_jax.model.int8 import Int4Array, Int8Array, is_int8
 from refusion_jax.model.stack import Layers
 from refusion_jax.model.transformer import Transformer
 
 # Bytes of all weights. Fewer remain in the CPU's caches; of more, there might be no room for the copies.
 _LEAST, _MOST = 16 << 20, 4 << 30
-_twins: weakref.WeakKeyDictionary[Transformer, tuple[list[jax.Array], Transformer]] = weakref.WeakKeyDictionary()
+_twins: weakref.WeakKeyDictionary[Transformer, tuple[list[jax.Array], bool, Transformer]] = weakref.WeakKeyDictionary()
 
 
-def for_one_cpu(model: Transformer) -> Transformer:
-    """The same model, on one CPU with its layers apart and transposed; kept for the next call while the model lives."""
+def for_one_cpu(model: Transformer, rounded: str = "same") -> Transformer:
+    """The same model as one CPU decodes it fastest, kept for the next call while the model lives; others as they are.
+
+    Args:
+      model: on any device.
+      rounded: "same", "int8" or "int4": to which its weights will be rounded (`Transformer.rounded`).
+    """
     state = nnx.state(model)
     weights = jax.tree.leaves(state)
     devices = weights[0].sharding.device_set
     if len(devices) > 1 or next(iter(devices)).platform != "cpu":
         return model
     of_layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, Layers)]
-    values = jax.tree.leaves(nnx.to_pure_dict(state), is_leaf=lambda x: isinstance(x, Int4Array))
+    kinds = {type(x) for x in jax.tree.leaves(nnx.to_pure_dict(state), is_leaf=is_int8)}
     is_fitting = _LEAST <= sum(x.nbytes for x in weights) <= _MOST
-    if not is_fitting or any(isinstance(x, Int4Array) for x in values) or any(x.outputs_first for x in of_layers):
+    if not is_fitting or rounded == "int4" or Int4Array in kinds or any(x.outputs_first for x in of_layers):
         return model
-    known, twin = _twins.get(model, ([], model))
-    if len(known) != len(weights) or any(x is not y for x, y in zip(known, weights, strict=True)):
+    in_int8 = rounded == "int8" or Int8Array in kinds
+    known, is_int8_twin, twin = _twins.get(model, ([], in_int8, model))
+    is_same = len(known) == len(weights) and all(x is y for x, y in zip(known, weights, strict=True))
+    if not is_same or is_int8_twin != in_int8:
         twin = nnx.merge(*nnx.split(model))
         for _, module in [*nnx.iter_modules(twin)]:
             for name, stack in [*vars(module).items()]:
                 if isinstance(stack, Layers):
-                    setattr(module, name, nnx.List(_apart(stack)))
-        _twins[model] = weights, twin
+                    stack.put_outputs_first()
+                    setattr(module, name, stack if in_int8 else nnx.List(_apart(stack)))
+        _twins[model] = weights, in_int8, twin
     return twin
 
 
@@ -49,5 +58,4 @@ def _apart(stack: Layers) -> Iterator[Layers]:
     for index, number in enumerate(range(stack.first, stack.end)):
         layer = nnx.merge(graphdef, jax.tree.map(lambda x, index=index: x[index : index + 1], state))
         layer.first, layer.end = number, number + 1
-        layer.put_outputs_first()
         yield layer

@@ -78,7 +78,11 @@ class Engine:
         )
         self._decoder = decoder = decoder_for(self._largest, model.config)
         self._model, self._second, self._making, self._prefix_cache = model, None, threading.Lock(), prefix_cache
-        model = for_one_cpu(model).rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
+        model = (
+            for_one_cpu(model, settings.weights)
+            .rounded(settings.weights, settings.cache)
+            .with_head_rows(settings.head_rows)
+        )
         self.rows = batch_rows(rows, rows, mesh_of(model))
         blocks = kept_blocks(model, decoder, self.rows, prefix_cache)
         self._empty = functools.partial(batch_type(decoder), model, decoder, self._largest[0], self.rows, blocks, True)

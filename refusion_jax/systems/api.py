@@ -155,7 +155,11 @@ def stream(
     settings = requests[0].settings
     check_auxiliaries(model, settings)
     decoder = decoder or decoder_for(requests, model.config)
-    model = for_one_cpu(model).rounded(settings.weights, settings.cache).with_head_rows(settings.head_rows)
+    model = (
+        for_one_cpu(model, settings.weights)
+        .rounded(settings.weights, settings.cache)
+        .with_head_rows(settings.head_rows)
+    )
     return queue.stream(model, decoder, requests, settings.batch_size, is_over, watch, record, batch_type(decoder))
 
 
