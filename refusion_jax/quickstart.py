@@ -130,13 +130,13 @@ def show(figures: dict, problems: list[tasks.Problem], decoded: Decoded, tokeniz
 def examples(problems: list[tasks.Problem], decoded: Decoded, tokenizer: Tokenizer, size: int) -> list[int]:
     """Three right answers to look at, of three families: written least in order of reading, and then the longest."""
     orders = [part_order(decoded, i, size) for i in range(len(problems))]
-    worth = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
+    by_interest = [(sum(b < a for a, b in itertools.pairwise(order)), len(order)) for order in orders]
     most = {}
     for i, problem in enumerate(problems):
         is_right = tasks.is_correct(problem, tokenizer.decode(decoded.tokens[i]))
-        if is_right and worth[i] >= worth[most.get(problem.family, i)]:
+        if is_right and by_interest[i] >= by_interest[most.get(problem.family, i)]:
             most[problem.family] = i
-    return sorted(most.values(), key=worth.__getitem__, reverse=True)[:3]
+    return sorted(most.values(), key=by_interest.__getitem__, reverse=True)[:3]
 
 
 def part_order(decoded: Decoded, index: int, size: int) -> list[int]:

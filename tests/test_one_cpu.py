@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import PROMPTS, causal, forward, settings, sharp_model, tiny_model
+from flax import nnx
 
 from refusion_jax import decode
 from refusion_jax.model import one_cpu
+from refusion_jax.model.lora import INPUTS, Lora, add_adapters
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +17,14 @@ def small_models_count(monkeypatch):
     monkeypatch.setattr(one_cpu, "_LEAST", 0)
 
 
-@pytest.mark.parametrize(("weights", "tokens"), [("same", 1), ("same", 5), ("int8", 1)])
-def test_logits_are_the_same(weights, tokens):
+@pytest.mark.parametrize(("weights", "tokens", "rank"), [("same", 1, 0), ("same", 5, 2), ("int8", 1, 0)])
+def test_logits_are_the_same(weights, tokens, rank):
     model = tiny_model()
+    if rank:  # adapters, as tasks are scored with while they are trained
+        add_adapters(model.layers, Lora(rank, 4.0, ".*_proj"), nnx.Rngs(1))
+        for name in INPUTS:
+            b = getattr(model.layers, f"{name}_b")
+            b[...] = jax.random.normal(jax.random.key(2), b.shape)
     twin = one_cpu.for_one_cpu(model, weights)
     layers = twin.layers if weights == "int8" else twin.layers[0]
     assert layers.down_proj.shape[1:] == model.layers.down_proj.shape[:0:-1]

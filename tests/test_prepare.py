@@ -309,9 +309,12 @@ def test_an_interrupted_one_tells_how_to_go_on(tmp_path, tokenizer_file):
     (tmp_path / "a.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=3_000_000)))
     flags = [f"--input={tmp_path}/a.txt", f"--tokenizer={tokenizer_file}", "--shard_mib=1", "--workers=2"]
     process = start("prepare", *flags, f"--output={tmp_path}/out")
+    children = functools.partial(psutil.Process(process.pid).children, recursive=True)
+    wait_until(lambda: len(children()) >= 3, process)  # two workers, which import still, and Python's own
+    for child in children():  # as Ctrl-C on a terminal, which they leave to their parent
+        child.send_signal(signal.SIGINT)
     wait_until(lambda: list((tmp_path / "out" / ".progress").glob("done-*.json")), process)
-    for one in [*psutil.Process(process.pid).children(recursive=True), process]:  # as Ctrl-C on a terminal
-        one.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "error: interrupted; the same command goes on from here\n")
 

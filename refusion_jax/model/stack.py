@@ -122,9 +122,10 @@ class Layers(nnx.Module):
 
         def product(x, w, name, inputs=1):
             if self.outputs_first:
-                return linear_outputs_first(x, w[name], inputs)
-            rounded = w.get(f"{name}_int8")
-            y = int8_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
+                y = linear_outputs_first(x, w[name], inputs)
+            else:
+                rounded = w.get(f"{name}_int8")
+                y = int8_linear(x, w[name], rounded, inputs) if rounded else linear(x, w[name], inputs)
             if f"{name}_a" not in w:
                 return y
             return y + self.lora_scale * linear(linear(x, w[f"{name}_a"], inputs), w[f"{name}_b"])

@@ -82,7 +82,7 @@ class Sizes:
         """
         requested = jnp.minimum(jnp.stack([plan + drafts, plan, drafts], axis=1), room[:, None])
         affordable = jnp.where(budget < 0, worthwhile(self.free, plan_hits, plan_misses, active, self.shards), 0)
-        affordable = affordable[:, None] * jnp.array([[0, 1, 0]])  # what drafts are worth is not known
+        affordable = affordable[:, None] * jnp.array([[0, 1, 0]])  # what drafts save is not known
         budget = jnp.where(budget < 0, self.free, budget)
         return choose(needed, requested, budget, affordable, self.shapes, self.shards)
 

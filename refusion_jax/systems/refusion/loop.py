@@ -281,7 +281,11 @@ class SlotDecoder(Decoder):
     ) -> tuple[Work, Bool[Array, "B M K"]]:
         """(the next work of each row, unless a next plan is ready; the drafts to commit).
 
-        By its work and block, the guess that was fed, and the readings of drafts, plan and guess.
+        Args:
+          work, here: of the forward pass: each row's work, and its block.
+          guess: as it was fed.
+          readings: of the drafts, the plan and the guess.
+          settings: of each row.
         """
         raise NotImplementedError
 
