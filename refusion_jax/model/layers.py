@@ -50,7 +50,7 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: i
 def linear_outputs_first(
     x: Float[Array, "..."], w: Float[Array, "..."] | Int8Array, inputs: int = 1
 ) -> Float[Array, "..."]:
-    """Contracts the last `inputs` axes of x with the last ones of w, for a CPU.
+    """Contracts the last `inputs` axes of x [tokens, in] with the last ones of w [out, in], for a CPU: [tokens, out].
 
     XLA for CPUs reads w once for one token. With more, the operands are swapped, as then it multiplies faster; the
     barrier keeps it from swapping them back.

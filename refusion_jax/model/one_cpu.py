@@ -6,6 +6,7 @@ layer's own weights [out, in] are read once for one token, and products of 2 to 
 where they are transposed in their stack, and taken apart are slower (benchmarks/results/one_core.md).
 """
 
+import operator
 import weakref
 from collections.abc import Iterator
 
@@ -39,9 +40,9 @@ def for_one_cpu(model: Transformer, rounded: str = "same") -> Transformer:
     if not is_fitting or rounded == "int4" or Int4Array in kinds or any(x.outputs_first for x in of_layers):
         return model
     in_int8 = rounded == "int8" or Int8Array in kinds
-    known, is_int8_twin, twin = _twins.get(model, ([], in_int8, model))
-    is_same = len(known) == len(weights) and all(x is y for x, y in zip(known, weights, strict=True))
-    if not is_same or is_int8_twin != in_int8:
+    known, was_in_int8, twin = _twins.get(model, ([], in_int8, model))
+    is_same = len(known) == len(weights) and all(map(operator.is_, known, weights))
+    if not is_same or was_in_int8 != in_int8:
         twin = nnx.merge(*nnx.split(model))
         for _, module in [*nnx.iter_modules(twin)]:
             for name, stack in [*vars(module).items()]:
