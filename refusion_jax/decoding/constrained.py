@@ -88,14 +88,13 @@ class Constrained(Continuer):
     from_masks: bool  # whether a mask predicts the first token of a slot
 
     @classmethod
-    def of(cls, decoder: Decoder, requests: Sequence[Request], model: ModelConfig, reach: int = 0) -> Self:
+    def of(cls, decoder: Decoder, requests: Sequence[Request], model: ModelConfig) -> Self:
         """The decoder of requests with grammars for the models of another one.
 
         Args:
           decoder: that serves these requests without their grammars.
           requests: from `prepare`.
           model: its shape.
-          reach: N; 0: whole slots of some tokens. With 1 nothing is drafted.
 
         Raises:
           UserError: where the decoder's models have no next token, or a request has gaps or no grammar.
@@ -113,7 +112,7 @@ class Constrained(Continuer):
                 why = "an answer under a grammar has no gaps and no least length, and its batch no other answers"
                 raise UserError(f"{request.name}: {why}")
         size, from_masks = s.slot_size, decoder.next_token == SLOT_MASK
-        reach = reach or -(-_REACH // size) * size
+        reach = -(-_REACH // size) * size
         width = reach + (-(-reach // size) * size if from_masks or size > 1 else 0)
         return cls(
             ids=decoder.ids,
