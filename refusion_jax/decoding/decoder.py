@@ -99,7 +99,7 @@ class Decoder(abc.ABC):
     width: int  # tokens of a row in one forward pass, at most
     new_tokens: int  # of a row, at most
     cache_length: int = 0  # entries of a row's cache; 0 without one
-    chunk: int = 0  # given tokens of one forward pass of the prefill, for decoders with `copies_prefix`
+    chunk: int = 0  # given tokens of a row in one forward pass of the prefill, at most; 0 without one
 
     @classmethod
     def sized(cls, requests: Sequence[Request], model: ModelConfig, **own: Any) -> Self:
@@ -156,8 +156,3 @@ class Decoder(abc.ABC):
     def prefix_block(self) -> int:
         """Given tokens of which the first so many depend on no later ones, however often; see `prefixes`."""
         return ROUNDING
-
-    @property
-    def prefill_width(self) -> int:
-        """Given tokens of a row in one forward pass of the prefill, at most."""
-        return self.chunk if self.copies_prefix else self.cache_length

@@ -52,7 +52,7 @@ def bytes_needed(model: Transformer, mesh: Mesh, rows: int, decoder: Decoder, ke
     def scores(fed: int) -> int:
         return 2 * fed * c.num_attention_heads * (entries + fed) * _FLOAT32  # before and after softmax
 
-    temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(decoder.prefill_width))
+    temporary = max(rows * scores(decoder.width) + scored * logits, admitted * scores(decoder.chunk or entries))
     cached = (rows + admitted) * entries + kept
     return (cached * bytes_per_token(c, model.cache_dtype) + temporary + rounded) // tensor
 

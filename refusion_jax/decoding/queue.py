@@ -207,7 +207,7 @@ class RunningBatch:
         Where the chunks of a prefill are long, also for requests of few tokens: padding takes as long as tokens do.
         """
         decoder = self._decoder
-        if decoder.chunk >= _LONG * decoder.prefix_block:
+        if decoder.copies_prefix and decoder.chunk >= _LONG * decoder.prefix_block:
             short = dataclasses.replace(decoder, chunk=decoder.prefix_block)
             self._short = static_arguments(self._compiled.graphdef, short)
         for size in self._sizes:

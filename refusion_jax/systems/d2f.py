@@ -166,23 +166,18 @@ class Pipeline(Decoder):
     settings: ClassVar[type[PipelineSettings]] = PipelineSettings
     fills_gaps: ClassVar[bool] = False  # the model does not see the text after a gap
 
-    prompt: int  # P, given tokens of a row at most, which the prefill takes at once
     block_length: int  # K
 
     @classmethod
     def for_requests(cls, requests: Sequence[Request], model: ModelConfig) -> Self:
         own, N = requests[0].settings, most_new_tokens(requests)
         width = own.block_length * min(_IN_FLIGHT, -(-N // own.block_length))
-        prompt = rounded_up(max(len(request.given[0]) for request in requests))
-        return cls.sized(requests, model, width=width, prompt=prompt, cache_length=text_capacity(requests) + width)
-
-    @property
-    def prefill_width(self) -> int:
-        return self.prompt
+        chunk = rounded_up(max(len(request.given[0]) for request in requests))
+        return cls.sized(requests, model, width=width, chunk=chunk, cache_length=text_capacity(requests) + width)
 
     def init(self, model: Transformer, layout: Layout, keys: Key[Array, "B"]) -> State:
         """The initial state: prompts are cached, with bidirectional attention; no block is open."""
-        given, P = layout.given, self.prompt
+        given, P = layout.given, self.chunk  # at once: they see each other
         B, C = given.tokens.shape
         zeros = jnp.zeros((B,), jnp.int32)
         seen = jnp.broadcast_to((jnp.arange(P)[None] < given.length[:, None])[:, None], (B, P, P))
